@@ -186,8 +186,9 @@ def _build(asked: argparse.Namespace) -> int:
     archs: Sequence[str] = [asked.arch]
     cudas = usable_sets(None)
     if asked.arch is None:
-        from .device import driver
+        from .device.choice import gpu_driver
 
+        driver = gpu_driver("torch")
         archs = sorted({device.arch for device in driver.devices()})
         cudas = usable_sets(driver.driver_version())
     try:

@@ -12,7 +12,8 @@ from .cpu import choose as choose_on_cpu
 from .cpu.core.isa import why_floats
 from .cpu.threads import available_cores
 from .cubins import locate
-from .device import driver
+from .device import choice, driver, tensor_map
+from .device.gpu import version_text
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .plan.choose import choose
 from .version import __version__
@@ -31,8 +32,8 @@ def facts() -> dict[str, Any]:
     Returns
     -------
     dict
-        versions, gpus, cubins, runs (one entry per place where attention can run), problems (each with
-        what is wrong and the command that fixes it).
+        versions, gpus, drivers (what runs kernels for the arrays of which libraries), cubins, runs (one entry
+        per place where attention can run), problems (each with what is wrong and the command that fixes it).
     """
     versions = {"cupy_flash": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
@@ -51,19 +52,20 @@ def facts() -> dict[str, Any]:
             f"{' and '.join(cupys)} are both installed and overwrite each other.\n"
             f"Try: pip uninstall {' '.join(cupys)}, then install one of them again"
         )
+    of_gpu = choice.gpu_driver("torch")
     try:
-        devices = driver.devices()
-        versions["driver"] = f"CUDA {driver.driver_version() // 1000}.{driver.driver_version() % 1000 // 10}"
+        devices, version = of_gpu.devices(), of_gpu.driver_version()
+        versions["driver"] = f"CUDA {version_text(version)}"
     except UnsupportedError as error:
-        devices = ()
-        # why: to lack CuPy is no problem where it has no GPU to run on.
-        if driver.is_installed() or not isinstance(error.__cause__, ModuleNotFoundError):
+        devices, version = (), 0
+        # why: to lack a driver is no problem where nothing was installed that needs one.
+        if driver.is_installed() or of_gpu is driver:
             problems.append(str(error))
     for device in devices:
         gpus.append(device._asdict())
         try:
             variant = choose(_TYPICAL, device.arch, device.multiprocessors).launches[0].variant
-            cubin = locate.locate(variant, device.arch, driver.driver_version())
+            cubin = locate.locate(variant, device.arch, version)
             runs.append(
                 {"on": f"cuda:{device.ordinal}", "with": f"{variant.name} ({cubin.set}, {cubin.origin})"}
             )
@@ -72,10 +74,23 @@ def facts() -> dict[str, Any]:
     return {
         "versions": versions,
         "gpus": gpus,
+        "drivers": _drivers(),
         "cubins": [{**found._asdict(), "path": str(found.path)} for found in sets],
         "runs": runs,
         "problems": problems,
     }
+
+
+def _drivers() -> list[dict[str, str]]:
+    """What loads and launches kernels, for the arrays of which libraries, and why."""
+    why = choice.why_without_cupy()
+    if not why:
+        return [{"of": "CuPy, torch and JAX arrays", "with": "CuPy", "why": ""}]
+    others = "not installed, which only CuPy arrays need" if "not installed" in why else "CuPy"
+    return [
+        {"of": "torch and JAX arrays", "with": tensor_map.LIBRARY, "why": why},
+        {"of": "CuPy arrays", "with": others, "why": ""},
+    ]
 
 
 def _on_cpu(problems: list[str]) -> str:
@@ -117,6 +132,9 @@ def info_text(as_json: bool = False) -> str:
             f"gpu       cuda:{gpu['ordinal']} {gpu['name']}, {gpu['arch']}, "
             f"{gpu['multiprocessors']} multiprocessors, {memory:.0f} GiB"
         )
+    for row in found["drivers"] if found["gpus"] else ():
+        because = f" ({row['why']})" if row["why"] else ""
+        lines.append(f"driver    of {row['of']}: {row['with']}{because}")
     if not found["gpus"]:
         why = "" if driver.is_installed() else ": no NVIDIA driver is installed"
         lines.append(f"gpu       none that can be used{why}")

@@ -238,7 +238,7 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
     """
     device = raw["q"].device
-    driver = driver_of(device)
+    driver = driver_of(device, raw["q"].library)
     kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
     # why types: 1 is True, and some options take only one of them.
     types = map(type, (*options, *flags))

@@ -13,6 +13,7 @@ from .call.arrays import ArrayView
 from .call.problem import Problem
 from .call.progress import Tell
 from .device.abi import SEED
+from .device.choice import gpu_driver
 from .device.run import Driver, Kernel, Program
 from .errors import InvalidArgumentsError, UnsupportedError
 from .plan.choose import Plan, choose
@@ -25,19 +26,20 @@ __all__ = ["OnCore", "OnCpu", "OnDevice", "chosen_by_environment", "driver_of", 
 Views = Mapping[str, ArrayView]
 
 
-def driver_of(device: tuple[str, int]) -> Driver | None:
-    """Who runs kernels on this device: the CUDA driver, the simulator, or nobody (the CPU path)."""
-    if device[0] == "cuda":
-        from .device import driver
+def driver_of(device: tuple[str, int], library: str) -> Driver | None:
+    """Who runs kernels on this device for arrays of this library.
 
-        return driver
+    CuPy or the CUDA driver's own library, the simulator, or nobody (the CPU path).
+    """
+    if device[0] == "cuda":
+        return gpu_driver(library)
     chosen = os.environ.get("CUPY_FLASH_DRIVER", "")
-    if not chosen:
+    if chosen in ("", "cuda"):
         return None
     if chosen.partition(":")[0] != "simulator":
         raise InvalidArgumentsError(
             f"the environment variable CUPY_FLASH_DRIVER is {chosen!r}.",
-            hint="unset it, or simulator:sm_90a to simulate that architecture",
+            hint="unset it, or simulator:sm_90a to simulate that architecture, or cuda to do without CuPy",
         )
     from .device import simulator
 

@@ -148,7 +148,7 @@ def explain(
                 hint="kv_cache=None, for attention_backward()",
             )
         problem, views = _describe_cache(q, k, v, options, kv_cache)
-    driver = driver_of(views["q"].device)
+    driver = driver_of(views["q"].device, views["q"].library)
     if arch is None and driver is None:
         return _cpu_text(problem)
     if arch is None:

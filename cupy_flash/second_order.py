@@ -118,7 +118,7 @@ def hvp_into(
     if known is None:
         without = {name: x for name, x in raw.items() if name not in ("do", "dlse")}
         known = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
-        on_cpu = driver_of(raw["q"].device) is None
+        on_cpu = driver_of(raw["q"].device, raw["q"].library) is None
         with telling(TOLD.get() if on_cpu else None) as tell:
             with part_of(tell, 0, _FIRST):
                 jvp_into(known, without, tangents, options, packing, stream=stream)
@@ -193,7 +193,7 @@ def described(
         in_rows=problem.in_rows and in_rows,
     )
     device = views["q"].device
-    driver = driver_of(device)
+    driver = driver_of(device, views["q"].library)
     if driver is None:
         refuse_tensor_cores(problem)
     else:
@@ -215,7 +215,8 @@ def compute(
     stream: of the GPU; default is the current one of the library.
     """
     each = directions_of(directed, asked.directions, layout, rank)
-    driver = driver_of(asked.views["q"].device)
+    q = asked.views["q"]
+    driver = driver_of(q.device, q.library)
     if driver is None:
         _compute_on_cpu(asked, each, forward)
         return

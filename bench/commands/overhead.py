@@ -126,7 +126,7 @@ def _calls() -> dict[str, Callable[[], object]]:
 def _to_launch() -> list[Row]:
     rows = []
     for arch, gpu in (("sm_90", NoGpu()), ("sm_80", _Ampere())):
-        with patch.object(prepare, "driver_of", lambda _device, gpu=gpu: gpu):
+        with patch.object(prepare, "driver_of", lambda *_, gpu=gpu: gpu):
             us = _call_us(_calls())
         limit = {"attention": 20.0, "attention with lse": 20.0}
         without = "without CuPy and the driver"

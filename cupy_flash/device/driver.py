@@ -5,54 +5,25 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
-import sys
-import threading
-import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..cubins import locate, on_demand
-from ..errors import CubinNotFoundError, UnsupportedError
+from ..cubins import locate
+from ..errors import UnsupportedError
 from ..log import LOG
 from ..plan.catalog import Variant
-from . import tensor_map
+from . import gpu, tensor_map
+from .gpu import STILL, Device, Workspace, version_text
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "clear", "current_stream", "devices", "driver_version",
     "empty", "encode_tensor_map", "installed_cupys", "is_installed", "load", "multiprocessors", "read",
 ]  # fmt: skip
 
-# What a launch may use without asking; more has to be allowed per kernel.
-_SHARED_BYTES_BY_DEFAULT = 48 * 1024
-_MAX_SHARED_BYTES = 8  # what the driver calls CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
-_STILL = "attention on NumPy arrays needs neither CuPy nor a GPU"
-
-
-class Device(NamedTuple):
-    """A GPU of this machine.
-
-    Attributes
-    ----------
-    ordinal : int
-    name : str
-    arch : str
-        E.g. "sm_86".
-    multiprocessors : int
-    memory_bytes : int
-    """
-
-    ordinal: int
-    name: str
-    arch: str
-    multiprocessors: int
-    memory_bytes: int
-
-
-def _text(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
+_WITHOUT = "torch and JAX arrays also run without CuPy: CUPY_FLASH_DRIVER=cuda"
 
 
 def is_installed() -> bool:
@@ -92,44 +63,45 @@ def _cupy() -> Any:
         if error.name != "cupy":
             raise
         raise UnsupportedError(
-            "GPU arrays need CuPy, which is not installed.",
-            reasons=[_STILL],
+            "GPU arrays that are neither torch's nor JAX's need CuPy, which is not installed.",
+            reasons=[STILL],
             hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
         ) from error
     except ImportError as error:
         packages = " and ".join(installed_cupys()) or "of unknown origin"
         raise UnsupportedError(
             f"CuPy ({packages}) does not import: {str(error).strip().splitlines()[-1].strip()}",
-            reasons=[_STILL],
+            reasons=[_WITHOUT, STILL],
             hint="pip uninstall " + " ".join(installed_cupys()) + ", then install one of them again",
         ) from error
     runtime = cupy.cuda.runtime
     if runtime.is_hip:
         raise UnsupportedError(
-            "this CuPy is built for ROCm; the kernels are for NVIDIA GPUs.", reasons=[_STILL],
+            "this CuPy is built for ROCm; the kernels are for NVIDIA GPUs.", reasons=[_WITHOUT, STILL],
             hint="pip install cupy-cuda12x",
         )  # fmt: skip
     driver, built_for = _call(runtime.driverGetVersion), runtime.runtimeGetVersion()
     if not driver:
         raise UnsupportedError(
             "there is no NVIDIA driver on this machine.",
-            reasons=[_STILL],
+            reasons=[STILL],
             hint="nvidia-smi, which shows the driver if there is one",
         )
     if built_for // 1000 < 12 or built_for // 1000 > driver // 1000:
         fitting = "cupy-cuda13x" if driver >= 13000 else "cupy-cuda12x"
         remove = " ".join(installed_cupys()) or "cupy"
         raise UnsupportedError(
-            f"CuPy is built for CUDA {_text(built_for)}, the driver is for CUDA {_text(driver)}.",
+            f"CuPy is built for CUDA {version_text(built_for)}, "
+            f"the driver is for CUDA {version_text(driver)}.",
             reasons=["the kernels are compiled for CUDA 12 and 13, and a driver runs its own CUDA and older",
-                     _STILL],
+                     *([_WITHOUT] if driver >= 12000 else []), STILL],
             hint=f"pip uninstall {remove} && pip install {fitting}" if driver >= 12000
             else "a driver of version 525 or newer",
         )  # fmt: skip
     if not _call(runtime.getDeviceCount):
         raise UnsupportedError(
             "CUDA sees no GPU on this machine.",
-            reasons=[_STILL],
+            reasons=[STILL],
             hint="nvidia-smi; and unset CUDA_VISIBLE_DEVICES, which hides GPUs",
         )
     return cupy
@@ -184,21 +156,11 @@ def multiprocessors(device: int) -> int:
 def current_stream(device: int, library: str = "cupy") -> int:
     """Handle of the stream on which the caller's library enqueues: torch's own, CuPy's for all others."""
     if library == "torch":
-        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+        return gpu.torch_stream(device)
     return int(_cupy().cuda.get_current_stream(device).ptr)
 
 
 # ---------------------------------------------------------------------------------------------- workspace
-
-
-class Workspace:
-    """Device memory of one call, given back to its pool when the last reference goes; see `run.Workspace`."""
-
-    __slots__ = ("_owner", "pointer")
-
-    def __init__(self, pointer: int, owner: Any) -> None:
-        self.pointer = pointer
-        self._owner = owner
 
 
 # Workspaces that graphs use.
@@ -221,9 +183,7 @@ def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = 
     if not nbytes:
         return Workspace(0, None)
     if library == "torch":
-        torch = sys.modules["torch"]
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
-        return Workspace(tensor.data_ptr(), tensor)
+        return gpu.torch_workspace(nbytes, device)
     cupy = _cupy()
     with cupy.cuda.Device(device):
         if stream is None or stream == cupy.cuda.get_current_stream().ptr:
@@ -364,8 +324,23 @@ class Kernel:
                 self._function(grid, block, (struct,), shared_bytes, _Stream(stream))
 
 
-_loaded: dict[tuple[str, int], Kernel] = {}
-_loading = threading.Lock()
+def _load(variant: Variant, cubin: locate.Cubin, code: bytes, device: int) -> Kernel:
+    cupy = _cupy()
+    with cupy.cuda.Device(device):
+        module = cupy.cuda.Module()
+        module.load(code)
+        function = module.get_function(variant.name)
+        if variant.shared_bytes > gpu.SHARED_BYTES_BY_DEFAULT:
+            cupy.cuda.driver.funcSetAttribute(function.ptr, gpu.MAX_SHARED_BYTES, variant.shared_bytes)
+        return Kernel(cubin, function, device)
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    cuda = _cupy().cuda
+    return cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError
+
+
+_loader = gpu.Loader(arch, driver_version, _load, _refusals)
 
 
 def load(variant: Variant, device: int) -> Kernel:
@@ -378,33 +353,4 @@ def load(variant: Variant, device: int) -> Kernel:
     UnsupportedError
         There is no CuPy, driver or GPU.
     """
-    key = (variant.name, device)
-    kernel = _loaded.get(key)
-    if kernel is None:
-        with _loading:
-            kernel = _loaded.get(key)
-            if kernel is None:
-                kernel = _loaded[key] = _load(variant, device)
-    return kernel
-
-
-def _load(variant: Variant, device: int) -> Kernel:
-    cupy = _cupy()
-    cubin = on_demand.found_or_made(variant, arch(device), driver_version())
-    code = locate.code(cubin)
-    start = time.perf_counter()
-    try:
-        with cupy.cuda.Device(device):
-            module = cupy.cuda.Module()
-            module.load(code)
-            function = module.get_function(variant.name)
-            if variant.shared_bytes > _SHARED_BYTES_BY_DEFAULT:
-                cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_SHARED_BYTES, variant.shared_bytes)
-            milliseconds = 1000 * (time.perf_counter() - start)
-            LOG.info("loaded %s on cuda:%d in %.1f ms", cubin.path, device, milliseconds)
-            return Kernel(cubin, function, device)
-    except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
-        raise CubinNotFoundError(
-            f"the driver (CUDA {_text(driver_version())}) does not load {cubin.path}: {error}.",
-            hint="python -m cupy_flash info, and a newer driver",
-        ) from error
+    return _loader(variant, device)

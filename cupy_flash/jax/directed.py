@@ -147,7 +147,7 @@ def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
     given = dict(zip(static.names[: count - static.along], views, strict=False))
     tangents = dict(zip(static.names[count - static.along :], views[count - static.along :], strict=False))
     results = {name: view for (name, _, _), view in zip(static.results, views[count:], strict=True)}
-    driver = driver_of(device)
+    driver = driver_of(device, "jax")
     numbers = {name: given.pop(name) for name in READ if name in given}
     known = {n: held(x.pointer, x.shape, x.dtype, device, driver, stream) for n, x in numbers.items()}
     read: dict[str, float] = {n: float(x[0]) for n, x in known.items() if n != "seed"}

@@ -138,7 +138,7 @@ def run(
             steps = (math.prod(shape) * ITEM_BYTES[x] for shape, x in zip(own, dtypes, strict=True))
             pointers = [p + step for p, step in zip(pointers, steps, strict=True)]
         residues = tuple([p % 64 for p in pointers])
-        driver = driver_of(device)
+        driver = driver_of(device, "jax")
         environment = chosen_by_environment(driver, device)
         known = {
             name: held(pointers[i], own[i], dtypes[i], device, driver, stream)

@@ -6,7 +6,7 @@ import types
 import numpy as np
 
 from cupy_flash import ready
-from cupy_flash.device import driver
+from cupy_flash.device import choice, driver
 
 # layout: the addresses of a GPU's memory begin here, and those of the next one as far behind.
 MEMORY = 1 << 40
@@ -16,7 +16,8 @@ def forget():
     """Ask CuPy anew for everything."""
     driver._cupy.cache_clear()
     driver.devices.cache_clear()
-    driver._loaded.clear()
+    driver._loader.kernels.clear()
+    choice.gpu_driver.cache_clear()
     ready.load.cache_clear()
 
 

@@ -168,7 +168,9 @@ def unsupported(match):
 
 def test_no_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert "pip install cupy-cuda13x" in unsupported("GPU arrays need CuPy, which is not installed")
+    assert "pip install cupy-cuda13x" in unsupported(
+        "arrays that are neither torch's nor JAX's need CuPy, which is not installed"
+    )
 
 
 def test_a_broken_cupy(monkeypatch, tmp_path):

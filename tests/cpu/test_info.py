@@ -76,9 +76,10 @@ def test_all_is_well(tmp_path, monkeypatch):
     assert "verified, cupy-flash-cuda12x" in info.info_text()
 
 
-def test_no_cupy(monkeypatch):
+def test_a_driver_that_does_not_load(monkeypatch):
+    monkeypatch.setattr(driver.tensor_map, "LIBRARY", "no such library")
     monkeypatch.setattr(driver, "is_installed", lambda: True)
-    assert "pip install cupy-cuda13x" in one_problem()
+    assert one_problem().startswith("the CUDA driver does not load: no such library")
     assert "\ngpu       none that can be used\n" in info.info_text()
 
 
@@ -167,7 +168,7 @@ def test_json_says_the_same_as_the_text(tmp_path, monkeypatch, capsys):
     package(tmp_path, monkeypatch)
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"versions", "gpus", "cubins", "runs", "problems"}
+    assert set(found) == {"versions", "gpus", "drivers", "cubins", "runs", "problems"}
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     for row in found["cubins"]:

@@ -81,8 +81,9 @@ def test_a_data_package_is_the_one_that_is_looked_for(cuda):
     assert settings["wheel"]["packages"] == [module]
     assert settings["wheel"]["install-dir"] == module
     assert settings["cmake"]["define"]["CUPY_FLASH_CUDA"] == str(cuda)
+    assert settings["metadata"]["dependencies"]["result"] == ["cupy-flash=={project[version]}"]
     cupy = CORE["project"]["optional-dependencies"][f"cuda{cuda}x"]
-    assert settings["metadata"]["dependencies"]["result"] == ["cupy-flash=={project[version]}", *cupy]
+    assert DATA[cuda]["project"]["optional-dependencies"] == {"cupy": cupy}
 
 
 def test_the_cpu_package_is_the_one_that_is_looked_for():

@@ -34,7 +34,7 @@ class Recorder(NoGpu):
 @pytest.fixture
 def gpu(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(prepare, "driver_of", lambda _device: recorder)
+    monkeypatch.setattr(prepare, "driver_of", lambda *_: recorder)
     return recorder
 
 

@@ -183,6 +183,7 @@ class TestCommandLine:
             raise UnsupportedError("there is no NVIDIA driver on this machine.", hint="nvidia-smi")
 
         monkeypatch.setattr(info.driver, "devices", no_gpu)
+        monkeypatch.setattr(info.choice, "gpu_driver", lambda _library: info.driver)
         assert main(["info"]) == 0
         text = capsys.readouterr().out
         assert f"cupy_flash {cupy_flash.__version__}" in text

@@ -110,7 +110,7 @@ def on_gpu(callback, wire, vmap_method, input_output_aliases=()):
 def gpu():
     fake = Gpu()
 
-    def driver_of(device):
+    def driver_of(device, _library):
         return fake if device == ("cuda", DEVICE) else None
 
     places = [mock.patch.object(module, "driver_of", driver_of) for module in (second_order, directed)]

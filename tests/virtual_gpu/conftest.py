@@ -22,7 +22,7 @@ collect_ignore: list[str] = []
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("tests.virtual_gpu.plugin"):
-        collect_ignore.append("inside")
+        collect_ignore.extend(["inside", "alone"])
 
 
 def cannot(reason: str) -> NoReturn:
@@ -74,6 +74,24 @@ def on_virtual_gpu(
     return run
 
 
+@pytest.fixture
+def on_virtual_gpu_alone(
+    cubins: None, record_property: Callable[[str, object], None]
+) -> Callable[..., Outcome]:
+    """`run_tests` without CuPy."""
+    if reason := build.unavailable():
+        cannot(reason)
+    pytest.importorskip("torch", reason="torch is not installed")
+
+    def run(*arguments: str, **options: object) -> Outcome:
+        outcome = run_tests(None, *arguments, **options)  # type: ignore[arg-type]
+        if outcome.report and not outcome.status:
+            record_property("virtual_gpu", outcome.report)
+        return outcome
+
+    return run
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Which CuPys ran how many tests, kernels and mutants."""
     tests: collections.Counter[str] = collections.Counter()
@@ -84,7 +102,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if name == "virtual_gpu_mutant":
                 mutants.append(value)
             elif name == "virtual_gpu":
-                cupy = f"CuPy {value['cupy']} for CUDA {value['cuda']}"
+                cupy = f"CuPy {value['cupy'] or '(none)'} for CUDA {value['cuda']}"
                 tests[cupy] += value["outcomes"].get("passed", 0)
                 kernels[cupy] |= set(value["kernels"])
     if tests or mutants:
@@ -93,4 +111,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(
                 f"{cupy}: {passed} tests passed, {len(kernels[cupy])} kernels launched"
             )
-        terminalreporter.write_line(f"mutants of driver.py and run.py caught: {len(mutants)}")
+        terminalreporter.write_line(f"mutants of driver.py, cuda.py and run.py caught: {len(mutants)}")

@@ -1,4 +1,4 @@
-"""Put the virtual GPU under CuPy: `install` before cupy is imported."""
+"""Put the virtual GPU under CuPy: `install` before cupy is imported. Or under no CuPy: `install_alone`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from cupy_flash.device import driver, host_build
+from cupy_flash.device import choice, cuda, driver, host_build
 from cupy_flash.plan import families
 from tests.virtual_gpu.build import build
 from tests.virtual_gpu.redirect import redirect
@@ -34,11 +35,13 @@ def library() -> ctypes.CDLL:
 
 
 def cuda_major() -> int:
-    """CUDA major of the CuPy that is on the path."""
-    for cuda in (12, 13):
-        if any(importlib.metadata.distributions(name=f"cupy-cuda{cuda}x")):
-            return cuda
-    raise RuntimeError("neither cupy-cuda12x nor cupy-cuda13x is on the path")
+    """CUDA major of the CuPy that is on the path; 12 without one."""
+    return next((cuda for cuda in (12, 13) if has_cupy(cuda)), 12)
+
+
+def has_cupy(*cudas: int) -> bool:
+    """Whether a CuPy of one of these CUDA majors is on the path."""
+    return any(any(importlib.metadata.distributions(name=f"cupy-cuda{cuda}x")) for cuda in cudas)
 
 
 def install(*archs: str) -> None:
@@ -51,18 +54,31 @@ def install(*archs: str) -> None:
     """
     if "cupy" in sys.modules:
         raise RuntimeError("cupy is imported already")
+    if not has_cupy(12, 13):
+        raise RuntimeError("neither cupy-cuda12x nor cupy-cuda13x is on the path")
     stand_ins = build(cuda_major())
     os.environ["CUPY_CACHE_DIR"] = str(stand_ins / "kernels")
     os.environ["CUPY_ACCELERATORS"] = ""  # why: cub is compiled for GPUs only
     ours = library()
     _kept.append(ctypes.CDLL(str(stand_ins / f"libnvrtc.so.{cuda_major()}"), ctypes.RTLD_GLOBAL))
+    _make_gpu(ours, archs)
+    runtime = importlib.import_module(_RUNTIME)
+    redirect(Path(str(runtime.__file__)).resolve(), ours, stand_ins / "libcuda.so.1")
+    _compare_launches(driver.Kernel, lambda kernel: kernel._function.ptr)
+
+
+def install_alone(*archs: str) -> None:
+    """Make the driver's library see a virtual GPU of each of these architectures; there is no CuPy."""
+    os.environ[choice.VARIABLE] = "cuda"  # why: there may be a CuPy, which is not redirected
+    _make_gpu(library(), archs)
+    _compare_launches(cuda.Kernel, lambda kernel: kernel._function)
+
+
+def _make_gpu(ours: ctypes.CDLL, archs: Iterable[str]) -> None:
     _make_devices(ours, archs)
     _take_schedule(ours)
     _kept.append(_RESOLVE(_resolve))
     ours.virtual_gpu_resolver(_kept[-1])
-    runtime = importlib.import_module(_RUNTIME)
-    redirect(Path(str(runtime.__file__)).resolve(), ours, stand_ins / "libcuda.so.1")
-    _compare_launches()
 
 
 def _make_devices(ours: ctypes.CDLL, archs: Iterable[str]) -> None:
@@ -116,22 +132,29 @@ def _variants(target: str) -> dict[str, host_build.Buildable]:
 launched: dict[str, int] = {}  # kernels of cupy_flash that were launched, and bytes of the struct of each
 
 
-def _compare_launches() -> None:
+def _compare_launches(kernels: Any, handle: Callable[[Any], int]) -> None:
     """Compare the struct of every launch with the table of parameters in the cubin.
 
     why here: the driver sees an address, and copies as many bytes as the table says from there.
+
+    Parameters
+    ----------
+    kernels : type
+        The class that launches.
+    handle : callable
+        Its function, as the driver knows it.
     """
-    ours, launch = library(), driver.Kernel.launch
+    ours, launch = library(), kernels.launch
 
     def compared(
-        self: driver.Kernel,
+        self: Any,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_bytes: int,
         params: bytes,
         stream: int,
     ) -> None:
-        function = ctypes.c_void_p(self._function.ptr)
+        function = ctypes.c_void_p(handle(self))
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         ours.cuFuncGetParamInfo(function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size))
         count, whole = ours.virtual_gpu_parameters(function), ours.virtual_gpu_parameter_bytes(function)
@@ -144,4 +167,4 @@ def _compare_launches() -> None:
         launched[self.cubin.path.stem] = len(params)
         launch(self, grid, block, shared_bytes, params, stream)
 
-    driver.Kernel.launch = compared  # type: ignore[method-assign]
+    kernels.launch = compared

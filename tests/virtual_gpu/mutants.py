@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from tests.paths import ROOT
 
-_DRIVER, _RUN, _ABI = (f"cupy_flash/device/{name}.py" for name in ("driver", "run", "abi"))
+_DRIVER, _RUN, _ABI, _GPU, _CUDA, _LIBCUDA = (
+    f"cupy_flash/device/{name}.py" for name in ("driver", "run", "abi", "gpu", "cuda", "libcuda")
+)
 STREAMS, DEVICES, GRAPHS, MEMORY = (
     f"tests/gpu/test_{name}.py" for name in ("streams", "devices", "graphs", "memory")
 )
@@ -51,24 +53,24 @@ MUTANTS = (
     Mutant("launch on the legacy stream", _DRIVER, "shared_bytes, _Stream(stream))\n        else:",
            "shared_bytes, _Stream(0))\n        else:", (STREAMS,)),
     Mutant("launch on the other device's legacy stream", _DRIVER,
-           "self._function(grid, block, (struct,), shared_bytes, _Stream(stream))\n\n\n_loaded",
-           "self._function(grid, block, (struct,), shared_bytes, _Stream(0))\n\n\n_loaded", (DEVICES,)),
+           "self._function(grid, block, (struct,), shared_bytes, _Stream(stream))\n\n\ndef _load",
+           "self._function(grid, block, (struct,), shared_bytes, _Stream(0))\n\n\ndef _load", (DEVICES,)),
     Mutant("launch with the wrong device current", _DRIVER, "if cuda.runtime.getDevice() == self.device:\n"
            "            self._function", "if True:\n            self._function", (DEVICES,)),
-    Mutant("kernel loaded on the current device", _DRIVER, "        with cupy.cuda.Device(device):\n"
-           "            module = cupy.cuda.Module", "        if True:\n            module = cupy.cuda.Module",
+    Mutant("kernel loaded on the current device", _DRIVER, "    with cupy.cuda.Device(device):\n"
+           "        module = cupy.cuda.Module", "    if True:\n        module = cupy.cuda.Module",
            (DEVICES,)),
-    Mutant("one kernel for all devices", _DRIVER, "key = (variant.name, device)", "key = (variant.name, 0)",
+    Mutant("one kernel for all devices", _GPU, "key = (variant.name, device)", "key = (variant.name, 0)",
            (DEVICES, STREAMS)),
     Mutant("stream of the current device", _DRIVER, "get_current_stream(device).ptr)\n\n\n# ",
            "get_current_stream().ptr)\n\n\n# ", (DEVICES,)),
     Mutant("legacy stream always", _DRIVER, "return int(_cupy().cuda.get_current_stream(device).ptr)",
            "return 0", (STREAMS,)),
-    Mutant("shared memory not allowed", _DRIVER, "if variant.shared_bytes > _SHARED_BYTES_BY_DEFAULT:",
+    Mutant("shared memory not allowed", _DRIVER, "if variant.shared_bytes > gpu.SHARED_BYTES_BY_DEFAULT:",
            "if False:", (STREAMS,)),
     Mutant("less shared memory allowed than is launched with", _DRIVER,
-           "_MAX_SHARED_BYTES, variant.shared_bytes)",
-           "_MAX_SHARED_BYTES, variant.shared_bytes - 16)", (STREAMS,)),
+           "MAX_SHARED_BYTES, variant.shared_bytes)",
+           "MAX_SHARED_BYTES, variant.shared_bytes - 16)", (STREAMS,)),
     Mutant("workspace from another stream's pool", _DRIVER,
            "if stream is None or stream == cupy.cuda.get_current_stream().ptr:", "if True:", _WORKSPACE),
     Mutant("workspace on the current device", _DRIVER,
@@ -105,6 +107,66 @@ MUTANTS = (
            '*_tensor(views, "o"),\n        *_rows(views, "lse")',
            '*_tensor(views, "k"), *_tensor(views, "q"), *_tensor(views, "v"), '
            '*_tensor(views, "o"),\n        *_rows(views, "lse")', (STREAMS,)),
+)  # fmt: skip
+
+# The same of the driver's own library, where there is no CuPy.
+_TORCH, _JAX = (f"tests/virtual_gpu/alone/test_{name}.py" for name in ("torch", "jax"))
+_TENSOR_MAPS = "sm_90,sm_90"
+MUTANTS_ALONE = (
+    Mutant("launch on the legacy stream", _CUDA, "shared_bytes, stream, held, None",
+           "shared_bytes, 0, held, None", (_TORCH,)),
+    Mutant("context taken for current", _CUDA, "if here.value == context:", "if True:", (_TORCH,)),
+    Mutant("any context is as good", _CUDA, "if here.value == context:", "if here.value:", (_TORCH,)),
+    Mutant("launch in the caller's context", _CUDA, "if here.value == self._context:", "if True:", (_TORCH,)),
+    Mutant("context left behind", _CUDA, "cuda.cuCtxPopCurrent_v2(byref(c_void_p()))", "pass", (_TORCH,)),
+    Mutant("context of the first device", _CUDA, "byref(context), _handle(device))",
+           "byref(context), _handle(0))", (_TORCH,)),
+    Mutant("one kernel for all devices", _GPU, "key = (variant.name, device)", "key = (variant.name, 0)",
+           (_TORCH,)),
+    Mutant("struct from its ninth byte on", _CUDA, "held = _Params(params)",
+           "held = _Params(params[8:] + params[:8])", (_TORCH,)),
+    Mutant("shared memory not allowed", _CUDA, "if variant.shared_bytes > gpu.SHARED_BYTES_BY_DEFAULT:",
+           "if False:", (_TORCH,)),
+    Mutant("less shared memory allowed than is launched with", _CUDA,
+           "gpu.MAX_SHARED_BYTES, variant.shared_bytes)", "gpu.MAX_SHARED_BYTES, variant.shared_bytes - 16)",
+           (_TORCH,)),
+    Mutant("no dynamic shared memory", _CUDA, "*block, shared_bytes, stream,", "*block, 0, stream,",
+           (_TORCH,)),
+    Mutant("grid and block exchanged", _CUDA, "*grid, *block,", "*block, *grid,", (_TORCH,)),
+    Mutant("shared bytes and stream exchanged", _LIBCUDA, "c_uint, c_void_p, c_void_p, c_void_p),",
+           "c_void_p, c_uint, c_void_p, c_void_p),", (_TORCH,)),
+    Mutant("nothing cleared", _CUDA,
+           "status := self._call(library().cuMemsetD8Async, pointer, 0, nbytes, stream)", "status := 0",
+           (_TORCH,)),
+    Mutant("half of it cleared", _CUDA, "cuMemsetD8Async, pointer, 0, nbytes, stream)",
+           "cuMemsetD8Async, pointer, 0, nbytes // 2, stream)", (_TORCH,)),
+    Mutant("cleared with something else", _CUDA, "cuMemsetD8Async, pointer, 0, nbytes, stream)",
+           "cuMemsetD8Async, pointer, 0x7F, nbytes, stream)", (_TORCH,)),
+    Mutant("cleared on the legacy stream", _CUDA, "cuMemsetD8Async, pointer, 0, nbytes, stream)",
+           "cuMemsetD8Async, pointer, 0, nbytes, 0)", (_TORCH,)),
+    Mutant("cleared on the legacy stream for JAX", _CUDA, "cuMemsetD8Async(pointer, 0, nbytes, stream)",
+           "cuMemsetD8Async(pointer, 0, nbytes, 0)", (_JAX,)),
+    Mutant("legacy stream always", _GPU, "return int(sys.modules[\"torch\"]",
+           "return 0 * int(sys.modules[\"torch\"]",
+           (_TORCH,)),
+    Mutant("stream of the first device", _GPU, "current_stream(device).cuda_stream",
+           "current_stream(0).cuda_stream", (_TORCH,)),
+    Mutant("workspace given back before it is used", _GPU, "return Workspace(tensor.data_ptr(), tensor)",
+           "return Workspace(tensor.data_ptr(), None)", (_TORCH,)),
+    Mutant("workspace of the driver's pool on the legacy stream", _CUDA, "nbytes, stream), what)",
+           "nbytes, 0), what)\n        stream = 0", (_JAX,)),
+    Mutant("workspace of the driver's pool given back before it is used", _CUDA,
+           "return Workspace(pointer.value, _OnStream(pointer.value, device, stream))",
+           "_OnStream(pointer.value, device, stream)\n    return Workspace(pointer.value, None)", (_JAX,)),
+    Mutant("workspace of a graph from the driver's pool", _CUDA, "return status.value != 0", "return False",
+           (_JAX,)),
+    Mutant("capture that forbids the allocation", _CUDA, "mode = c_int(_RELAXED)", "mode = c_int(0)",
+           (_JAX,)),
+    Mutant("read before it is there", _CUDA, "nbytes, stream), f\"reading", "nbytes, 0), f\"reading",
+           (_JAX,)),
+    Mutant("tensor maps in no context", _CUDA,
+           "        with _on(self.device):\n            return tensor_map",
+           "        if True:\n            return tensor_map", (_TORCH,), _TENSOR_MAPS),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import json
 from pathlib import Path
 
@@ -13,12 +14,14 @@ from tests.virtual_gpu import install
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--virtual-gpu", default="sm_80", help="architectures of the devices: %(default)s")
+    parser.addoption("--virtual-gpu-alone", action="store_true", help="without CuPy")
     parser.addoption("--virtual-gpu-report", type=Path, metavar="FILE", help="where counts go, as JSON")
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Before any conftest can import cupy."""
-    install.install(*early_config.known_args_namespace.virtual_gpu.split(","))
+    asked = early_config.known_args_namespace
+    (install.install_alone if asked.virtual_gpu_alone else install.install)(*asked.virtual_gpu.split(","))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a simulated GPU would need hours for, and torch, whose own CUDA is not redirected."""
+    if config.option.virtual_gpu_alone:
+        return
     large = [item for item in items if item.get_closest_marker("full_size")]
     config.hook.pytest_deselected(items=large)
     items[:] = [item for item in items if item not in large]
@@ -50,6 +55,7 @@ class Report:
 
     def __init__(self, config: pytest.Config) -> None:
         self.file: Path | None = config.option.virtual_gpu_report
+        self.alone: bool = config.option.virtual_gpu_alone
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.skipped: dict[str, str] = {}
 
@@ -60,11 +66,9 @@ class Report:
             self.skipped[report.nodeid] = report.longrepr[2]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        import cupy
-
         ours, kernels = install.library(), install.launched
         content = {
-            "cupy": cupy.__version__,
+            "cupy": "" if self.alone else importlib.import_module("cupy").__version__,
             "cuda": install.cuda_major(),
             "outcomes": dict(self.outcomes),
             "skipped": self.skipped,
@@ -75,7 +79,7 @@ class Report:
         if self.file:
             self.file.write_text(json.dumps(content))
         terminalreporter.write_line(
-            f"CuPy {content['cupy']} (CUDA {content['cuda']}) on a virtual GPU: "
+            f"CuPy {content['cupy'] or 'absent'} (CUDA {content['cuda']}) on a virtual GPU: "
             f"{content['launches']} launches, {content['simulated']} of {len(kernels)} kernels of cupy_flash "
             "by the simulator"
         )

@@ -34,19 +34,22 @@ class Outcome(NamedTuple):
     report: dict[str, Any]
 
 
-def environment(site: Path, tree: Path = ROOT) -> dict[str, str]:
-    """The environment of a Python without site: CuPy is that of a folder, cupy_flash that of a checkout."""
+def environment(site: Path | None, tree: Path = ROOT) -> dict[str, str]:
+    """The environment of a Python without site: CuPy is that of a folder, cupy_flash that of a checkout.
+
+    Without a folder there is no CuPy.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("CUPY_", "CUPY_FLASH_", "PYTEST_", "PYTHONPATH"))
     }
     folders = (site, tree, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    return {**kept, "PYTHONPATH": os.pathsep.join(str(x) for x in folders if x)}
 
 
 def run_tests(
-    site: Path,
+    site: Path | None,
     *arguments: str,
     devices: str = "sm_80",
     tree: Path = ROOT,
@@ -56,8 +59,8 @@ def run_tests(
 
     Parameters
     ----------
-    site : Path
-        Folder with CuPy, of `wheels.install`.
+    site : Path or None
+        Folder with CuPy, of `wheels.install`; None: the driver alone.
     *arguments : str
     devices : str
         Architectures, separated by commas.
@@ -72,7 +75,7 @@ def run_tests(
             # why -S: an editable installation of another checkout would come before PYTHONPATH
             sys.executable, "-S", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
             "-p", "tests.virtual_gpu.plugin", "--virtual-gpu", devices, "--virtual-gpu-report", str(report),
-            *arguments,
+            *(() if site else ("--virtual-gpu-alone",)), *arguments,
         ]  # fmt: skip
         done = subprocess.run(
             command, cwd=tree, env={**environment(site, tree), **(extra or {})}, timeout=LIMIT_S,

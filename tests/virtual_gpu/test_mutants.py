@@ -16,6 +16,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.simulator]
 NEWEST = next(w for w in reversed(WHEELS) if w.cuda == 12)
 
 
+def assert_caught(outcome: Outcome) -> None:
+    """One test has failed, and not because the mistake is no program."""
+    assert outcome.status == 1, outcome.output[-4000:]
+    assert outcome.report["outcomes"]["failed"] == 1
+    broken = re.search(r"^E +(Name|Import|Syntax|Attribute)Error", outcome.output, re.MULTILINE)
+    assert not broken, outcome.output[-4000:]
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_is_caught(
     mutant: Mutant,
@@ -25,11 +33,7 @@ def test_is_caught(
 ) -> None:
     with checkout(mutant, tmp_path) as tree:
         outcome = on_virtual_gpu(NEWEST, "-x", *mutant.tests, devices=mutant.devices, tree=tree)
-    assert outcome.status == 1, outcome.output[-4000:]
-    assert outcome.report["outcomes"]["failed"] == 1
-    # why not any error: a mutant that is no program would fail, too.
-    broken = re.search(r"^E +(Name|Import|Syntax|Attribute)Error", outcome.output, re.MULTILINE)
-    assert not broken, outcome.output[-4000:]
+    assert_caught(outcome)
     record_property("virtual_gpu_mutant", mutant.name)
 
 

@@ -23,7 +23,8 @@ def from_protocol(x: Any, name: str) -> ArrayView:
         raise
     except ImportError:
         raise UnsupportedError(
-            f"{spelled(name)} is on a GPU, and arrays there need CuPy, which is not installed.",
+            f"{spelled(name)} is {kind_of(x)} on a GPU, and arrays there that are neither torch's "
+            "nor JAX's need CuPy, which is not installed.",
             hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
         ) from None
     except Exception as error:

@@ -24,7 +24,7 @@ _REAL = locate.locate
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels are located and loaded again, before the test and behind it."""
-    monkeypatch.setattr(driver, "_loaded", {})
+    monkeypatch.setattr(driver._loader, "kernels", {})
     _forget()
     yield
     _forget()
@@ -81,7 +81,9 @@ def test_cubin_of_this_hopper_is_for_hopper_only(cupy: Any) -> None:
 
 def forward_kernel(cupy: Any) -> driver.Kernel:
     both(*on_device(cupy, 0, *arrays()))
-    return next(kernel for (name, _), kernel in driver._loaded.items() if name.startswith("flash_forward"))
+    return next(
+        kernel for (name, _), kernel in driver._loader.kernels.items() if name.startswith("flash_forward")
+    )
 
 
 def test_struct_of_another_size_is_noticed(cupy: Any) -> None:
@@ -96,7 +98,7 @@ def test_structs_are_those_of_the_cubins(cupy: Any) -> None:
     """One parameter each, and the same by our reading as by the driver's."""
     both(*on_device(cupy, 0, *arrays()))
     ours = install.library()
-    for kernel in driver._loaded.values():
+    for kernel in driver._loader.kernels.values():
         function = ctypes.c_void_p(kernel._function.ptr)
         assert ours.virtual_gpu_parameters(function) == 1
         assert ours.virtual_gpu_parameter_bytes(function) >= install.launched[kernel.cubin.path.stem]

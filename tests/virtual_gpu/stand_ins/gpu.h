@@ -129,6 +129,8 @@ void drain(Stream* s, uint64_t number);
 void drain_device(Device& d);
 // Make everything that waits for a stream wait for nothing: it is going to be deleted.
 void forget(Stream* s);
+// What a thread lets captures forbid it: 0 is all, 2 nothing.
+extern thread_local int capture_mode;
 // What calls that synchronize answer while a capture forbids them: 0, or the error.
 int forbidden_by_capture();
 

@@ -5,6 +5,7 @@
 namespace gpu {
 
 std::vector<Graph*> captures;
+thread_local int capture_mode = 0;
 
 Stream* stream_of(void* handle) {
     Device& d = device();
@@ -78,7 +79,8 @@ int enqueue(Stream* s, Work work, std::vector<Point> after) {
     return 0;
 }
 int forbidden_by_capture() {
-    constexpr int kGlobal = 0, kThreadLocal = 1;
+    constexpr int kGlobal = 0, kThreadLocal = 1, kRelaxed = 2;
+    if (capture_mode == kRelaxed) return 0;
     for (auto* g : captures)
         if (g->mode == kGlobal || (g->mode == kThreadLocal && g->thread == (unsigned long)pthread_self())) {
             g->invalid = true;

@@ -1,0 +1,150 @@
+"""What both ways to a GPU share: CuPy (`driver`) and the CUDA driver's library itself (`cuda`)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from ..cubins import locate, on_demand
+from ..errors import CubinNotFoundError
+from ..log import LOG
+from ..plan.catalog import Variant
+from .run import Driver
+
+__all__ = [
+    "MAX_SHARED_BYTES", "SHARED_BYTES_BY_DEFAULT", "STILL", "Device", "GpuDriver", "Loader", "Workspace",
+    "torch_stream", "torch_workspace", "version_text",
+]  # fmt: skip
+
+# What a launch may use without asking; more has to be allowed per kernel.
+SHARED_BYTES_BY_DEFAULT = 48 * 1024
+MAX_SHARED_BYTES = 8  # what the driver calls CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+STILL = "attention on NumPy arrays needs neither CuPy nor a GPU"
+
+
+class Device(NamedTuple):
+    """A GPU of this machine.
+
+    Attributes
+    ----------
+    ordinal : int
+    name : str
+    arch : str
+        E.g. "sm_86".
+    multiprocessors : int
+    memory_bytes : int
+    """
+
+    ordinal: int
+    name: str
+    arch: str
+    multiprocessors: int
+    memory_bytes: int
+
+
+class GpuDriver(Driver, Protocol):
+    """What runs kernels on GPUs, and knows which there are."""
+
+    def devices(self) -> tuple[Device, ...]:
+        """The GPUs of this machine, at least one."""
+
+    def driver_version(self) -> int:
+        """The CUDA version of the driver, as CUDA counts: 12040 is 12.4."""
+
+
+def version_text(version: int) -> str:
+    """A CUDA version as people write it."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+# ---------------------------------------------------------------------------------------------- torch's own
+
+
+def torch_stream(device: int) -> int:
+    """Handle of torch's current stream of a device."""
+    return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+
+
+class Workspace:
+    """Device memory of one call, given back to its pool when the last reference goes; see `run.Workspace`."""
+
+    __slots__ = ("_owner", "pointer")
+
+    def __init__(self, pointer: int, owner: Any) -> None:
+        self.pointer = pointer
+        self._owner = owner
+
+
+def torch_workspace(nbytes: int, device: int) -> Workspace:
+    """Memory of torch's pool, for work on torch's current stream; the pool knows graphs."""
+    torch = sys.modules["torch"]
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+    return Workspace(tensor.data_ptr(), tensor)
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+_Kernel = TypeVar("_Kernel")
+
+
+class Loader(Generic[_Kernel]):
+    """Loads each variant once per device, however many threads ask.
+
+    Parameters
+    ----------
+    arch : callable
+        The architecture of a device.
+    driver_version : callable
+    load : callable
+        Gives a variant, located, to the driver: of the variant, its cubin, the bytes of it, and the device.
+    refusals : callable
+        Returns the errors by which the driver refuses it.
+    """
+
+    def __init__(
+        self,
+        arch: Callable[[int], str],
+        driver_version: Callable[[], int],
+        load: Callable[[Variant, locate.Cubin, bytes, int], _Kernel],
+        refusals: Callable[[], tuple[type[Exception], ...]],
+    ) -> None:
+        self.kernels: dict[tuple[str, int], _Kernel] = {}
+        self._arch, self._driver_version, self._load, self._refusals = arch, driver_version, load, refusals
+        self._loading = threading.Lock()
+
+    def __call__(self, variant: Variant, device: int) -> _Kernel:
+        """The kernel, loaded at the first call.
+
+        Raises
+        ------
+        CubinNotFoundError
+            As `cubins.locate.locate`, or the driver refuses the file.
+        """
+        key = (variant.name, device)
+        kernel = self.kernels.get(key)
+        if kernel is None:
+            with self._loading:
+                kernel = self.kernels.get(key)
+                if kernel is None:
+                    kernel = self.kernels[key] = self._loaded(variant, device)
+        return kernel
+
+    def _loaded(self, variant: Variant, device: int) -> _Kernel:
+        version = self._driver_version()
+        cubin = on_demand.found_or_made(variant, self._arch(device), version)
+        code = locate.code(cubin)
+        start = time.perf_counter()
+        try:
+            kernel = self._load(variant, cubin, code, device)
+        except self._refusals() as error:
+            raise CubinNotFoundError(
+                f"the driver (CUDA {version_text(version)}) does not load {cubin.path}: "
+                f"{str(error).splitlines()[0].removesuffix('.')}.",
+                hint="python -m cupy_flash info, and a newer driver",
+            ) from error
+        milliseconds = 1000 * (time.perf_counter() - start)
+        LOG.info("loaded %s on cuda:%d in %.1f ms", cubin.path, device, milliseconds)
+        return kernel
