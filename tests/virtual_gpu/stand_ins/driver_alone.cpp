@@ -15,7 +15,7 @@ std::vector<bool> retained;    // devices whose primary context is kept
 bool is_device(int ordinal) { return ordinal >= 0 && ordinal < int(devices().size()); }
 }    // namespace
 
-#define IN_CONTEXT \
+#define IN_CONTEXT                                                                                           \
     if (!bound) return CUDA_ERROR_INVALID_CONTEXT
 
 // ---- contexts
