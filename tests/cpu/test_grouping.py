@@ -84,7 +84,7 @@ def test_packed_sequences_are_judged_by_their_mean() -> None:
 def test_the_plan_says_so() -> None:
     plan = choose(BASE._replace(seqlen_q=4), "sm_90a")
     assert plan.notes == (
-        "rows      8 heads share a tile: 8 tiles and 33.0 blocks of time shared, 64 and 33.0 by head",
+        "rows      8 heads share a tile; packed GQA: 8 tiles, cost 33.0; one head: 64 tiles, cost 33.0",
     )
     assert plan.launches[0].head_bits == 3
     assert plan.launches[0].grid == (8, 1, 1)

@@ -35,7 +35,7 @@ def test_what_is_planned_is_compiled_and_fits(case, arch):
     if case == "decode_e4m3_d64_window" and "decode" not in row.families:
         pytest.skip("8-bit caches of 16-bit queries need the tensor cores of Turing")
     if "_latents" in case and row.capability < 80:
-        pytest.skip("latents need the copies of sm_80")
+        pytest.skip("latents need the asynchronous copies of sm_80")
     if case == "decode_f32_d256" and row.capability < 80:
         pytest.skip("float32 is for the simple kernels here, and they do not split keys")
     if "_d576_" in case and row.capability < 80:

@@ -86,7 +86,7 @@ def test_classes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = explained(asked, layout=case.layout, reproducible="batch")
     assert "kernel    flash_decode_in_order" in text
     assert "in the order of prompts" in text
-    assert "2 of 512 keys, each a block's" in text
+    assert "2 of 512 keys, one per thread block" in text
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -131,7 +131,7 @@ def test_1_to_64_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             room = k[:, :, : 512 * n], v[:, :, : 512 * n]
             asked = {"cache_seqlens": used}
             text = cupy_flash.explain(q, *room, kv_cache=asked, arch="sm_80", reproducible="batch")
-            assert n == 1 or f"chunks    {n} of 512 keys, each a block's" in text
+            assert n == 1 or f"chunks    {n} of 512 keys, one per thread block" in text
             made = cached(q, *room, **asked, **SAME)
             for actual, expected in zip(made, row, strict=True):
                 assert actual.tobytes() == expected.tobytes(), f"{used} keys in {n} parts"

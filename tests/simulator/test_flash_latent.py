@@ -87,7 +87,7 @@ def test_a_view_is_latents() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "turing": ("sm_75", {}, {}, "latents need the copies of sm_80"),
+    "turing": ("sm_75", {}, {}, "latents need the asynchronous copies of sm_80"),
     "float32": ("sm_80", {"dtype": "float32"}, {}, "latents of float16 and bfloat16 like q, not float32"),
     "other widths": ("sm_80", {"head_dims": (640, 512)}, {}, "latents of 576 numbers .* not 640 with 512"),
     "bits": ("sm_80", {}, {"reproducible": "batch"}, "adds in another order than a prompt"),

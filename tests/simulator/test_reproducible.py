@@ -234,7 +234,7 @@ def test_the_real_chunks(on: Device, keys: int) -> None:
     text = cupy_flash.explain(
         q[:, :, :1], k, v, kv_cache={"cache_seqlens": keys}, arch="sm_80", reproducible="batch"
     )
-    assert f"chunks    {-(-keys // 2048)} of 2048 keys, each a block's" in text
+    assert f"chunks    {-(-keys // 2048)} of 2048 keys, one per thread block" in text
 
 
 @pytest.mark.slow
@@ -432,7 +432,7 @@ def test_what_has_no_registers_for_chunks_lays_them_into_memory() -> None:
     x = np.zeros((1, 2, 2049, 256), np.float32)
     for arch in ("sm_86", "sm_100", "sm_120"):
         asked = {"arch": arch, "reproducible": "batch"}
-        assert "2 of 2048 keys, each a block's" in cupy_flash.explain(x, x, x, **asked)
+        assert "2 of 2048 keys, one per thread block" in cupy_flash.explain(x, x, x, **asked)
         many = x.repeat(8, 1)
         with pytest.raises(
             UnsupportedError, match="no registers left to unite chunks of 2048 keys at head_dim"
