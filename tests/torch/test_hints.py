@@ -500,7 +500,7 @@ CASES = {
         lambda: torchs_flash(seqused_k=torch.ones(2, dtype=torch.int32)),
         {},
         0,
-        [lambda: cf.attention_with_kv_cache(Q[:, :, :1], K, V, cache_seqlens=torch.tensor([5, 11]).int())],
+        [lambda: cf.attention_with_kv_cache(Q[:, :, :1], K, V, cache_seqlens=torch.tensor([5, 9]).int())],
     ),
     "use_in_sdpa: no hook": (without_hook, {}, 0, [sdpa]),
     "tangents: none of": (
