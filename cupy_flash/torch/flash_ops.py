@@ -153,7 +153,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if cum_seq_q is None:
         if seqused_k is not None or block_table is not None:
             raise UnsupportedError(
-                "seqused_k and block_table without cum_seq_q are not replaced.",
+                "seqused_k and block_table without offsets of q are not replaced.",
                 hint="cupy_flash.torch.attention_with_kv_cache",
             )
         o, lse = _dense(q, k, v, out, layout="bshd", **options)

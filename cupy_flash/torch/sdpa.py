@@ -105,7 +105,7 @@ def _whole(  # type: ignore[no-untyped-def]
         # why: torch.compile keeps programs on disk, and does not know that this operator is overridden.
         left_to_torch("scaled_dot_product_attention: torch is tracing, or a mode or subclass sees the call.")
     elif _only_math():
-        left_to_torch("scaled_dot_product_attention: sdpa_kernel allows the math backend only.")
+        left_to_torch("scaled_dot_product_attention: the caller allows the math backend only.")
     else:
         return _ours_or(_operator.decompose, *tensors, **options)
     return _operator.decompose(*tensors, **options)
