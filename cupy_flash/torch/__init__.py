@@ -8,12 +8,14 @@
 from . import flops as _flops  # noqa: F401  (formulas that torch's counter finds)
 from . import textbook as _textbook  # noqa: F401  (a decomposition that torch's exporters find)
 from .blocks import block_mask
+from .flash_ops import register as _register
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
 from .kv_cache import attention_with_kv_cache
 from .module import FlashAttention
 from .prefix import attention_with_shared_prefix
 from .ring import ring_attention
-from .sdpa import use_in_sdpa
+from .sdpa import sdpa_with_fallback, use_in_sdpa
+from .tally import sdpa_calls
 
 __all__ = [
     "FlashAttention",
@@ -24,6 +26,11 @@ __all__ = [
     "block_mask",
     "ring_attention",
     "scaled_dot_product_attention",
+    "sdpa_calls",
+    "sdpa_with_fallback",
     "use_in_sdpa",
     "varlen_attn",
 ]
+
+# torch's convention: an import makes the name known, and the user activates it.
+_register()

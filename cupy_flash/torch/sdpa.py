@@ -1,148 +1,210 @@
-"""Let torch's own scaled_dot_product_attention run this library, through torch's public registration hook."""
+"""Let torch's own scaled_dot_product_attention run this library, and torch run what this library does not."""
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
 import torch
 
-from .. import api
-from ..errors import UnsupportedError
+from ..errors import InvalidArgumentsError, UnsupportedError
+from .eager import are_untouched
+from .flash_ops import NAME, has_registry, register
+from .functional import scaled_dot_product_attention
+from .tally import Calls, counted, left_to_torch, ran_backward, ran_forward, reason_of
 
-__all__ = ["use_in_sdpa"]
+__all__ = ["sdpa_with_fallback", "use_in_sdpa"]
 
-_NAME = "cupy_flash"
+Tensor: TypeAlias = torch.Tensor
+
+# why not torch.nn.functional's: that name may be ours by now.
+_torchs_own = torch._C._nn.scaled_dot_product_attention
+_operator = torch.ops.aten.scaled_dot_product_attention.default
 
 
-@dataclasses.dataclass
-class Calls:
-    """Calls that this library computed.
+def _ran_backward(_: Tensor) -> None:
+    ran_backward()
 
-    Attributes
+
+def _ours_or(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The result by this library, or by a function of torch if this library refuses the call."""
+    if options["dropout_p"] and args[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        # why: the seed is a host number, and each replay would drop the same weights.
+        left_to_torch("scaled_dot_product_attention: dropout while a CUDA graph is captured.")
+        return own(*args, **options)
+    try:
+        o = scaled_dot_product_attention(*args, **options)
+    except (InvalidArgumentsError, UnsupportedError) as error:
+        # why both: torch accepts some of what is invalid here, and has its own words for the rest.
+        left_to_torch(f"scaled_dot_product_attention: {reason_of(error)}")
+        return own(*args, **options)
+    ran_forward()
+    if o.requires_grad:
+        o.register_hook(_ran_backward)
+    return o
+
+
+def sdpa_with_fallback(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` by this library, or by torch if this library refuses the call.
+
+    To replace torch's function for good:
+    ``torch.nn.functional.scaled_dot_product_attention = cupy_flash.torch.sdpa_with_fallback``.
+
+    Parameters
     ----------
-    forward, backward : int
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        As in `scaled_dot_product_attention`.
+
+    Returns
+    -------
+    Tensor, shape (..., heads, seqlen_q, head_dim_v)
+
+    Raises
+    ------
+    CubinNotFoundError
+        The kernel is not installed: that is not a reason to fall back.
+    Exception
+        What torch's own function raises, if neither computes the call.
+
+    Notes
+    -----
+    `sdpa_calls` has the reason of each fallback. A program of torch.compile has no fallback and no counts:
+    there it is `scaled_dot_product_attention`. Backward passes have no fallback either.
     """
-
-    forward: int = 0
-    backward: int = 0
-
-
-# Of the contexts that are open.
-_counted: list[Calls] = []
-
-
-def _options(dropout_p: float, is_causal: bool, scale: float | None, mask: Any = None) -> dict[str, Any]:
-    """Our options from those of torch's operators."""
-    if dropout_p:
-        # why: torch hands its random state over as device memory, our seed is a host number.
-        raise UnsupportedError(
-            "dropout inside torch's scaled_dot_product_attention is not replaced.",
-            hint="cupy_flash.torch.scaled_dot_product_attention, which draws its own seed",
-        )
-    named: dict[str, Any] = {"causal": is_causal, "align": "top_left", "scale": scale}
-    if mask is not None:
-        named["mask" if mask.dtype == torch.bool else "bias"] = mask.detach()
-    return named
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    if torch.compiler.is_compiling():
+        return scaled_dot_product_attention(query, key, value, **options)
+    o: Tensor = _ours_or(_torchs_own, query, key, value, **options)
+    return o
 
 
-def _forward(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-    for calls in _counted:
-        calls.forward += 1
-    return api.attention(q.detach(), k.detach(), v.detach(), return_lse=True, **options)
-
-
-def _backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, options: dict[str, Any]) -> Any:
-    for calls in _counted:
-        calls.backward += 1
-    reproducible: Literal["run"] | None = "run" if torch.are_deterministic_algorithms_enabled() else None
-    tensors = (x.detach() for x in (do, q, k, v, o, lse))
-    return api.attention_backward(*tensors, reproducible=reproducible, **options)[:3]
-
-
-# torch's operators, by their schemas in ATen's native_functions.yaml.
-
-
-def _cuda(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # type: ignore[no-untyped-def]
-    o, lse = _forward(q, k, v, _options(dropout_p, is_causal, scale))
-    none = torch.empty(0, dtype=torch.int64)
-    return o, lse, None, None, q.shape[2], k.shape[2], none, none, q.new_empty(0)
-
-
-def _cuda_backward(  # type: ignore[no-untyped-def]
-    do, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
+def _whole(  # type: ignore[no-untyped-def]
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
 ):
-    return _backward(do, q, k, v, o, lse, _options(dropout_p, is_causal, scale))
+    """The operator of torch, before it chooses a backend."""
+    options = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    tensors = query, key, value
+    if not are_untouched(*tensors, attn_mask):
+        # why: torch.compile keeps programs on disk, and does not know that this operator is overridden.
+        left_to_torch("scaled_dot_product_attention: torch is tracing, or a mode or subclass sees the call.")
+    elif _only_math():
+        left_to_torch("scaled_dot_product_attention: the caller allows the math backend only.")
+    else:
+        return _ours_or(_operator.decompose, *tensors, **options)
+    return _operator.decompose(*tensors, **options)
 
 
-def _cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
-    return _forward(q, k, v, _options(dropout_p, is_causal, scale, attn_mask))
+def _only_math() -> bool:
+    """Whether torch may choose its textbook computation only, which is what others are compared with."""
+    backends = torch.backends.cuda
+    return not (
+        backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled()
+    )
 
 
-def _cpu_backward(do, q, k, v, o, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
-    return _backward(do, q, k, v, o, lse, _options(dropout_p, is_causal, scale, attn_mask))
+class _WholeOperator:
+    """Overrides torch's scaled_dot_product_attention, whichever backend it would choose."""
 
-
-class _Registration:
-    """Overrides torch's flash operators as long as it lives."""
-
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self._library = torch.library.Library("aten", "IMPL")
-        flash = "_scaled_dot_product_flash_attention"
-        for name, function, key in (
-            (flash, _cuda, "CUDA"),
-            (flash + "_backward", _cuda_backward, "CUDA"),
-            (flash + "_for_cpu", _cpu, "CPU"),
-            (flash + "_for_cpu_backward", _cpu_backward, "CPU"),
-        ):
-            with warnings.catch_warnings():
-                # Overriding is what this class is for; torch warns of it once.
-                warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-                self._library.impl(name, function, key, allow_override=True)
+        # why two: with the key of inference tensors alone torch would not record what happens inside.
+        for key in (device, f"Autograd{device}"):
+            self._library.impl("scaled_dot_product_attention", _whole, key)
 
     def remove(self) -> None:
-        """Give the operators back to torch."""
+        """Give the operator back to torch."""
         self._library._destroy()
+
+
+class _Contexts:
+    """The open contexts of all threads: the first one makes the overrides, the last one removes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._before: str | None = None
+        self._operator: _WholeOperator | None = None
+
+    def enter(self) -> None:
+        attention = torch.nn.attention
+        with self._lock:
+            if not self._open:
+                self._before = attention.current_flash_attention_impl()
+                if self._before != NAME:
+                    register()  # again, in case that somebody else has the name by now
+                    attention.activate_flash_attention_impl(NAME)
+                self._operator = _WholeOperator("CUDA")
+            self._open += 1
+
+    def leave(self) -> None:
+        attention = torch.nn.attention
+        with self._lock:
+            self._open -= 1
+            if self._open or self._operator is None:
+                return
+            self._operator.remove()
+            self._operator = None
+            if self._before == NAME or attention.current_flash_attention_impl() != NAME:
+                return
+            attention.restore_flash_attention_impl()
+            if self._before is not None:
+                attention.activate_flash_attention_impl(self._before)
+
+
+_contexts = _Contexts()
 
 
 @contextmanager
 def use_in_sdpa() -> Iterator[Calls]:
-    """Inside this context torch.nn.functional.scaled_dot_product_attention runs this library.
+    """Inside this context torch.nn.functional.scaled_dot_product_attention runs this library, in all threads.
 
-    It takes the place of torch's flash backend, and runs whenever torch would choose that one; pin it with
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` to be sure.
+    On a GPU it runs whichever backend torch would choose: with masks, float32, head dims above 256 and
+    dropout too, unless ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` asks for torch's textbook
+    computation. On a CPU it takes the place of torch's flash backend only. It also activates "cupy_flash" as
+    ``torch.nn.attention.activate_flash_attention_impl`` does, so that torch's ``varlen_attn`` runs it.
 
     Yields
     ------
     Calls
         ``forward`` and ``backward``: how many calls this library has computed since the context began, in any
-        thread. What torch gave to another backend is not among them.
+        thread. ``fallbacks``: how many it left to torch's own kernels, by the reason. ``report()``: all of it
+        as text. Calls of a backend that is not replaced are not among them.
 
     Raises
     ------
     UnsupportedError
-        This torch has no registration hook (it came with 2.10), or a call inside uses dropout.
+        This torch has no registry of flash attention implementations (it came with 2.10).
+
+    Notes
+    -----
+    In a program of torch.compile only what torch gives to its flash backend runs this library. Compile
+    `cupy_flash.torch.scaled_dot_product_attention` to have the rest.
     """
-    attention = torch.nn.attention
-    if not hasattr(attention, "register_flash_attention_impl"):
+    if not has_registry():
         raise UnsupportedError(
             f"torch {torch.__version__} has no register_flash_attention_impl.",
             hint="a newer torch, or cupy_flash.torch.scaled_dot_product_attention by name",
         )
-    if _NAME not in attention.list_flash_attention_impls():
-        attention.register_flash_attention_impl(_NAME, register_fn=_Registration)
-    before = attention.current_flash_attention_impl()
-    attention.activate_flash_attention_impl(_NAME)
-    calls = Calls()
-    _counted.append(calls)
+    _contexts.enter()
     try:
-        yield calls
+        with counted() as calls:
+            yield calls
     finally:
-        # why not remove(): equal counts are not the same.
-        _counted[:] = [x for x in _counted if x is not calls]
-        attention.restore_flash_attention_impl()
-        if before is not None:
-            attention.activate_flash_attention_impl(before)
+        _contexts.leave()

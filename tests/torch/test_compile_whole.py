@@ -57,6 +57,7 @@ WHOLE = {
         )[1],
     ],
     "scaled_dot_product_attention": [lambda q: cf.scaled_dot_product_attention(q, K[0], V, is_causal=True)],
+    "sdpa_with_fallback": [lambda q: cf.sdpa_with_fallback(q, K[0], V, is_causal=True)],
     "varlen_attn": [lambda q: cf.varlen_attn(q[0].transpose(0, 1), ROWS, ROWS, CUTS, CUTS, 13, 13)],
 }  # fmt: skip
 # What they refuse while a program is made, and the words for it.
@@ -123,7 +124,8 @@ def _a_plain_function_was_compiled():
 
 def test_every_public_function_is_here():
     refused = {name for name, *_ in REFUSED}
-    assert set(cf.__all__) - {"use_in_sdpa"} == WHOLE.keys() | refused - {"flash_attn_func"} | {"block_mask"}
+    switches = {"sdpa_calls", "use_in_sdpa"}
+    assert set(cf.__all__) - switches == WHOLE.keys() | refused - {"flash_attn_func"} | {"block_mask"}
 
 
 @pytest.mark.usefixtures("_a_plain_function_was_compiled")

@@ -24,8 +24,8 @@ import cupy_flash.torch as cf
 from cupy_flash import errors
 from cupy_flash.call.adopt.torch import _elsewhere
 from cupy_flash.quantized import int4
+from cupy_flash.torch.flash_ops import FlashOperators
 from cupy_flash.torch.ops import operator
-from cupy_flash.torch.sdpa import _options
 from cupy_flash.torch.textbook import attention_by_textbook
 
 pytestmark = [
@@ -197,6 +197,18 @@ def of_mesh(**given):
     with one_process():
         mesh = init_device_mesh("cpu", (1,))
         return cf.attention(*(distribute_tensor(x, mesh, [Shard(0)]) for x in (Q, K, V)), **given)
+
+
+def torchs_flash(dropout=0.0, **given):
+    """The operator of packed sequences, as an activation has it."""
+    cuts = (None, None) if "seqused_k" in given else (CUTS, CUTS)
+    rows = Q.transpose(1, 2) if "seqused_k" in given else ROWS[0]
+    ours = FlashOperators()
+    try:
+        operator = torch.ops.aten._flash_attention_forward
+        return operator(rows, rows, rows, *cuts, 20, 20, dropout, False, False, **given)
+    finally:
+        ours.remove()
 
 
 def without_hook():
@@ -477,7 +489,19 @@ CASES = {
         0,
         [lambda: ring_of_one(create_graph=False)],
     ),
-    "use_in_sdpa: dropout": (lambda: _options(0.5, False, None), {}, 0, [lambda: sdpa(dropout_p=0.5)]),
+    "flash operators: dropout": (lambda: torchs_flash(0.5), {}, 0, [lambda: sdpa(dropout_p=0.5)]),
+    "flash operators: slopes": (
+        lambda: torchs_flash(alibi_slopes=torch.ones(4)),
+        {},
+        0,
+        [lambda: varlen(alibi_slopes=torch.ones(4), align="top_left")],
+    ),
+    "flash operators: lengths without offsets": (
+        lambda: torchs_flash(seqused_k=torch.ones(2, dtype=torch.int32)),
+        {},
+        0,
+        [lambda: cf.attention_with_kv_cache(Q[:, :, :1], K, V, cache_seqlens=torch.tensor([5, 9]).int())],
+    ),
     "use_in_sdpa: no hook": (without_hook, {}, 0, [sdpa]),
     "tangents: none of": (
         slopes_in_forward_mode,

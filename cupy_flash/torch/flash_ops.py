@@ -1,0 +1,277 @@
+"""torch's flash operators by this library, as its registry of flash attention implementations takes them.
+
+Every kernel here has the signature of the operator in ATen's native_functions.yaml; what older versions of
+torch lack has defaults. A kernel says what it cannot do by an UnsupportedError: then torch's own kernel runs,
+or the error reaches the caller where torch has none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from .. import api
+from ..call.compound import Tuning
+from ..errors import UnsupportedError
+from ..varlen import attention_varlen, attention_varlen_backward
+from .tally import left_to_torch, ran_backward, ran_forward, reason_of
+
+__all__ = ["NAME", "FlashOperators", "has_registry", "register"]
+
+NAME = "cupy_flash"
+_SDPA = "_scaled_dot_product_flash_attention"
+
+
+def _refuse(dropout_p: float, **others: Any) -> None:
+    """Raise if a call has what no kernel here takes."""
+    if dropout_p:
+        # why: torch hands its random state over as device memory, our seed is a host number.
+        raise UnsupportedError(
+            "dropout inside torch's flash operators is not replaced.",
+            hint="cupy_flash.torch.scaled_dot_product_attention, which draws its own seed",
+        )
+    for name, x in others.items():
+        if x is not None and x is not False:
+            raise UnsupportedError(
+                f"{name} of torch's flash operators is not replaced.",
+                hint="cupy_flash.torch.attention_varlen, which takes alibi_slopes and seqused_k",
+            )
+
+
+def _band(causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
+    """Which keys a query sees. Negative is open; torch's kernels align the ends."""
+    window = tuple(None if x is None or x < 0 else x for x in (left, right))
+    return {"causal": causal, "align": "bottom_right", "window": None if window == (None, None) else window}
+
+
+def _reproducible() -> Literal["run"] | None:
+    return "run" if torch.are_deterministic_algorithms_enabled() else None
+
+
+def _detached(*tensors: Any) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.detach() for x in tensors)
+
+
+def _laid_out(like: Any, x: Any) -> Any:
+    """The values of x, with the strides that torch gives a new tensor like another one."""
+    wanted = torch.empty_like(like, device="meta").stride()
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), wanted, strict=True)):
+        return x
+    return torch.empty_like(like).copy_(x)
+
+
+def _aux(q: Any) -> tuple[Any, Any, Any]:
+    """Random state, offset and debug mask of a call without dropout, as torch's other implementations do."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
+
+
+def _dense(q: Any, k: Any, v: Any, out: Any = None, **options: Any) -> tuple[Any, Any]:
+    """O and LSE. O has the strides of q if it has its shape."""
+    q, k, v, out = _detached(q, k, v, out)
+    if out is None and q.shape[-1] == v.shape[-1]:
+        out = torch.empty_like(q)
+    o, lse = api.attention(q, k, v, out=out, return_lse=True, **options)
+    return o, lse
+
+
+def _dense_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> tuple[Any, ...]:
+    tensors = _detached(do, q, k, v, o, lse)
+    grads: tuple[Any, ...] = api.attention_backward(*tensors, reproducible=_reproducible(), **options)[:3]
+    return grads
+
+
+def _turned_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> tuple[Any, ...]:
+    """The same of (batch, heads, rows, features), with gradients that have rows before heads in memory."""
+    do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+    return tuple(x.transpose(1, 2) for x in _dense_backward(do, q, k, v, o, lse, layout="bshd", **options))
+
+
+def _like_inputs(grads: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+    return tuple(_laid_out(x, grad) for x, grad in zip(inputs, grads, strict=True))
+
+
+# The operators of scaled_dot_product_attention: (batch, heads, rows, features).
+
+
+def _sdpa(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # type: ignore[no-untyped-def]
+    _refuse(dropout_p, return_debug_mask=return_debug_mask)
+    o, lse = _dense(q, k, v, scale=scale, **_band(is_causal, None, None))
+    ran_forward()
+    return o, lse, None, None, q.shape[2], k.shape[2], *_aux(q)
+
+
+def _sdpa_backward(  # type: ignore[no-untyped-def]
+    do, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
+):
+    _refuse(dropout_p)
+    # why: models hand over views of (batch, rows, heads, features); no copy then.
+    run = _turned_backward if q.transpose(1, 2).is_contiguous() else _dense_backward
+    grads = run(do, q, k, v, o, lse, scale=scale, **_band(is_causal, None, None))
+    ran_backward()
+    return _like_inputs(grads, q, k, v)
+
+
+# Those of packed sequences and of (batch, rows, heads, features).
+
+
+def _flash(  # type: ignore[no-untyped-def]
+    q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+    num_splits=None,
+):  # fmt: skip
+    o, lse = _attend(
+        None, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
+        window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits,
+    )  # fmt: skip
+    return o, lse, *_aux(q)
+
+
+def _flash_inplace(  # type: ignore[no-untyped-def]
+    out, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+    num_splits=None,
+):  # fmt: skip
+    return _attend(
+        out, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale,
+        window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits,
+    )[1]  # fmt: skip
+
+
+def _attend(  # type: ignore[no-untyped-def]
+    out, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, left,
+    right, seqused_k, alibi_slopes, block_table, num_splits,
+):  # fmt: skip
+    """O and LSE of either form."""
+    _refuse(dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes)
+    options = {"scale": scale, **_band(is_causal, left, right)}
+    if num_splits == 1:  # torch's word for keys that are summed in one order, whatever else is in the batch
+        options["reproducible"] = "batch"
+    if cum_seq_q is None:
+        if seqused_k is not None or block_table is not None:
+            raise UnsupportedError(
+                "seqused_k and block_table without offsets of q are not replaced.",
+                hint="cupy_flash.torch.attention_with_kv_cache",
+            )
+        o, lse = _dense(q, k, v, out, layout="bshd", **options)
+    else:
+        if block_table is not None:
+            options["block_table"] = block_table
+            if num_splits is not None and num_splits > 1:
+                options["tuning"] = Tuning(splits=num_splits)
+        q, k, v, out = _detached(q, k, v, out)
+        if out is None and q.shape[-1] == v.shape[-1] and not q.is_contiguous():
+            out = torch.zeros_like(q)  # why zeros: rows past the last offset are not written
+        o, lse = attention_varlen(
+            q, k, v, cum_seq_q, cum_seq_k, seqused_k=seqused_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            out=out, return_lse=True, **options,
+        )  # fmt: skip
+    ran_forward()
+    return o, lse
+
+
+def _flash_backward(  # type: ignore[no-untyped-def]
+    do, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
+    scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    _refuse(dropout_p)
+    options = {"scale": scale, **_band(is_causal, window_size_left, window_size_right)}
+    if cum_seq_q is None:
+        grads = _dense_backward(do, q, k, v, o, lse, layout="bshd", **options)
+    else:
+        do, q, k, v, o, lse = _detached(do, q, k, v, o, lse)
+        grads = attention_varlen_backward(
+            do, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            reproducible=_reproducible(), **options,
+        )[:3]  # fmt: skip
+    ran_backward()
+    return _like_inputs(grads, q, k, v)
+
+
+# torch's own flash attention of a CPU, which takes masks and aligns the beginnings.
+
+
+def _cpu_options(dropout_p: float, is_causal: bool, scale: float | None, mask: Any) -> dict[str, Any]:
+    _refuse(dropout_p)
+    named: dict[str, Any] = {"causal": is_causal, "align": "top_left", "scale": scale}
+    if mask is not None:
+        named["mask" if mask.dtype == torch.bool else "bias"] = mask.detach()
+    return named
+
+
+def _cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
+    o, lse = _dense(q, k, v, **_cpu_options(dropout_p, is_causal, scale, attn_mask))
+    ran_forward()
+    return o, lse.transpose(1, 2).contiguous().transpose(1, 2)  # torch's own has rows first in memory
+
+
+def _cpu_backward(do, q, k, v, o, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
+    options = _cpu_options(dropout_p, is_causal, scale, attn_mask)
+    grads = _turned_backward(do, q, k, v, o, lse, **options)
+    ran_backward()
+    return grads
+
+
+# By name and dispatch key. torch has none of the first five for a CPU; theirs make varlen_attn run there too.
+_KERNELS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
+    (_SDPA, _sdpa, ("CUDA", "CPU")),
+    (_SDPA + "_backward", _sdpa_backward, ("CUDA", "CPU")),
+    ("_flash_attention_forward", _flash, ("CUDA", "CPU")),
+    ("_flash_attention_forward_no_dropout_inplace", _flash_inplace, ("CUDA", "CPU")),
+    ("_flash_attention_backward", _flash_backward, ("CUDA", "CPU")),
+    (_SDPA + "_for_cpu", _cpu, ("CPU",)),
+    (_SDPA + "_for_cpu_backward", _cpu_backward, ("CPU",)),
+)
+
+
+def _or_torch(name: str, key: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Our kernel of an operator, which falls back on the one that torch has now, if it has one."""
+    try:
+        own = torch.library.get_kernel(f"aten::{name}", key)
+    except (AttributeError, RuntimeError):  # a torch without get_kernel, or without such a kernel
+        own = None
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except UnsupportedError as error:
+            if own is None:
+                raise
+            left_to_torch(f"{name}: {reason_of(error)}")
+        return own.call_boxed(keys, *args, **kwargs)
+
+    return kernel
+
+
+class FlashOperators:
+    """Overrides torch's flash operators as long as it lives: what an activation makes, and holds."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        for name, ours, keys in _KERNELS:
+            if not hasattr(torch.ops.aten, name):  # of a newer torch
+                continue
+            for key in keys:
+                kernel = _or_torch(name, key, ours)
+                with warnings.catch_warnings():
+                    # Overriding is what this class is for; torch warns of it once.
+                    warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
+                    self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        """Give the operators back to torch."""
+        self._library._destroy()
+
+
+def has_registry() -> bool:
+    """Whether this torch has a registry of flash attention implementations, which came with 2.10."""
+    return hasattr(getattr(torch.nn, "attention", None), "register_flash_attention_impl")
+
+
+def register() -> None:
+    """Make the name known to torch's registry, if it has one; nothing is activated."""
+    if has_registry():
+        torch.nn.attention.register_flash_attention_impl(NAME, register_fn=FlashOperators)
