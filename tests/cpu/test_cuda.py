@@ -231,7 +231,7 @@ def test_what_keeps_it_from_starting(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork")  # Python's, and JAX's where another test has loaded it
 @pytest.mark.usefixtures("located")
 def test_a_child_of_a_fork_is_told(fake: FakeLibcuda) -> None:
     kernel = cuda.load(SMALL, 0)
