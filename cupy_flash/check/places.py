@@ -108,7 +108,7 @@ def first_line(error: BaseException) -> str:
 def _numpy() -> Place:
     simulator = driver_of(CPU, "numpy")
     title = "the CPU" if simulator is None else f"a simulated {simulator.arch(0)}"
-    return Place("numpy", title, simulator is not None, lambda x: x, lambda: None)
+    return Place("numpy", title, simulator is not None, np.copy, lambda: None)
 
 
 def _cupy() -> Place | None:
