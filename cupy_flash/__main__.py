@@ -272,7 +272,8 @@ def _stand_ins(kinds: Sequence[str]) -> tuple[np.ndarray, ...]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
-    The exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C, 141 if nobody reads on.
+    The exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C, 141 if nobody reads on;
+    check also ends with 1 if something is wrong, and with 2 if nothing could be checked.
     """
     try:
         try:

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device import choice, driver
+from ..device import choice
 from ..device.gpu import Device
 from ..ready import driver_of
 
 __all__ = ["Place", "as_tensor", "find", "first_line", "torch_gpu", "torch_module"]
 
 CPU = ("cpu", 0)
+ROWS, MOST_CALLS = 5, 200  # rows of calls that are timed, and calls of a row
 FLOAT8 = "float8_e4m3fn"  # uint8 stands for its bits, in every library
 
 
@@ -55,21 +56,23 @@ class Place(NamedTuple):
         return x
 
     def seconds(self, call: Callable[[], Any], at_least: float) -> float:
-        """Seconds of a call among others in a row, the median of five rows, after a first one."""
+        """Seconds of a call among others in a row, the median of up to five rows."""
         call()
         self.synchronize()
-        start = time.perf_counter()
+        begun = start = time.perf_counter()
         call()
         self.synchronize()
-        count = max(1, int(at_least / 5 / max(time.perf_counter() - start, 1e-6)))
-        rows = []
-        for _ in range(5):
+        count = int(at_least / ROWS / max(time.perf_counter() - start, 1e-6))
+        count = min(max(count, 1), MOST_CALLS)
+        rows: list[float] = []
+        # why a limit: a busy machine may take far longer than that one call has
+        while not rows or (len(rows) < ROWS and time.perf_counter() - begun < 2 * at_least):
             start = time.perf_counter()
             for _ in range(count):
                 call()
             self.synchronize()
             rows.append((time.perf_counter() - start) / count)
-        return sorted(rows)[2]
+        return sorted(rows)[len(rows) // 2]
 
 
 def find(wanted: str = "auto") -> tuple[list[Place], list[str]]:
@@ -112,7 +115,7 @@ def _numpy() -> Place:
 
 
 def _cupy() -> Place | None:
-    if not driver.installed_cupys() or choice.why_without_cupy():
+    if choice.why_without_cupy():
         return None
     import cupy
 

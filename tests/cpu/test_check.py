@@ -24,6 +24,8 @@ from cupy_flash.check import COMMON, EVERY, cases, places, report, run, speed
 from cupy_flash.check.cached import Cached
 from cupy_flash.check.cases import Dense
 from cupy_flash.errors import CubinNotFoundError, UnsupportedError
+from tests.cpu import fake_libcuda
+from tests.cpu.fake_cupy import FakeCuda, forget
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
@@ -232,6 +234,61 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(places, "_torch", lambda: None)
     assert main(["check", "--device", "gpu"]) in (1, 2)  # 1 where CuPy is installed and finds no driver
     assert "neither CuPy nor torch reaches a GPU here" in capsys.readouterr().out
+
+
+# ---- places
+
+
+def test_cupy_comes_first(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUPY_FLASH_DRIVER", raising=False)
+    monkeypatch.setattr(places, "torch_gpu", lambda: None)
+    cuda.current = 1
+    (place,), said = places.find()
+    assert (place[:3], place.ordinal, said) == (("cupy", "GPU 1 (sm_86)", True), 1, [])
+    place.synchronize()
+    assert cuda.log == [("host waits for device", 1)]
+    put = place.put(
+        {"q": np.zeros(3, np.float16), "mask": cupy_flash.Spans(np.zeros((2, 2), np.int32)), "n": 1}
+    )
+    assert type(put["q"]).__module__ == type(put["mask"].bounds).__module__ == "cupy"
+    assert put["n"] == 1
+
+
+@pytest.mark.torch
+def test_torch_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of the CUDA driver's own library, and what torch says of it."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.delenv("CUPY_FLASH_DRIVER", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    forget()
+    fake_libcuda.use(monkeypatch, fake_libcuda.FakeLibcuda())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    (place,), said = places.find("gpu")
+    assert (place[:3], place.ordinal, said) == (("torch", "GPU 0 (sm_80)", True), 0, [])
+    forget()
+    fake_libcuda.forget()
+
+
+def test_a_library_that_fails_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise ImportError("libcudart.so.12: not found\nand more")
+
+    monkeypatch.delenv("CUPY_FLASH_DRIVER", raising=False)
+    monkeypatch.setattr(places, "_cupy", broken)
+    monkeypatch.setattr(places, "_torch", lambda: None)
+    (place,), (said,) = places.find()
+    assert place.library == "numpy"
+    assert said == "broken does not reach a GPU: ImportError: libcudart.so.12: not found"
+
+
+@pytest.mark.torch
+def test_bfloat16_reaches_torch() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = np.float32([1, -2.5]).astype(cases.numpy_dtype("bfloat16"))
+    tensor = places.as_tensor(torch, x)
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.tolist() == [1.0, -2.5]
 
 
 # ---- the report
