@@ -1,4 +1,4 @@
-"""The command line, python -m cupy_flash or cupy-flash: info, explain, memory, build."""
+"""The command line, python -m cupy_flash or cupy-flash: info, check, explain, memory, build."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def _bound(text: str) -> int | None:
 
 def _align(text: str) -> str | int:
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if seed < 0:
+        raise ValueError("a seed is not negative")
+    return seed
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +106,19 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, GPUs, cubin sets, and what would run here")
     info.add_argument("--json", action="store_true", help="for machines")
     info.set_defaults(run=_info)
+    check = commands.add_parser(
+        "check", help="whether it computes what it must, on the GPU or CPU that is here",
+        description="Compares cases of every kind with FP64, and times three calls. The exit status is 0 if "
+        "all is right, 1 if something is wrong, 2 if nothing could be checked.",
+    )  # fmt: skip
+    check.add_argument("--quick", action="store_true", help="the most common cases, in about 15 s")
+    check.add_argument(
+        "--seed", type=_seed, default=0, help="what the cases draw their data from (default: 0)"
+    )
+    check.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
+    check.add_argument("--report", nargs="?", const="markdown", choices=("markdown", "json"),
+                       help="print a report to paste into an issue (default: markdown)")  # fmt: skip
+    check.set_defaults(run=_check)
     plan = commands.add_parser("explain", help="the plan of a call, for any architecture")
     _add_sizes(plan)
     plan.add_argument("--arch", action="append", help=f"may repeat; cpu too (default: {', '.join(_SHOWN)})")
@@ -130,6 +150,19 @@ def _info(asked: argparse.Namespace) -> int:
 
     print(info_text(as_json=asked.json))
     return 0
+
+
+def _check(asked: argparse.Namespace) -> int:
+    from .check import check
+
+    try:
+        found = check(asked.device, quick=asked.quick, seed=asked.seed)
+    except KeyboardInterrupt:
+        print("interrupted; nothing is left behind", file=sys.stderr)
+        return 130
+    shown = {None: found.screen, "markdown": found.as_markdown, "json": found.as_json}
+    print(shown[asked.report]())
+    return found.status
 
 
 def _explain(asked: argparse.Namespace) -> int:
@@ -239,7 +272,8 @@ def _stand_ins(kinds: Sequence[str]) -> tuple[np.ndarray, ...]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
-    The exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C, 141 if nobody reads on.
+    The exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C, 141 if nobody reads on;
+    check also ends with 1 if something is wrong, and with 2 if nothing could be checked.
     """
     try:
         try:

@@ -26,7 +26,7 @@ from .plan.choose import choose
 from .program.function import Program
 from .ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, load, ready
 
-__all__ = ["Prepared", "forget", "lifted", "prepared"]
+__all__ = ["Prepared", "forget", "kernels", "lifted", "prepared"]
 
 Views = Mapping[str, ArrayView]
 
@@ -171,6 +171,11 @@ class Prepared:
             ready.run(seen, moment.seed, tell)
         return results
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What computes, by name."""
+        return self._ready.kernels
+
     def new_results(self, q: ArrayView) -> dict[str, ArrayView]:
         """Allocate the results of a call with this q."""
         return {name: self._make(q, shape, dtype) for name, shape, dtype in self._results}
@@ -273,6 +278,11 @@ def forget() -> None:
     _KNOWN.clear()
     choose.cache_clear()
     load.cache_clear()
+
+
+def kernels() -> tuple[str, ...]:
+    """What computes the calls that are remembered, by name: since `forget`, each once."""
+    return tuple(dict.fromkeys(name for call in _KNOWN.values() for name in call.kernels))
 
 
 def _constant(option: Any) -> bool:

@@ -62,6 +62,11 @@ class OnCpu(NamedTuple):
     path: Callable[[Problem, dict[str, np.ndarray[Any, Any]]], None]
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """What computes, by name."""
+        return ("NumPy",)
+
+    @property
     def integer_bits(self) -> int:
         """Of integers in score functions."""
         return 64
@@ -84,6 +89,11 @@ class OnCore(NamedTuple):
     """A problem ready for the compiled core of the CPU."""
 
     core: Core
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What computes, by name."""
+        return tuple(f"core {name}" for name in self.core.names)
 
     @property
     def integer_bits(self) -> int:
@@ -121,6 +131,11 @@ class OnDevice(NamedTuple):
     program: Program
     driver: Driver
     device: int
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What computes, by name."""
+        return tuple(launch.variant.name for launch in self.plan.launches)
 
     def run(
         self,

@@ -11,7 +11,7 @@ inputs and outputs that show stray reads and writes. `same_bits` holds the machi
 from .budget import Verdict, assert_within_budget, error_budget, to_numpy
 from .gradients import gradient_check
 from .hostile import DEAD, STYLES, Guarded, dead, hostile
-from .kv_cache import CacheReference, reference_with_kv_cache
+from .kv_cache import CacheReference, error_budget_with_kv_cache, reference_with_kv_cache
 from .naive import NaiveResult, naive_same_precision
 from .reference import Gradients, Options, Reference, reference_attention, reference_backward
 from .same_bits import SameBits, same_bits
@@ -31,6 +31,7 @@ __all__ = [
     "assert_within_budget",
     "dead",
     "error_budget",
+    "error_budget_with_kv_cache",
     "gradient_check",
     "hostile",
     "naive_same_precision",

@@ -28,6 +28,7 @@ because the errors within a row share the errors of its probabilities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,14 @@ class Verdict:
     def within(self) -> bool:
         """Whether the tensor is within its budget."""
         return not self.mismatch and self.largest <= self.largest_allowed and self.rms <= self.rms_allowed
+
+    @property
+    def used(self) -> float:
+        """The larger share of its two budgets that the tensor uses; above 1 it is not within them."""
+        if self.mismatch:
+            return math.inf
+        pairs = ((self.largest, self.largest_allowed), (self.rms, self.rms_allowed))
+        return max(error / allowed if allowed else (math.inf if error else 0.0) for error, allowed in pairs)
 
     def __str__(self) -> str:
         if self.mismatch:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import reference
+from .budget import Verdict, error_budget
 
-__all__ = ["CacheReference", "reference_with_kv_cache"]
+__all__ = ["CacheReference", "error_budget_with_kv_cache", "reference_with_kv_cache"]
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -145,6 +146,61 @@ def reference_with_kv_cache(
             one = reference.reference_attention(stored[0], keys, values, **chosen)
             o[b], lse[b] = one.o[0], one.lse[0]
     return CacheReference(four(o), lse, four(caches[0]), four(caches[1]), sequences)
+
+
+def error_budget_with_kv_cache(
+    o: np.ndarray,
+    lse: np.ndarray,
+    q: np.ndarray,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    precision: str | None = None,
+    layout: str = "bhsd",
+    **options: Any,
+) -> list[Verdict]:
+    """Compare results of `cupy_flash.attention_with_kv_cache` with FP64, a head of a sequence at a time.
+
+    Parameters
+    ----------
+    o, lse : np.ndarray
+        What the call returned.
+    q, k_cache, v_cache, layout, **options
+        As of `reference_with_kv_cache`, after the call: new keys are in the caches and counted in
+        cache_seqlens, and k and v are not given. Of a quantised cache v_scale is a power of two, so that the
+        result can be judged in the unit of what is stored; floats that 4-bit codes stand for are numbers of
+        the dtype of q.
+    precision : str, optional
+        As of `error_budget`.
+
+    Returns
+    -------
+    list of Verdict
+        Of o and lse, for each sequence and each key head.
+    """
+    exact = reference_with_kv_cache(q, k_cache, v_cache, layout=layout, **options)
+    o = o.swapaxes(1, 2) if layout == "bshd" else o
+    group = o.shape[1] // exact.k_cache.shape[1]
+    verdicts = []
+    for b, sequence in enumerate(exact.sequences):
+        scale = sequence.options.get("scale")
+        scale = sequence.q.shape[3] ** -0.5 if scale is None else scale
+        for head in range(exact.k_cache.shape[1]):
+            of_q = slice(head * group, (head + 1) * group)
+            own = {**sequence.options, "scale": scale * float(sequence.k_scale[head])}
+            for name in ("alibi_slopes", "sinks"):
+                if own.get(name) is not None:
+                    own[name] = np.asarray(own[name])[of_q]
+            unscaled = (o[b : b + 1, of_q].astype(np.float64) / sequence.v_scale[head]).astype(o.dtype)
+            verdicts += error_budget(
+                {"o": unscaled, "lse": lse[b : b + 1, of_q]},
+                sequence.q[:, of_q].astype(q.dtype),
+                sequence.k[:, head : head + 1].astype(q.dtype),
+                sequence.v[:, head : head + 1].astype(q.dtype),
+                precision=precision,
+                **own,
+            )
+    return verdicts
 
 
 def gather(cache: np.ndarray, table: np.ndarray, length: int) -> np.ndarray:

@@ -58,8 +58,8 @@ class FakeCuda:
             pass
 
         class Device:
-            def __init__(self, ordinal):
-                self.ordinal = ordinal
+            def __init__(self, ordinal=None):
+                self.ordinal = self.id = fake.current if ordinal is None else ordinal
 
             def __enter__(self):
                 self.before, fake.current = fake.current, self.ordinal
@@ -138,6 +138,7 @@ class FakeCuda:
             is_hip=False, driverGetVersion=lambda: fake.driver_version, getDeviceCount=count,
             runtimeGetVersion=lambda: fake.runtime_version, getDevice=lambda: fake.current,
             getDeviceProperties=properties, CUDARuntimeError=CudaError,
+            deviceSynchronize=lambda: fake.log.append(("host waits for device", fake.current)),
             streamIsCapturing=lambda handle: handle in fake.capturing,
             memsetAsync=lambda *call: fake.log.append(("memset", fake.current, *call)),
             memcpyDeviceToHost="to host",
@@ -148,7 +149,7 @@ class FakeCuda:
         )  # fmt: skip
         cupy = types.ModuleType("cupy")
         cupy.ndarray, cupy.from_dlpack = ndarray, from_dlpack
-        cupy.empty = empty
+        cupy.empty, cupy.asarray = empty, lambda x: Array(MEMORY * (fake.current + 1), x.shape, x.dtype)
         cupy.cuda = types.SimpleNamespace(
             runtime=runtime, Device=Device, Module=Module,
             driver=types.SimpleNamespace(CUDADriverError=CudaError, funcSetAttribute=set_attribute),

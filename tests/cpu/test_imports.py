@@ -35,17 +35,17 @@ LAYERS = (
     ("with_jvp",),
     ("derivatives",),
     ("__init__",),
-    ("testing", "torch", "jax", "mpi", "__main__"),
-    ("transformers", "flash_attn"),  # over cupy_flash.torch
-    ("flash_attn_3",),
+    ("testing", "torch", "jax", "mpi"),
+    ("check", "transformers", "flash_attn"),  # over testing; over cupy_flash.torch
+    ("flash_attn_3", "__main__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Who may import a framework, inside functions: driver launches through CuPy; protocols makes CuPy's arrays of
 # others; outputs makes results in the caller's library; merge and naive_attention compute with it.
 MAY_IMPORT = {
-    "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "mpi"},
-    "torch": {"call.untraced", "torch", "testing", "flash_attn", "flash_attn_3", "transformers"},
+    "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "mpi", "check"},
+    "torch": {"call.untraced", "torch", "testing", "flash_attn", "flash_attn_3", "transformers", "check"},
     "jax": {"call.outputs", "merge", "jax"},
     "transformers": {"transformers"},
     "ml_dtypes": {"call.arrays", "testing"},

@@ -1,0 +1,91 @@
+"""check: after an install, whether what is here computes what it must: a screen, or a report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .. import info
+from .cases import Case
+from .places import Place, find
+from .report import Found
+from .run import run_cases
+from .speed import speed_of
+from .table import COMMON, EVERY
+
+__all__ = ["COMMON", "EVERY", "Found", "check"]
+
+_CLEAR = "\r\x1b[K"
+
+
+def check(
+    device: str = "auto",
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    cases: Sequence[Case] | None = None,
+    with_speed: bool = True,
+) -> Found:
+    """Check the installation on the device that is there.
+
+    Parameters
+    ----------
+    device : {"auto", "gpu", "cpu"}
+        "auto" is a GPU if CuPy or torch reaches one, else the CPU.
+    quick : bool
+        The most common cases, and a tenth of the time for speed.
+    seed : int
+        What cases draw their data from.
+    cases : sequence of Case, optional
+        Instead of the table.
+    with_speed : bool
+        Time the standard calls, too.
+
+    Returns
+    -------
+    Found
+    """
+    facts = info.facts()
+    places, notes = find(device)
+    chosen = (COMMON if quick else EVERY) if cases is None else cases
+    problems = facts["problems"]
+    if device == "cpu":
+        problems = [problem for problem in problems if problem.startswith("cpu:")]
+    if not places:
+        notes = [*notes, "neither CuPy nor torch reaches a GPU here"]
+        return Found(facts, "", None, tuple(notes), tuple(problems), (), (), seed, 0.0)
+    place = places[0]
+    if device == "auto" and facts["gpus"] and not place.on_gpu:
+        notes.append("there is a GPU, but neither CuPy nor torch with CUDA reaches it: the CPU is checked")
+    start = time.perf_counter()
+    try:
+        outcomes = run_cases(
+            chosen, places, seed, lambda n, case: _progress(f"{n + 1} of {len(chosen)}: {case}")
+        )
+        seconds = time.perf_counter() - start
+        timings = speed_of(place, quick, lambda name: _progress(f"speed: {name}")) if with_speed else []
+    finally:
+        _progress("")
+    gpu = next((row for row in facts["gpus"] if row["ordinal"] == place.ordinal), None)
+    return Found(
+        facts, _where(places, facts), gpu, tuple(notes), tuple(problems), tuple(outcomes), tuple(timings),
+        seed, seconds,
+    )  # fmt: skip
+
+
+def _where(places: Sequence[Place], facts: dict[str, Any]) -> str:
+    """The device and whose arrays, for people."""
+    place, libraries = places[0], " and ".join(place.library for place in places)
+    title = place.title
+    if not place.on_gpu:
+        row = facts["runs"][0]
+        title = f"{row['on']}: {row['with']}"
+    return f"{title}; arrays of {libraries}"
+
+
+def _progress(text: str) -> None:
+    """One line that is written over and over, where somebody looks on."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"{_CLEAR}{text[:79]}", end="", file=sys.stderr, flush=True)

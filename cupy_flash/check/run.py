@@ -1,0 +1,144 @@
+"""Runs cases one after the other: what answered each, and how much of its error budget it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import prepare, testing
+from ..errors import UnsupportedError
+from ..testing import Verdict
+from .cases import Case, drawing
+from .places import Place, first_line
+
+__all__ = ["LEFT_OUT", "REFUSED", "RIGHT", "STATES", "WRONG", "Outcome", "run_case", "run_cases"]
+
+RIGHT, WRONG, REFUSED, LEFT_OUT = STATES = ("right", "wrong", "refused", "left out")
+
+
+class Outcome(NamedTuple):
+    """What became of a case.
+
+    Attributes
+    ----------
+    case : str
+    kind : str
+        One of "forward", "backward", "decode".
+    state : str
+        One of `STATES`: within the error budget; over it, or it ended in an error; the library refused it, or
+        there was no way to make its arrays.
+    used : float or None
+        The largest share of its error budget that a result uses; None if nothing was compared.
+    kernels : tuple of str
+        What computed it.
+    says : str
+        Why it is not right.
+    """
+
+    case: str
+    kind: str
+    state: str
+    used: float | None = None
+    kernels: tuple[str, ...] = ()
+    says: str = ""
+
+
+def run_cases(
+    cases: Sequence[Case], places: Sequence[Place], seed: int, tell: Callable[[int, Case], None]
+) -> list[Outcome]:
+    """Run every case.
+
+    Parameters
+    ----------
+    cases, places
+        A case runs at the first place that holds its arrays.
+    seed : int
+    tell : callable
+        Gets the number and the case that comes next.
+    """
+    found: list[Outcome] = []
+    lost = ""
+    for n, case in enumerate(cases):
+        tell(n, case)
+        if lost:
+            found.append(Outcome(str(case), case.kind, LEFT_OUT, says=lost))
+            continue
+        found.append(run_case(case, places, seed))
+        if found[-1].state == WRONG and (why := _lost(places)):
+            lost = f"the device is lost since an earlier case: {why}"
+    return found
+
+
+def _lost(places: Sequence[Place]) -> str:
+    """Why a device takes no more work, as after a kernel that failed; "" if it does."""
+    try:
+        for place in places:
+            place.synchronize()
+    except Exception as error:  # why any: each library has its own
+        return f"{type(error).__name__}: {first_line(error)}"
+    return ""
+
+
+def run_case(case: Case, places: Sequence[Place], seed: int) -> Outcome:
+    """Run a case, and compare what it returns with FP64."""
+    name, kind = str(case), case.kind
+    try:
+        host = case.inputs(drawing(case, seed))
+    except UnsupportedError as error:  # ml_dtypes is not installed
+        return Outcome(name, kind, LEFT_OUT, says=_reasons(error))
+    put = _put(places, host)
+    if isinstance(put, str):
+        return Outcome(name, kind, LEFT_OUT, says=put)
+    place, given = put
+    prepare.forget()
+    try:
+        results = case.run(given)
+        results = {n: testing.to_numpy(x) for n, x in results.items() if x is not None}
+    except UnsupportedError as error:
+        return Outcome(name, kind, REFUSED, says=_reasons(error))
+    except Exception as error:  # why any: a kernel that fails does so in its library's words
+        says = f"{type(error).__name__}: {first_line(error)}"
+        return Outcome(name, kind, WRONG, None, prepare.kernels(), says)
+    with np.errstate(all="ignore"):
+        verdicts = case.judge(host, results, place)
+    worst = max(verdicts, key=lambda verdict: verdict.used)
+    state = RIGHT if all(verdict.within for verdict in verdicts) else WRONG
+    says = "" if state == RIGHT else _numbers(verdicts)
+    return Outcome(name, kind, state, worst.used, prepare.kernels(), says)
+
+
+def _put(places: Sequence[Place], host: dict[str, Any]) -> tuple[Place, dict[str, Any]] | str:
+    """The arrays of a case at the first place that holds them, or why none does."""
+    reasons = []
+    for place in places:
+        try:
+            return place, place.put(host)
+        except (TypeError, ValueError, MemoryError, RuntimeError) as error:
+            reasons.append(f"{place.library} does not hold its arrays: {first_line(error)}")
+    return "; ".join(reasons)
+
+
+def _reasons(error: UnsupportedError) -> str:
+    """What a refusal says, on one line, without its hint."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if not line.startswith("Try:"))
+
+
+def _numbers(verdicts: Sequence[Verdict]) -> str:
+    """The worst of each tensor that is wrong, with its error and what is allowed."""
+    worst: dict[str, Verdict] = {}
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.used):
+        if not verdict.within:
+            worst[verdict.tensor] = verdict
+    parts = []
+    for name, x in worst.items():
+        if x.mismatch:
+            parts.append(f"{name}: {x.mismatch}")
+        else:
+            parts.append(
+                f"{name}: largest error {x.largest:.2e} of {x.largest_allowed:.2e} allowed, "
+                f"rms {x.rms:.2e} of {x.rms_allowed:.2e}"
+            )
+    return "; ".join(parts)
