@@ -180,12 +180,13 @@ def error_budget_with_kv_cache(
     """
     exact = reference_with_kv_cache(q, k_cache, v_cache, layout=layout, **options)
     o = o.swapaxes(1, 2) if layout == "bshd" else o
-    group = o.shape[1] // exact.k_cache.shape[1]
     verdicts = []
     for b, sequence in enumerate(exact.sequences):
+        heads = sequence.k.shape[1]
+        group = sequence.q.shape[1] // heads
         scale = sequence.options.get("scale")
         scale = sequence.q.shape[3] ** -0.5 if scale is None else scale
-        for head in range(exact.k_cache.shape[1]):
+        for head in range(heads):
             of_q = slice(head * group, (head + 1) * group)
             own = {**sequence.options, "scale": scale * float(sequence.k_scale[head])}
             for name in ("alibi_slopes", "sinks"):
