@@ -106,12 +106,13 @@ class Found(NamedTuple):
         return "\n".join([*lines, f"verdict   {self.verdict}"])
 
     def _cubins(self) -> list[str]:
-        rows = [
-            f"{row['set']} {row['target']}: {row['kernels']} in {row['bytes'] / 2**20:.1f} MiB, "
-            f"{'damaged' if row['problem'] else 'verified'}, {row['origin']}"
-            for row in self.facts["cubins"]
-        ]
-        return rows or ["none installed"]
+        """A line for each set, state and origin, with the kernels of each target."""
+        lines: dict[str, list[str]] = {}
+        for row in self.facts["cubins"]:
+            state = "damaged" if row["problem"] else "verified"
+            line = lines.setdefault(f"{row['set']}, {state}, {row['origin']}", [])
+            line.append(f"{row['target']} ({row['kernels']})")
+        return [f"{what}: {', '.join(targets)}" for what, targets in lines.items()] or ["none installed"]
 
     def _summary(self) -> list[str]:
         """A line for each kind of call."""
