@@ -6,13 +6,13 @@ import os
 from typing import NamedTuple
 
 from ..call.problem import Problem
-from ..errors import CubinNotFoundError, UnsupportedError
+from ..errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from ..program.errors import beyond
 from ..program.graph import Graph
 from ..program.ranges import too_large
 from ..program.template import Template, only_in_python
 from .core import family
-from .core.isa import OVERRIDE, Isa, chosen, host, why_floats
+from .core.isa import OVERRIDE, PAIRS, Isa, chosen, host, why_floats
 from .core.locate import Library, how_to_get_one, locate
 from .core.sources import BFLOAT16, FUNCTIONS, SECOND_ORDER, multiplies_pairs
 
@@ -58,6 +58,11 @@ def core(part: str = "") -> tuple[Isa, Library] | str:
     """
     wanted = override()
     isas = chosen(wanted)
+    if wanted.endswith(PAIRS) and not multiplies_pairs(isas[0]):
+        raise InvalidArgumentsError(
+            f"the environment variable {OVERRIDE} is {wanted!r}, and this CPU multiplies no pairs.",
+            hint=f"unset it, or {isas[0].name}",
+        )
     if wanted == "numpy":
         return f"{OVERRIDE} is numpy"
     for isa in isas:

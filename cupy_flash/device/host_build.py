@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -200,9 +201,10 @@ def primitives(options: tuple[str, ...]) -> Path:
     compiled = compile_library("primitives", arguments, simulator_headers(), suffix=".h.gch")
     header = compiled.with_suffix("")
     header.write_bytes(source.read_bytes())
-    by_age = sorted(compiled.parent.glob("primitives-*.h.gch"), key=lambda file: file.stat().st_mtime)
-    for old in by_age[:-_KEPT]:
-        old.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # another process has removed one
+        by_age = sorted(compiled.parent.glob("primitives-*.h.gch"), key=lambda file: file.stat().st_mtime)
+        for old in by_age[:-_KEPT]:
+            old.unlink()
     return header
 
 

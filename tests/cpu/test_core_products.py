@@ -150,11 +150,14 @@ def test_explain_says_that_products_are_of_pairs() -> None:
 
 
 def test_without_avx512_bf16_or_its_library_reals_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is an error: most CPUs have none, and an older wheel brings none."""
+    """Neither is an error unless asked for: most CPUs have none, and an older wheel brings none."""
     pairs()
     here = isa.host()
     with monkeypatch.context() as within:
         within.setattr(sources, "host", lambda: here._replace(flags=here.flags - {"avx512_bf16"}))
+        with pytest.raises(cupy_flash.InvalidArgumentsError, match="this CPU multiplies no pairs"):
+            choose.choose(PAIRED)  # asked for by name
+        within.delenv(isa.OVERRIDE)
         assert choose.choose(PAIRED).library.part == ""
     found = choose.locate
     monkeypatch.setattr(
