@@ -43,7 +43,7 @@ _open: list[Calls] = [_since_import]
 
 
 def sdpa_calls() -> Calls:
-    """What took the place of torch's own functions since `cupy_flash.torch` was imported.
+    """What took the place of torch's own functions since ``cupy_flash.torch`` was imported.
 
     Returns
     -------
