@@ -158,7 +158,7 @@ class Prepared:
             numbers = {name: every[array].pointer for name, array in self._addressed}
             numbers[SEED] = moment.seed
             if isinstance(ready, OnCore):
-                ready.run(numbers, every, length, tell)
+                ready.run(numbers, every, q.library, length, tell)
             else:
                 if length is not None:
                     # why no array: its memory would go to somebody else while a recorded graph reads it.

@@ -101,7 +101,12 @@ class OnCore(NamedTuple):
         return 32
 
     def run(
-        self, numbers: dict[str, int], keep: object, length: int | None = None, tell: Tell | None = None
+        self,
+        numbers: dict[str, int],
+        keep: object,
+        library: str,
+        length: int | None = None,
+        tell: Tell | None = None,
     ) -> None:
         """Compute.
 
@@ -111,17 +116,19 @@ class OnCore(NamedTuple):
             Addresses of inputs and outputs, by the names of abi.cuh, and `abi.SEED`.
         keep : object
             What keeps the arrays alive.
+        library : str
+            Whose arrays they are.
         length : int, optional
             Of all sequences in a cache, where no array gives them.
         tell : callable, optional
             Gets the share that is done.
         """
         if length is None:
-            self.core.run(numbers, numbers[SEED], keep, tell)
+            self.core.run(numbers, numbers[SEED], keep, tell, library)
         else:
             of_all = np.array([length], np.int32)
             addresses = {**numbers, "cache_seqlens": of_all.ctypes.data}
-            self.core.run(addresses, numbers[SEED], (keep, of_all), tell)
+            self.core.run(addresses, numbers[SEED], (keep, of_all), tell, library)
 
 
 class OnDevice(NamedTuple):

@@ -243,7 +243,7 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
         with telling(TOLD.get()) as tell:
-            core.run(numbers, problem.seed, (asked.views, each), tell)
+            core.run(numbers, problem.seed, (asked.views, each), tell, asked.views["q"].library)
         return
     with telling(TOLD.get()) as tell:
         if forward is not None:

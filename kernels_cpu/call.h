@@ -57,9 +57,10 @@ struct Call {
     SpanLimits* span_limits;             // an entry's own
     void* lse_unit;                      // an entry's own, of the strides of lse; or null
     Blocks blocks;
-    Function* function;                    // of scores; or null
-    int64_t function_reals;                // behind a tile, for it; 0 without one
-    int64_t dbias_shape[4];                // of dbias: 1 where it is a sum
+    Function* function;        // of scores; or null
+    void* parallel;            // GOMP_parallel of the OpenMP whose threads compute; null: the pool's
+    int64_t function_reals;    // behind a tile, for it; 0 without one
+    int64_t dbias_shape[4];    // of dbias: 1 where it is a sum
     const int32_t *starts_q, *starts_k;    // packed: (batch + 1), rows where sequences begin; else null
     const int32_t* used_q;                 // packed: (batch,), queries in use; or null
     const int32_t* starts_mask;            // (batch + 1), where masks (queries, keys) in a row begin; or null

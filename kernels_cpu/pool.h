@@ -1,7 +1,8 @@
-// Threads that take numbered jobs in turn. After the last job they spin for 30 us, then sleep.
+// Threads that take numbered jobs in turn: helpers of our own, which spin for 30 us after the last job, then sleep;
+// or those of an OpenMP that is in the process (run_in_team). Who does a job changes no bit of its result.
 //
-// One call at a time has the helpers; another one meanwhile computes alone, in its own thread. A forked child
-// starts with none.
+// One call at a time has them; another one meanwhile computes alone, in its own thread. A forked child starts with
+// none.
 #pragma once
 #include "call.h"
 #include <pthread.h>
@@ -16,30 +17,21 @@ constexpr int64_t kSpinNs = 30000;
 constexpr size_t kKeptBytes = 8 << 20;    // of scratch, by each thread
 
 struct Pool {
-    pthread_mutex_t calling, lock;    // who has the helpers; what follows
-    pthread_cond_t wake;
-    int size;      // helpers that were started
-    Call* call;    // what is being computed; null if it takes no more helpers
-    Job job;
-    void* what;
-    int64_t count;
-    int wanted;        // helpers that may still join
-    unsigned epoch;    // calls so far
-    int inside;        // helpers that have joined and not left
-    int64_t next;      // the first number that nobody has taken
+    pthread_mutex_t calling = PTHREAD_MUTEX_INITIALIZER;    // who has the threads
+    pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;       // what follows
+    pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+    int size = 0;            // helpers that were started
+    Call* call = nullptr;    // what is being computed; null if it takes no more helpers
+    Job job = nullptr;
+    void* what = nullptr;
+    int64_t count = 0;
+    int wanted = 0;        // helpers that may still join
+    unsigned epoch = 0;    // calls so far
+    int inside = 0;        // helpers that have joined and not left
+    int64_t next = 0;      // the first number that nobody has taken
+    int rest = 0;          // calls that helpers compute, because a team was late
 };
-inline Pool shared = {PTHREAD_MUTEX_INITIALIZER,
-                      PTHREAD_MUTEX_INITIALIZER,
-                      PTHREAD_COND_INITIALIZER,
-                      0,
-                      nullptr,
-                      nullptr,
-                      nullptr,
-                      0,
-                      0,
-                      0,
-                      0,
-                      0};
+inline constinit Pool shared;
 
 inline bool stopped(const Call& call) { return __atomic_load_n(&call.state, __ATOMIC_RELAXED) != kFine; }
 
@@ -94,33 +86,14 @@ inline void* serve(void*) {
 }
 
 // why: a lock may be held, in the parent, by a thread that the child does not have.
-inline void forget() {
-    shared = {PTHREAD_MUTEX_INITIALIZER,
-              PTHREAD_MUTEX_INITIALIZER,
-              PTHREAD_COND_INITIALIZER,
-              0,
-              nullptr,
-              nullptr,
-              nullptr,
-              0,
-              0,
-              0,
-              0,
-              0};
-}
+inline void forget() { shared = Pool(); }
 inline void register_forget() { pthread_atfork(nullptr, nullptr, forget); }
 
 inline void run_alone(Call& call, Job job, void* what, int64_t count) {
     for (int64_t i = 0; i < count && !stopped(call); ++i) do_job(call, job, what, i);
 }
 
-// Every number below count once, in order, by whoever is free, unless the call is stopped.
-inline void run(Call& call, Job job, void* what, int64_t count) {
-    if (!call.jobs) __atomic_store_n(&call.jobs, count, __ATOMIC_RELAXED);
-    int64_t threads = call.threads < count ? call.threads : count;
-    if (threads <= 1 || pthread_mutex_trylock(&shared.calling)) return run_alone(call, job, what, count);
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, register_forget);
+inline void run_with_helpers(Call& call, Job job, void* what, int64_t count, int64_t threads) {
     for (; shared.size < threads - 1; ++shared.size) {
         pthread_t thread;
         if (pthread_create(&thread, nullptr, serve, nullptr)) break;    // fewer will do
@@ -129,7 +102,6 @@ inline void run(Call& call, Job job, void* what, int64_t count) {
     pthread_mutex_lock(&shared.lock);
     shared.call = &call, shared.job = job, shared.what = what, shared.count = count;
     shared.wanted = int(threads - 1);
-    __atomic_store_n(&shared.next, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&shared.epoch, shared.epoch + 1, __ATOMIC_RELAXED);
     pthread_cond_broadcast(&shared.wake);
     pthread_mutex_unlock(&shared.lock);
@@ -141,6 +113,57 @@ inline void run(Call& call, Job job, void* what, int64_t count) {
     for (int spins = 0; __atomic_load_n(&shared.inside, __ATOMIC_ACQUIRE); ++spins)
         if (spins < 2000) pause_();
         else sched_yield();    // its core may be taken by another process
+}
+
+// ---- the team of an OpenMP
+
+typedef void (*Parallel)(void (*)(void*), void*, unsigned threads, unsigned flags);
+
+constexpr int64_t kLateNs = 200000;
+constexpr int kRest = 32;    // calls
+
+struct Team {
+    Call& call;
+    Job job;
+    void* what;
+    int64_t count;
+    pthread_t caller;
+    int threads, came;    // that were asked for; that have begun
+    bool late;            // whether one had not begun when the caller found no more jobs
+    int64_t ended;        // when that was
+};
+
+inline void serve_team(void* of) {
+    Team& t = *static_cast<Team*>(of);
+    __atomic_fetch_add(&t.came, 1, __ATOMIC_RELAXED);
+    take_jobs(t.call, t.job, t.what, t.count);
+    if (!pthread_equal(pthread_self(), t.caller)) return;
+    t.late = __atomic_load_n(&t.came, __ATOMIC_RELAXED) < t.threads;
+    if (t.late) t.ended = now_ns();
+}
+
+// why: after a loop of its own an OpenMP's threads spin for milliseconds, on the cores that helpers would need.
+// They wait for each other at the end, so one that has lost its core to another program delays the call; helpers,
+// for whom nobody waits before they have joined, then compute the next calls.
+inline void run_in_team(Call& call, Job job, void* what, int64_t count) {
+    Team team{call, job, what, count, pthread_self(), call.threads, 0, false, 0};
+    reinterpret_cast<Parallel>(call.parallel)(serve_team, &team, unsigned(call.threads), 0);
+    if (team.late && now_ns() - team.ended > kLateNs) shared.rest = kRest;
+}
+
+// Every number below count once, in order, by whoever is free, unless the call is stopped.
+inline void run(Call& call, Job job, void* what, int64_t count) {
+    if (!call.jobs) __atomic_store_n(&call.jobs, count, __ATOMIC_RELAXED);
+    int64_t threads = call.threads < count ? call.threads : count;
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, register_forget);
+    if (threads <= 1 || pthread_mutex_trylock(&shared.calling)) return run_alone(call, job, what, count);
+    __atomic_store_n(&shared.next, 0, __ATOMIC_RELAXED);
+    if (call.parallel && !shared.rest) run_in_team(call, job, what, count);
+    else {
+        if (shared.rest) --shared.rest;
+        run_with_helpers(call, job, what, count, threads);
+    }
     pthread_mutex_unlock(&shared.calling);
 }
 

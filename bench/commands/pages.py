@@ -96,6 +96,11 @@ def _by_machine(row: Row) -> str:
     return f"{row['dtype']}, {row['passes']}, {tables.machine(row)}"
 
 
+def _by_company(row: Row) -> str:
+    beside = ", between linear layers" if row["what"] == "layers" else ""
+    return f"{row['dtype']}{beside}, {tables.machine(row)}"
+
+
 def _core(row: Row) -> bool:
     return not row["gpu"] and row["when"] >= COMPILED
 
@@ -230,12 +235,14 @@ PAGES = (
     ),
     Page(
         "cpu", "CPUs", "Both passes of the compiled CPU core, beside torch, JAX and cupy_flash's NumPy path.",
-        ("cpu.csv",), _core, group=lambda row: f"{row['dtype']}, {tables.machine(row)}",
-        text="OpenBLAS takes its kernels `Haswell` on the processor whose AVX-512 runs at full rate (Zen 5), "
-        "and `SkylakeX` on the one whose AVX-512 runs at half rate. There torch's products are nearer "
-        "to the limit, and the ratios smaller. bfloat16 is multiplied by [pairs](../cpu_core.md). "
-        "Threads of NumPy's OpenBLAS spin for 0.1 s after a product and take a core from what follows; "
-        "with `OPENBLAS_THREAD_TIMEOUT=8` set before Python starts they sleep at once.",
+        ("cpu.csv", "layers.csv"), _core, group=_by_company,
+        text="Calls of `layers` stand between torch's linear layers, as in a model, and only attention is "
+        "timed; all others follow calls of their own. On AMD EPYC OpenBLAS takes its kernels `Haswell` where "
+        "AVX-512 runs at full rate (Zen 5), and `SkylakeX` where it runs at half rate. There torch's "
+        "products are nearer to the limit, and the ratios smaller. bfloat16 is multiplied by "
+        "[pairs](../cpu_core.md) on AMD and by floats on Intel. Threads of NumPy's OpenBLAS spin for 0.1 s "
+        "after a product and take a core from what follows; with `OPENBLAS_THREAD_TIMEOUT=8` set before "
+        "Python starts they sleep at once.",
     ),
     Page(
         "memory", "Memory", "The bytes at the peak of a call on a CPU, beside its inputs.",

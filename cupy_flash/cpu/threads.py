@@ -1,18 +1,21 @@
-"""How many threads a call on the CPU may take, and the BLAS held at one while NumPy's path runs."""
+"""Whose threads a call on the CPU takes and how many, and the BLAS held at one while NumPy's path runs."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["BlasLimit", "allowed", "available_cores", "one_blas_thread"]
+__all__ = ["BlasLimit", "allowed", "available_cores", "one_blas_thread", "team"]
 
 
 class _Limited(NamedTuple):
@@ -114,13 +117,53 @@ def one_blas_thread() -> Any:
     return _blas.one_thread()
 
 
-def allowed() -> int:
-    """Return how many threads a call may take: no more than there are cores, nor than the BLAS may take.
+def allowed(library: str = "") -> int:
+    """Return how many threads a call may take: no more than there are cores, nor than its peers may take.
 
-    why the BLAS: so ``OPENBLAS_NUM_THREADS``, ``OMP_NUM_THREADS`` and threadpoolctl.threadpool_limits mean
-    here what they mean for NumPy.
+    On tensors of torch ``torch.set_num_threads`` counts, on other arrays what holds for the BLAS, so that
+    ``OPENBLAS_NUM_THREADS``, ``OMP_NUM_THREADS`` and threadpoolctl.threadpool_limits mean here what they mean
+    for NumPy.
+
+    Parameters
+    ----------
+    library : str, optional
+        Whose arrays the call has.
     """
-    return min(available_cores(), _blas.threads())
+    peer: int = sys.modules["torch"].get_num_threads() if library == "torch" else _blas.threads()
+    return min(available_cores(), peer)
+
+
+def team(library: str, count: int) -> int:
+    """Return the address of GOMP_parallel in the OpenMP whose threads compute; 0 for those of the core.
+
+    why torch's: they spin for milliseconds after each of its operations, on the cores that ours would need.
+    why not another number of them: OpenMP would end some, or start new ones, at each call.
+
+    Parameters
+    ----------
+    library : str
+        Whose arrays the call has.
+    count : int
+        Threads of the call.
+    """
+    if library != "torch" or _forked or count != sys.modules["torch"].get_num_threads():
+        return 0
+    return _of_torch()
+
+
+# why: a child has the OpenMP, but not its threads, and would wait for them.
+_forked = False
+
+
+@functools.cache
+def _of_torch() -> int:
+    """The address of GOMP_parallel in what torch is linked to; 0 where that has none, or is no OpenMP."""
+    path = Path(str(sys.modules["torch"].__file__)).with_name("lib") / "libtorch_cpu.so"
+    try:
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):  # another place or system; a torch without OpenMP
+        return 0
 
 
 @functools.cache
@@ -133,9 +176,10 @@ def available_cores() -> int:
 
 def _start_afresh() -> None:
     """Forget what a forked child may find locked, or changed."""
-    global _blas
+    global _blas, _forked
     _blas = BlasLimit()
     available_cores.cache_clear()
+    _forked = True
 
 
 if hasattr(os, "register_at_fork"):

@@ -165,7 +165,7 @@ def run(
             continue
         with telling(told_anywhere()) as tell:
             if isinstance(call, OnCore):
-                call.run(addresses, views, tell=tell)
+                call.run(addresses, views, "jax", tell=tell)
             else:
                 call.run({name: view.numpy() for name, view in views.items()}, seed, tell)
 

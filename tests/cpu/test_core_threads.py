@@ -19,7 +19,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import cupy_flash
-from cupy_flash.cpu import choose
+from cupy_flash.cpu import choose, threads
 from cupy_flash.cpu.core import family, params
 from tests.cpu.core_calls import SIZES, normal, results, run
 
@@ -39,7 +39,7 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in cases:
         ways = []
         for count in (1, 2, 5):
-            monkeypatch.setattr(family, "workers", lambda _, count=count: count)
+            monkeypatch.setattr(family, "workers", lambda *_, count=count: count)
             decoded = cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=4900)
             ways.append([*results(**options), *results((1, 1, 2100, 24), heads_k=1), decoded])
         for way in ways[1:]:
@@ -64,7 +64,7 @@ except RuntimeError:
 else:
     raise AssertionError("a thread was made")
 family.LONG_FLOPS = 0.0
-family.workers = lambda _: 3
+family.workers = lambda *_: 3
 told = []
 cache, q = normal(1, 2, 3000, 32), normal(1, 4, 1, 32)
 with cupy_flash.progress(told.append):
@@ -92,6 +92,93 @@ def test_a_process_that_can_make_no_threads_computes_in_its_own(tmp_path: Path) 
     assert found.strip() == hashlib.sha256(b"".join(x.tobytes() for x in made)).hexdigest()
 
 
+TEAM = """
+#include <pthread.h>
+#include <unistd.h>
+enum { AT_ONCE, OTHERS_FIRST, OTHERS_LATE } order;
+int calls;
+struct Work { void (*function)(void*); void* of; };
+static void* begin(void* x) {
+    struct Work* work = x;
+    work->function(work->of);
+    return 0;
+}
+void GOMP_parallel(void (*function)(void*), void* of, unsigned threads, unsigned flags) {
+    struct Work work = {function, of};
+    pthread_t others[64];
+    ++calls;
+    if (order == OTHERS_LATE) function(of), usleep(1000);
+    for (unsigned i = 1; i < threads; ++i) pthread_create(others + i, 0, begin, &work);
+    if (order == AT_ONCE) function(of);
+    for (unsigned i = 1; i < threads; ++i) pthread_join(others[i], 0);
+    if (order == OTHERS_FIRST) function(of);
+}
+"""
+AT_ONCE, OTHERS_FIRST, OTHERS_LATE = range(3)
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """A stand-in for the team of an OpenMP, which computes every call; it counts them."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or os.name == "nt":
+        pytest.skip("there is no C compiler, for what stands in for an OpenMP")
+    source, library = tmp_path / "team.c", tmp_path / "team.so"
+    source.write_text(TEAM)
+    subprocess.run([compiler, "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)], check=True)
+    loaded = ctypes.CDLL(str(library))
+    address = ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p).value
+    monkeypatch.setattr(threads, "team", lambda *_: address)
+    monkeypatch.setattr(family, "workers", lambda *_: 2)
+    return loaded
+
+
+def _calls(team: ctypes.CDLL) -> int:
+    return ctypes.c_int.in_dll(team, "calls").value
+
+
+def test_bits_do_not_depend_on_whose_threads_compute(
+    team: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = []
+    ctypes.c_int.in_dll(team, "order").value = AT_ONCE
+    for address in (0, ctypes.cast(team.GOMP_parallel, ctypes.c_void_p).value):
+        monkeypatch.setattr(threads, "team", lambda *_, address=address: address)
+        for count in (2, 5):
+            monkeypatch.setattr(family, "workers", lambda *_, count=count: count)
+            ways.append([*results(causal=True), *results((1, 1, 2100, 24), heads_k=1, window=(100, 20))])
+        assert (_calls(team) > 0) == bool(address)
+    for way in ways[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(ways[0], way, strict=True))
+
+
+def test_after_a_thread_of_a_team_came_late_helpers_compute(team: ctypes.CDLL) -> None:
+    """An OpenMP waits for a thread that another program keeps from its core; helpers are not waited for."""
+    q = normal(1, 2, 128, 32)
+
+    def calls(count: int) -> int:
+        before = _calls(team)
+        for _ in range(count):
+            cupy_flash.attention(q, q, q)
+        return _calls(team) - before
+
+    order = ctypes.c_int.in_dll(team, "order")
+    order.value = OTHERS_FIRST
+    calls(32)  # of which another test may have left some
+    assert calls(10) == 10
+    order.value = OTHERS_LATE
+    assert calls(34) == 2, "one was late, and the next 32 did not ask"
+    order.value = OTHERS_FIRST
+    assert calls(40) == 8
+
+
+def test_many_callers_of_a_team(team: ctypes.CDLL) -> None:
+    """One has it, the others compute alone."""
+    ctypes.c_int.in_dll(team, "order").value = OTHERS_FIRST
+    test_many_callers_at_once()
+    assert _calls(team) > 0
+
+
 def test_many_callers_at_once() -> None:
     """One has the helpers, the others compute alone; and all get the same."""
     expected = results()
@@ -113,7 +200,7 @@ def test_many_callers_at_once() -> None:
 
 def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results()
-    monkeypatch.setattr(family, "workers", lambda _: 16)
+    monkeypatch.setattr(family, "workers", lambda *_: 16)
     start = time.perf_counter()
     for _ in range(20):
         assert all(np.array_equal(a, b) for a, b in zip(expected, results(), strict=True))
@@ -172,7 +259,7 @@ def test_after_fork() -> None:
 ASIDE = """
 from cupy_flash.cpu.core.family import LONG_FLOPS
 
-assert 4 * 8 * 1024**2 * 64 > LONG_FLOPS
+assert 4 * 8 * 2560**2 * 64 > LONG_FLOPS
 for _ in range(3):
     cupy_flash.attention(*qkv)
 assert [thread.name for thread in threading.enumerate()].count("cupy_flash") == 1, "one is kept"
@@ -183,7 +270,7 @@ check_in_child()
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
 def test_the_thread_of_long_calls() -> None:
     """It is kept for the next one, but not by a forked child, which has no such thread."""
-    run(FORKING.format(shape=(1, 8, 1024, 64)) + ASIDE)
+    run(FORKING.format(shape=(1, 8, 2560, 64)) + ASIDE)
 
 
 INTERRUPTED = """

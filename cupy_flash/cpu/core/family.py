@@ -33,7 +33,9 @@ SUMS = "function_sums"  # the entry that follows a backward pass whose function 
 # why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
 SMALL_FLOPS = 2e6
 # Longer calls run in a thread of their own, while the caller's waits for them or for a signal: Ctrl-C.
-LONG_FLOPS = 1e9
+# why not all: that thread has no team of torch's threads. Shorter ones take 0.2 s at 50 GFLOP/s, of two old
+# cores, and 30 ms at 300.
+LONG_FLOPS = 1e10
 
 
 def refusals(problem: Problem) -> list[str]:
@@ -92,9 +94,9 @@ def notes(problem: Problem, library: Library) -> list[str]:
     return found
 
 
-def workers(work: float) -> int:
-    """How many threads so many operations are shared over."""
-    return 1 if work < SMALL_FLOPS else threads.allowed()
+def workers(work: float, library: str = "") -> int:
+    """How many threads so many operations on a library's arrays are shared over."""
+    return 1 if work < SMALL_FLOPS else threads.allowed(library)
 
 
 def work_of(problem: Problem) -> float:
@@ -173,7 +175,12 @@ class Core(NamedTuple):
         return cls(problem, names, entries, Params(problem, views, directions, reals), work, function)
 
     def run(
-        self, addresses: Mapping[str, int], seed: int, keep: object = None, tell: Tell | None = None
+        self,
+        addresses: Mapping[str, int],
+        seed: int,
+        keep: object = None,
+        tell: Tell | None = None,
+        library: str = "",
     ) -> None:
         """Compute.
 
@@ -187,13 +194,17 @@ class Core(NamedTuple):
             What keeps the memory of the arrays alive.
         tell : callable, optional
             Gets the share that is done, while the call is long.
+        library : str, optional
+            Whose arrays these are: "torch" lends its threads.
         """
         function: FilledFunction | None = None
         if self.function is not None:
             function = self.function.filled(addresses)
             addresses, keep = {**addresses, "function": function.address}, (keep, function)
-        struct = _Struct.from_buffer(self.params.filled(addresses, seed, workers(self.work)))
-        state = self._run_aside(struct, keep, tell) if self.work > LONG_FLOPS else self._run(struct)
+        many, aside = workers(self.work, library), self.work > LONG_FLOPS
+        team = 0 if aside or many == 1 else threads.team(library, many)
+        struct = _Struct.from_buffer(self.params.filled(addresses, seed, many, team))
+        state = self._run_aside(struct, keep, tell) if aside else self._run(struct)
         if state == NO_MEMORY:
             raise MemoryError("the CPU path found no memory for its tiles")
         if state == OUTSIDE and function is not None:

@@ -15,7 +15,7 @@ from ..philox import threshold
 
 __all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "OUTSIDE", "SECOND_ORDER", "STOP", "Params"]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "codes")
 STOP, NO_MEMORY, OUTSIDE = 1, 2, 3  # of the field state
@@ -54,7 +54,7 @@ CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
     + [("k_codes", CODES), ("v_codes", CODES)]
     + [("spans", SPANS), ("span_limits", "<u8"), ("lse_unit", "<u8"), ("blocks", BLOCKS)]
-    + [("function", "<u8"), ("function_reals", "<i8"), ("dbias_shape", "<i8", 4)]
+    + [("function", "<u8"), ("parallel", "<u8"), ("function_reals", "<i8"), ("dbias_shape", "<i8", 4)]
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
@@ -188,12 +188,14 @@ class Params:
         self._places = tuple(places.items())
         self._template = whole.tobytes()
 
-    def filled(self, addresses: Mapping[str, int], seed: int, threads: int) -> bytearray:
-        """The struct of one call."""
+    def filled(self, addresses: Mapping[str, int], seed: int, threads: int, parallel: int = 0) -> bytearray:
+        """The struct of one call; parallel: the address of GOMP_parallel, if its threads compute."""
         call = bytearray(self._template)
         for name, place in self._places:
             _POINTER.pack_into(call, place, addresses[name])
         _INT.pack_into(call, _THREADS, threads)
+        if parallel:
+            _POINTER.pack_into(call, _PARALLEL, parallel)
         if seed:
             _POINTER.pack_into(call, _SEED, seed)
         return call
@@ -224,6 +226,6 @@ def _offset(field: str, of: np.dtype[Any] = CALL) -> int:
 
 
 _POINTER, _INT = struct.Struct("<Q"), struct.Struct("<i")
-_THREADS = _offset("threads")
+_THREADS, _PARALLEL = _offset("threads"), _offset("parallel")
 _SEED = _offset("seed")
 STATE, JOBS, DONE = _offset("state"), _offset("jobs"), _offset("done")
