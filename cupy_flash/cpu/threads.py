@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 try:
     from threadpoolctl import ThreadpoolController
-except (
-    ModuleNotFoundError
-):  # pip installs it with this library; a kernel of the Hugging Face hub may not ask for it
+except ModuleNotFoundError:  # a kernel of the Hugging Face hub may not ask for it
     ThreadpoolController = None
 
 __all__ = ["BlasLimit", "allowed", "available_cores", "one_blas_thread"]
