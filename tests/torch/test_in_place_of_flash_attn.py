@@ -18,7 +18,8 @@ import torch
 from flash_attn import flash_attn_func
 from flash_attn.bert_padding import pad_input, unpad_input
 from flash_attn.flash_attn_interface import flash_attn_varlen_func
-assert flash_attn_varlen_func.__module__.startswith("cupy_flash.")
+ours = pad_input, unpad_input, flash_attn_func, flash_attn_varlen_func
+assert all(x.__module__.startswith("cupy_flash.") for x in ours)
 q = torch.randn(1, 8, 2, 16)
 print(flash_attn_func(q, q, q, causal=True).shape == q.shape)
 """
