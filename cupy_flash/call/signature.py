@@ -11,6 +11,7 @@ from textwrap import TextWrapper, wrap
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..errors import InvalidArgumentsError, UnsupportedError
+from ..namespace import PACKAGE
 from .options import Option, declared, types
 
 __all__ = ["REMOVED", "AnyArray", "Array", "Retell", "documented", "takes"]
@@ -156,7 +157,7 @@ def _meant(name: str, called: str, names: list[str]) -> str:
     ours = _SYNONYMS.get(name, near[0] if near else "")
     if ours in names:
         return f"{ours}=..."
-    eager = getattr(sys.modules["cupy_flash"], called, None)
+    eager = getattr(sys.modules[PACKAGE], called, None)
     if eager is not None and name in inspect.signature(eager).parameters:
         return f"cupy_flash.{called}(..., {name}=...), which records no gradients"
     return "one of " + ", ".join(names)

@@ -11,6 +11,8 @@ from typing import Any
 from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import skip_code
 
+from ..namespace import PACKAGE
+
 __all__ = ["stop"]
 
 # Everything but what cupy_flash.torch and those above it need while they are compiled.
@@ -21,7 +23,7 @@ for _name in (
     "device", "functions", "kv_cache", "naive", "plan", "prepare", "program", "ready", "report", "ring",
     "second_order", "spans", "torch.functions", "varlen", "with_jvp",
 ):  # fmt: skip
-    trace_rules.add(f"cupy_flash.{_name}")
+    trace_rules.add(f"{PACKAGE}.{_name}")
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:
@@ -36,7 +38,7 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
 
 # What they do need some functions of: those are not to begin programs of their own, and may be part of one.
 for _name in ("call.adopt", "call.adopt.torch", "call.blocks", "config", "merge"):
-    for _code in _codes(import_module(f"cupy_flash.{_name}")):
+    for _code in _codes(import_module(f"{PACKAGE}.{_name}")):
         skip_code(_code)
 
 

@@ -13,7 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threadpoolctl import ThreadpoolController
+try:
+    from threadpoolctl import ThreadpoolController
+except ModuleNotFoundError:  # a kernel of the Hugging Face hub may not ask for it
+    ThreadpoolController = None
 
 __all__ = ["BlasLimit", "allowed", "available_cores", "one_blas_thread", "team"]
 
@@ -53,7 +56,7 @@ class BlasLimit:
     Parameters
     ----------
     libraries : list of threadpoolctl.LibController, optional
-        Those that are loaded, by default.
+        Those that are loaded, by default; without threadpoolctl none.
     """
 
     def __init__(self, libraries: list[Any] | None = None) -> None:
@@ -66,7 +69,9 @@ class BlasLimit:
     def _libraries(self) -> tuple[list[_Limited], list[_Limited]]:
         """Those with one limit for the process, and those with one for each thread."""
         every = self._given
-        if every is None:  # finding them takes a millisecond; setting a limit takes a microsecond
+        if every is None and ThreadpoolController is None:
+            every = []
+        elif every is None:  # finding them takes a millisecond; setting a limit takes a microsecond
             every = ThreadpoolController().select(user_api="blas").lib_controllers
         own = [library for library in every if getattr(library, "threading_layer", None) == "openmp"]
         shared = [library for library in every if library not in own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 @functools.cache
 def folder() -> Path:
     """The folder of the .cu files: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).absolute().parent.parent
     shipped = package / "_kernels"
     return shipped if shipped.is_dir() else package.parent / "kernels_cu"
 
@@ -66,20 +67,25 @@ def write_function(function: Body, into: Path) -> Path:
 
 @functools.lru_cache(maxsize=256)
 def _source_digest(source: Path) -> str:
-    total, root = hashlib.sha256(), folder().resolve()
+    total, root = hashlib.sha256(), _plain(folder())
     for file in closure(source, root / "include"):
         total.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()
 
 
+def _plain(path: Path) -> Path:
+    """A path without dots. Links stay: in a cache of the Hugging Face hub each file is one."""
+    return Path(os.path.normpath(path.absolute()))
+
+
 def closure(source: Path, include: Path) -> list[Path]:
     """The file and all that it includes with quotes, sorted by path, whatever the preprocessor decides."""
-    source = source.resolve()
+    source = _plain(source)
     found, waiting = {source}, [source]
     while waiting:
         file = waiting.pop()
         for name in _INCLUDE.findall(file.read_text(encoding="utf-8")):
-            candidates = ((file.parent / name).resolve(), (include / name).resolve())
+            candidates = (_plain(file.parent / name), _plain(include / name))
             path = next((p for p in candidates if p.is_file()), None)
             if path is not None and path not in found:
                 found.add(path)

@@ -20,11 +20,12 @@ import jax
 from ..call.arrays import CPU
 from ..call.given import Options
 from ..errors import UnsupportedError
+from ..namespace import NAMESPACE
 from .run import Cached, Config, run
 
 __all__ = ["export_target", "exporting", "foreign", "is_exporting"]
 
-TARGET = "cupy_flash"
+TARGET = NAMESPACE
 _EXECUTE = 3
 _INVALID_ARGUMENT = 3
 _METADATA = 1

@@ -16,7 +16,7 @@ from .ranges import TooLarge
 __all__ = ["beyond", "captured", "captured_here", "read_outside", "refused"]
 
 _FOREIGN = ("cupy", "jax", "numpy", "torch")
-_HERE = str(Path(__file__).resolve().parent)
+_HERE = str(Path(__file__).parent)
 
 
 def refused(headline: str, hint: str, line: tuple[str, int] | None = None) -> InvalidArgumentsError:

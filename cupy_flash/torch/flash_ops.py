@@ -16,12 +16,13 @@ import torch
 from .. import api
 from ..call.compound import Tuning
 from ..errors import UnsupportedError
+from ..namespace import NAMESPACE
 from ..varlen import attention_varlen, attention_varlen_backward
 from .tally import left_to_torch, ran_backward, ran_forward, reason_of
 
 __all__ = ["NAME", "FlashOperators", "has_registry", "register"]
 
-NAME = "cupy_flash"
+NAME = NAMESPACE
 _SDPA = "_scaled_dot_product_flash_attention"
 
 

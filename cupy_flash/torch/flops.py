@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..call.codes import kind_of_codes
 from .call import ARGUMENTS, TENSORS
 from .kv_cache import NAMES as CACHE_NAMES
+from .ops import operators
 
 _NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
 
@@ -48,21 +48,21 @@ def _pairs(given: dict[str, Any]) -> int:
     return int(math.prod(q.shape[:-1]) * k.shape[axis])
 
 
-@register_flop_formula(torch.ops.cupy_flash.attention, get_raw=True)
+@register_flop_formula(operators.attention, get_raw=True)
 def _forward(*values: Any, **_: Any) -> int:
     """Q K^T and P V."""
     given = dict(zip(_NAMES, values, strict=True))
     return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
 
 
-@register_flop_formula(torch.ops.cupy_flash.attention_backward, get_raw=True)
+@register_flop_formula(operators.attention_backward, get_raw=True)
 def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) -> int:
     """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
     given = dict(zip(_NAMES, values, strict=True))
     return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
 
 
-@register_flop_formula(torch.ops.cupy_flash.attention_with_kv_cache, get_raw=True)
+@register_flop_formula(operators.attention_with_kv_cache, get_raw=True)
 def _over_cache(*values: Any, **_: Any) -> int:
     """Q K^T and P V over the keys in use."""
     given = dict(zip(CACHE_NAMES, values, strict=True))

@@ -14,9 +14,10 @@ from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..call.spelling import spelled
 from ..errors import InvalidArgumentsError, UnsupportedError
+from ..namespace import NAMESPACE
 from .eager import is_plain
 from .given import check_one_device, check_parts, refuse_lost_gradients, widened
-from .ops import library, lse_shape
+from .ops import library, lse_shape, operators
 from .schema import Argument, arguments_of, array_names, schema
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ for _device in ("CPU", "CUDA"):
     library.impl("attention_with_kv_cache", _run, _device)
 
 
-@torch.library.register_fake("cupy_flash::attention_with_kv_cache", lib=library)
+@torch.library.register_fake(f"{NAMESPACE}::attention_with_kv_cache", lib=library)
 def _shapes(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(NAMES, values, strict=True))
     check_one_device(**{name: given[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)})
@@ -77,7 +78,7 @@ def _shapes(*values: Any) -> tuple[Any, Any]:
     return o, q.new_empty(lse_shape(q, given["layout"], packed), dtype=acc)
 
 
-@torch.library.register_vmap("cupy_flash::attention_with_kv_cache", lib=library)
+@torch.library.register_vmap(f"{NAMESPACE}::attention_with_kv_cache", lib=library)
 def _refuse_vmap(*_: Any) -> Any:
     raise UnsupportedError(
         "attention over a cache, which is written in place, has no rule for torch.vmap.",
@@ -85,7 +86,7 @@ def _refuse_vmap(*_: Any) -> Any:
     )
 
 
-_operator = torch.ops.cupy_flash.attention_with_kv_cache.default
+_operator = operators.attention_with_kv_cache.default
 
 
 @takes(CacheOptions)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from ..namespace import NAMESPACE
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
 from .given import check_one_device
 from .mapped import one_by_one
@@ -27,6 +28,7 @@ __all__ = [
     "library",
     "lse_shape",
     "operator",
+    "operators",
     "refuse_forward_mode",
 ]
 
@@ -35,7 +37,8 @@ _AT = {argument.name: len(TENSORS) + i for i, argument in enumerate(ARGUMENTS)}
 
 # Torch keeps compiled programs on disk under the names of their operators: after a release, another schema
 # needs another name.
-library = torch.library.Library("cupy_flash", "DEF")
+library = torch.library.Library(NAMESPACE, "DEF")
+operators: Any = getattr(torch.ops, NAMESPACE)
 library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor)")
 library.define(
     f"attention_backward(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {_SCHEMA}) -> "
@@ -77,10 +80,10 @@ def _keep_out_of_decompositions() -> None:
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if lowering is not None:
-        lowering.FALLBACK_ALLOW_LIST.add("cupy_flash::attention")
+        lowering.FALLBACK_ALLOW_LIST.add(f"{NAMESPACE}::attention")
 
 
-@torch.library.register_fake("cupy_flash::attention", lib=library)
+@torch.library.register_fake(f"{NAMESPACE}::attention", lib=library)
 def fake_forward(*values: Any) -> tuple[Any, Any]:
     """The shapes of the operator's results."""
     _keep_out_of_decompositions()
@@ -91,7 +94,7 @@ def fake_forward(*values: Any) -> tuple[Any, Any]:
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q, layout, packed), dtype=acc)
 
 
-@torch.library.register_fake("cupy_flash::attention_backward", lib=library)
+@torch.library.register_fake(f"{NAMESPACE}::attention_backward", lib=library)
 def _fake_backward(do: Any, dlse: Any, o: Any, lse: Any, *values: Any) -> tuple[Any, ...]:
     check_one_device(**dict(zip(TENSORS, values, strict=False)), do=do, dlse=dlse, o=o, lse=lse)
     inputs = (values[position] for position in GRADIENTS)
@@ -148,15 +151,15 @@ def _differentiate(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd(
-    "cupy_flash::attention", _differentiate, setup_context=_setup_context, lib=library
+    f"{NAMESPACE}::attention", _differentiate, setup_context=_setup_context, lib=library
 )
 
-operator = torch.ops.cupy_flash.attention.default
-differentiate = torch.ops.cupy_flash.attention_backward.default
+operator = operators.attention.default
+differentiate = operators.attention_backward.default
 
 
-torch.library.register_vmap("cupy_flash::attention", one_by_one(operator), lib=library)
-torch.library.register_vmap("cupy_flash::attention_backward", one_by_one(differentiate), lib=library)
+torch.library.register_vmap(f"{NAMESPACE}::attention", one_by_one(operator), lib=library)
+torch.library.register_vmap(f"{NAMESPACE}::attention_backward", one_by_one(differentiate), lib=library)
 
 
 class _Function(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch
 from ..api import adopted
 from ..call.tangents import TANGENTS
 from ..errors import UnsupportedError
+from ..namespace import NAMESPACE
 from ..second_order import run_hvp, run_jvp
 from ..with_jvp import run_with_jvp
 from .call import ARGUMENTS, TENSORS, Call, adopted_call, arguments, call_of
@@ -27,7 +28,8 @@ _N = len(TANGENTS)
 _SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
 _ALONG = ", ".join(f"Tensor? {name}" for name in TANGENTS)
 
-_library = torch.library.Library("cupy_flash", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_operators: Any = getattr(torch.ops, NAMESPACE)
 _library.define(f"attention_jvp(Tensor o, Tensor lse, {_ALONG}, {_SCHEMA}) -> (Tensor, Tensor)")
 _library.define(f"attention_with_jvp({_ALONG}, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
@@ -87,25 +89,29 @@ def _directions(tangents: tuple[Any, ...], primals: tuple[Any, ...]) -> tuple[in
     return ()
 
 
-@torch.library.register_fake("cupy_flash::attention_jvp", lib=_library)
+@torch.library.register_fake(f"{NAMESPACE}::attention_jvp", lib=_library)
 def _fake_jvp(o: Any, lse: Any, *rest: Any) -> tuple[Any, Any]:
     front = _directions(rest[:_N], rest[_N:])
     return o.new_empty((*front, *o.shape)), lse.new_empty((*front, *lse.shape))
 
 
-@torch.library.register_fake("cupy_flash::attention_hvp", lib=_library)
+@torch.library.register_fake(f"{NAMESPACE}::attention_hvp", lib=_library)
 def _fake_hvp(_do: Any, _dlse: Any, o: Any, _lse: Any, _o: Any, _l: Any, *rest: Any) -> tuple[Any, ...]:
     front, inputs = _directions(rest[:_N], rest[_N:]), (rest[_N + position] for position in _PRIMALS)
     return tuple(o.new_empty((*front, 0)) if x is None else x.new_empty((*front, *x.shape)) for x in inputs)
 
 
-_jvp_operator = torch.ops.cupy_flash.attention_jvp.default
-_hvp_operator = torch.ops.cupy_flash.attention_hvp.default
+_jvp_operator = _operators.attention_jvp.default
+_hvp_operator = _operators.attention_hvp.default
 torch.library.register_vmap(
-    "cupy_flash::attention_jvp", directions_at_once(_jvp_operator, 2, 2 + _N, _have_directions), lib=_library
+    f"{NAMESPACE}::attention_jvp",
+    directions_at_once(_jvp_operator, 2, 2 + _N, _have_directions),
+    lib=_library,
 )
 torch.library.register_vmap(
-    "cupy_flash::attention_hvp", directions_at_once(_hvp_operator, 4, 6 + _N, _have_directions), lib=_library
+    f"{NAMESPACE}::attention_hvp",
+    directions_at_once(_hvp_operator, 4, 6 + _N, _have_directions),
+    lib=_library,
 )
 
 
@@ -135,7 +141,7 @@ def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
         if torch.is_grad_enabled() and inner.requires_grad:
             return None
     primals, tangents = zip(*duals, strict=True)
-    compute: Any = torch.ops.cupy_flash.attention_with_jvp.default
+    compute: Any = _operators.attention_with_jvp.default
     # why: torch's compiler, which broke its program to come here, would go on inside.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
@@ -229,7 +235,7 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Any, ...]:
         """Run the operator."""
-        return tuple(torch.ops.cupy_flash.attention_backward.default(*inputs))
+        return tuple(_operators.attention_backward.default(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:  # noqa: ARG004

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..errors import UnsupportedError
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call
+from .ops import differentiate, operator
 
 __all__ = ["head_first"]
 
@@ -118,5 +118,5 @@ def _backward(do: Any, dlse: Any, _o: Any, _lse: Any, *values: Any) -> Any:
     ]  # fmt: skip
 
 
-register_sharding(torch.ops.cupy_flash.attention.default)(_forward)
-register_sharding(torch.ops.cupy_flash.attention_backward.default)(_backward)
+register_sharding(operator)(_forward)
+register_sharding(differentiate)(_backward)

@@ -20,7 +20,7 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # The rooms of the house from the ground up: a folder, or a module on top. A room imports from lines above its
 # own; rooms of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
-    ("errors", "log", "version"),
+    ("errors", "log", "namespace", "version"),
     ("manifest", "program", "trust"),
     ("call",),
     ("plan", "cpu"),
@@ -111,6 +111,23 @@ def imports_of(path: Path) -> list[Import]:
 
 def room_of(name: str) -> str:
     return name.split(".")[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_are_relative(name: str) -> None:
+    """A copy of the package under another name must not import the one that is called cupy_flash."""
+    text = FILES[name].read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        absolute = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            absolute = [node.module or ""]
+        called = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+        if called and isinstance(node.args[0], (ast.Constant, ast.JoinedStr)):
+            absolute = [ast.unparse(node.args[0]).strip("f'")]
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
+            absolute = [ast.unparse(node.slice).strip("'")]
+        ours = [x for x in absolute if x.split(".")[0] == "cupy_flash"]
+        assert not ours, f"{FILES[name]}:{node.lineno} imports {ours[0]} by its own name"
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -81,7 +81,7 @@ def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
 @functools.cache
 def folder() -> Path:
     """The folder of the sources, beside the package in a checkout; an installation has none."""
-    return Path(__file__).resolve().parents[3] / "kernels_cpu"
+    return Path(__file__).absolute().parents[3] / "kernels_cpu"
 
 
 def files() -> list[Path]:
