@@ -20,7 +20,7 @@ from tests.kv_cases import KvCase
 from tests.public import cached, int4_parts, nvfp4_parts
 
 from .dense import ANYTHING
-from .edges import bound, dtype_of, head_dim, heads, length, maybe
+from .edges import KEYS, bound, dtype_of, edge, head_dim, heads, length, maybe
 from .memory import numpy_of
 
 __all__ = ["Cached"]
@@ -66,7 +66,7 @@ class Cached(KvCase):
         batch = draw.choice((1, 2, 3))
         kind = draw.choice(("contiguous", "indexed", "paged", "paged"))
         page = draw.choice((1, 3, 5, 16, 16, 24, 64, 128))
-        far = -(-draw.randint(1, 700) // page) * page
+        far = -(-draw.choice((draw.randint(1, 700), *KEYS)) // page) * page
         room = draw.choice((page, 2 * page, 7 * page, far, far, far))
         room = min(room, 900 // page * page) or page
         stored = draw.choice(("same", "same", "same", "same", "int8", "e4m3", "int4", "nvfp4"))
@@ -87,7 +87,7 @@ class Cached(KvCase):
         # why short ones: of more queries than keys some stand before the first key
         short = min(room, queries)
         lengths = tuple(
-            draw.choice((0, room, draw.randint(0, short), draw.randint(0, room), draw.randint(0, room)))
+            draw.choice((0, room, draw.randint(0, short), edge(draw, room), draw.randint(0, room)))
             for _ in range(batch)
         )
         counts = [draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch)]
