@@ -48,6 +48,7 @@ class KvCase:
     layout: str = "bhsd"
     splits: int | None = None
     latent: bool = False  # values are the first columns of keys
+    prefix: int = 0  # keys that stand before those of the cache: rotation counts from the first of them
 
     def __str__(self) -> str:
         return unusual(self)
@@ -87,7 +88,7 @@ class KvCase:
                 if keys in made:
                     made[values] = np.ascontiguousarray(made[keys][..., :dim_v])
         if self.rotary:
-            angles = draw.random((self.room + 1, self.rotary // 2)) * 6
+            angles = draw.random((self.prefix + self.room + 1, self.rotary // 2)) * 6
             kind = dtype if self.tables == "same" else np.dtype(self.tables)
             made["rotary_cos"], made["rotary_sin"] = np.cos(angles).astype(kind), np.sin(angles).astype(kind)
         if self.stored != "same":
@@ -117,7 +118,7 @@ class KvCase:
         cos, sin = (made[f"rotary_{name}"].astype(np.float64) for name in ("cos", "sin"))
         queries = made["q"].swapaxes(1, 2) if self.layout == "bshd" else made["q"]
         for q, before in zip(queries, made["cache_seqlens"], strict=True):
-            length = int(before) + self.new
+            length = self.prefix + int(before) + self.new
             positions = np.arange(length - self.queries, length)
             turned = rotate(q.astype(np.float64), positions, cos, sin, self.interleaved)
             between = (turned - 2.0**-20).astype(q.dtype) != (turned + 2.0**-20).astype(q.dtype)

@@ -152,7 +152,10 @@ PAGES = (
         "forward", "Forward, 16 bits",
         "The forward pass of float16 and bfloat16 on a GPU, beside flash-attn 3 and torch's backends.",
         ("forward.csv",), lambda row: _dense(row, "bfloat16", "float16"), group=_by_length,
-        figures=(("gpu_speed", "TFLOP/s by length, for each pass, mask and head dim, on an H200"),),
+        figures=(
+            ("gpu_speed", "TFLOP/s by length, for each pass, mask and head dim, on an H200"),
+            ("gpu_roofline", "TFLOP/s against FLOP per byte, below what an H200 can do at best"),
+        ),
     ),
     Page(
         "backward", "Backward, 16 bits",

@@ -74,13 +74,13 @@ def _where(rows: Rows) -> str:
     return f"{', '.join(machines)}; {days[0]}" + (f" to {days[-1]}" if days[-1] != days[0] else "")
 
 
-def _lines(axes: Any, rows: Rows, x: str, y: str, scale: float = 1.0) -> None:
+def _lines(axes: Any, rows: Rows, x: str, y: str) -> None:
     """One line per implementation, with quartiles as bars where they are known."""
     for name in dict.fromkeys(row["implementation"] for row in rows):
         mine = sorted((r for r in rows if r["implementation"] == name and r[y]), key=lambda r: float(r[x]))
         if mine:
             xs = [float(row[x]) for row in mine]
-            ys = [float(row[y]) * scale for row in mine]
+            ys = [float(row[y]) for row in mine]
             style = {"color": _COLOURS.get(name), "lw": 2.2 if name == "cupy_flash" else 1.3}
             axes.plot(xs, ys, marker="o", ms=4, label=name, **style)
     axes.set_xscale("log", base=2)
@@ -91,42 +91,12 @@ def _lines(axes: Any, rows: Rows, x: str, y: str, scale: float = 1.0) -> None:
 
 
 def speed(rows: Rows, plt: Any) -> Any:
-    """Rate by length; one panel per pass, head dim and band."""
+    """Rate by length, from 0; a row of panels per pass and band, a column per head dim."""
     rows = [row for row in timed(rows) if row["what"] in ("forward", "backward") and not row["heads_k"]]
     rows = of_first_dtype(rows)
     lengths = {row["seqlen"] for row in rows if row["implementation"] == OURS.name}
     if len(lengths) < 2:
         return None
-    if rows[0]["gpu"]:
-        return _speed_on_gpu(rows, plt)
-    keys = sorted({(r["what"] != "forward", int(r["head_dim"]), r["causal"]) for r in rows})
-    if not keys:
-        return None
-    columns = min(2, len(keys))  # as wide as a page of the site
-    figure, grid = plt.subplots(
-        -(-len(keys) // columns), columns, figsize=(4 * columns, 3 * -(-len(keys) // columns)), squeeze=False
-    )
-    unit, scale = ("TFLOP/s", 1.0) if max(float(r["tflops"]) for r in rows) >= 1 else ("GFLOP/s", 1e3)
-    for axes, (backward, head_dim, causal) in zip(grid.flat, keys, strict=False):
-        panel = [
-            row
-            for row in rows
-            if (row["what"] != "forward", int(row["head_dim"]), row["causal"]) == (backward, head_dim, causal)
-        ]
-        _lines(axes, panel, "seqlen", "tflops", scale)
-        band = ", causal" if causal == "True" else ""
-        axes.set_title(f"{'backward' if backward else 'forward'}, head_dim {head_dim}{band}", fontsize=10)
-        axes.set_xlabel("sequence length")
-        axes.set_ylabel(unit)
-    for axes in grid.flat[len(keys) :]:
-        axes.set_visible(False)
-    grid.flat[0].legend(fontsize=7)
-    figure.suptitle(f"{rows[0]['dtype']}, median; {_where(rows)}", fontsize=10)
-    return figure
-
-
-def _speed_on_gpu(rows: Rows, plt: Any) -> Any:
-    """The same with a row of panels per pass and band, a column per head dim, from 0."""
     head_dims = sorted({int(row["head_dim"]) for row in rows})
     kinds = sorted({(row["what"] != "forward", row["causal"]) for row in rows})
     names = dict.fromkeys(row["implementation"] for row in rows)
@@ -168,26 +138,24 @@ def _thousands(n: int) -> str:
 def roofline(rows: Rows, plt: Any) -> Any:
     """Rate against FLOP per byte, under the ceilings that were measured in the same runs."""
     rows = [row for row in timed(rows) if row["tflops"] and float(row["matrix_tflops"] or 0)]
-    rows = [row for row in rows if row["what"] in ("forward", "backward", "decode", "cpu")]
+    rows = [row for row in rows if row["what"] in ("forward", "backward", "decode")]
     if not rows:
         return None
-    unit, scale = "GFLOP/s", 1e3
-    if rows[0]["gpu"]:  # there each dtype has a ceiling of its own
-        rows, unit, scale = of_first_dtype(rows), "TFLOP/s", 1.0
+    rows = of_first_dtype(rows)  # each has a ceiling of its own
     figure, axes = plt.subplots(figsize=(6.5, 4.2))
     for name in dict.fromkeys(row["implementation"] for row in rows):
         mine = [row for row in rows if row["implementation"] == name]
         axes.scatter(
             [1e3 * float(r["tflops"]) / float(r["gb_per_s"]) for r in mine],
-            [scale * float(r["tflops"]) for r in mine],
+            [float(r["tflops"]) for r in mine],
             s=26 if name == "cupy_flash" else 12, color=_COLOURS.get(name), label=name, alpha=0.8,
             zorder=3 if name == "cupy_flash" else 2,
         )  # fmt: skip
     xs = [1e3 * float(row["tflops"]) / float(row["gb_per_s"]) for row in rows]
     ends = (min(xs) / 1.5, max(xs) * 1.5)
-    top = scale * max(float(row["matrix_tflops"]) for row in rows)
+    top = max(float(row["matrix_tflops"]) for row in rows)
     copy = max(float(row["copy_gb_per_s"]) for row in rows)
-    slope = copy * scale / 1e3
+    slope = copy / 1e3
     knee = min(max(top / slope, ends[0]), ends[1])
     axes.plot(
         [ends[0], knee, ends[1]],
@@ -196,16 +164,15 @@ def roofline(rows: Rows, plt: Any) -> Any:
         lw=1,
         ls="--",
     )
-    axes.annotate(f"matrix product {top:.3g} {unit}", (ends[1], top), fontsize=7, va="bottom", ha="right")
+    axes.annotate(f"matrix product {top:.3g} TFLOP/s", (ends[1], top), fontsize=7, va="bottom", ha="right")
     axes.annotate(f"copy {_rate(copy)} GB/s", (ends[0], min(top, slope * ends[0])), fontsize=7, va="bottom")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte of operands and results")
-    axes.set_ylabel(unit)
+    axes.set_ylabel("TFLOP/s")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    dtype = f"{rows[0]['dtype']}, " if rows[0]["gpu"] else ""
-    axes.set_title(f"{dtype}under the ceilings measured beside it; {_where(rows)}", fontsize=9)
+    axes.set_title(f"{rows[0]['dtype']}, under the ceilings measured beside it; {_where(rows)}", fontsize=9)
     return figure
 
 
@@ -412,6 +379,8 @@ FIGURES: dict[str, Callable[[Rows, Any], Any]] = {
     "error": error,
     "front": front,
 }
+# Of CPUs docs/benchmarks has tables: their rows are of several machines, whose rates no figure compares.
+OF_GPUS = ("speed", "roofline")
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -431,6 +400,8 @@ def run(chosen: argparse.Namespace) -> int:
     for place in ("gpu", "cpu"):
         here = of_one_gpu([row for row in rows if bool(row["gpu"]) == (place == "gpu")])
         for name, draw in FIGURES.items():
+            if place == "cpu" and name in OF_GPUS:
+                continue
             figure = draw(here, plt)
             if figure is None:
                 print(f"{place} {name}: nothing measured on a calm machine, nothing drawn")

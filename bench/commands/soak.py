@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
+import secrets
 import sys
 import threading
 import time
@@ -33,7 +34,7 @@ PRINTED = 5
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--count", type=int, help="end after so many calls")
-    parser.add_argument("--seed", type=int, help="default: the time; it is printed")
+    parser.add_argument("--seed", type=int, help="default: another one each time; it is printed")
     parser.add_argument("--isa", action="append", metavar="NAME",
                         help="library of the CPU core, or numpy; may repeat (default: all)")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="NAME", help="may repeat (default: all)")
@@ -49,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     place, sentences = places.find(chosen.device)
     print(*sentences, sep="\n")
-    seed = int(time.time()) if chosen.seed is None else chosen.seed
+    seed = secrets.randbits(32) if chosen.seed is None else chosen.seed
     print(f"seed {seed}", flush=True)
     if place.library != "numpy":
         return on_gpu(chosen, seed, place)

@@ -142,17 +142,7 @@ _recorded: list[int] = []
 
 
 def empty(nbytes: int, device: int, library: str = "torch", stream: int | None = None) -> Workspace:
-    """Allocate workspace for work on a stream.
-
-    Parameters
-    ----------
-    nbytes : int
-    device : int
-    library : str
-        torch's comes from torch's pool, any other from the driver's.
-    stream : int, optional
-        Its handle; default is torch's current one.
-    """
+    """Allocate workspace as `driver.empty` does: torch's comes from torch's pool, any other from CUDA's."""
     if not nbytes:
         return Workspace(0, None)
     if library == "torch":

@@ -109,9 +109,7 @@ def test_figures_are_of_measured_rows_only(tmp_path: Path, capsys: pytest.Captur
     written(folder / "decode.csv", row(9, **measured, what="decode", heads_k="1", others="0.9"))
     assert command.main(["plot", "--results", str(folder), "--out", str(tmp_path / "out")]) == 0
     made = {path.name for path in (tmp_path / "out").iterdir()}
-    assert made == {
-        f"cpu_{name}.{kind}" for name in ("speed", "roofline", "memory", "error") for kind in ("svg", "png")
-    }
+    assert made == {f"cpu_{name}.{kind}" for name in ("memory", "error") for kind in ("svg", "png")}
     assert "gpu speed: nothing measured on a calm machine, nothing drawn" in capsys.readouterr().out
 
 
@@ -134,7 +132,7 @@ def test_figures_of_gpus_are_of_one_gpu_and_of_right_results(
     assert "H100" not in speed
     assert "flash-attn3-jax" not in speed
     assert "best copy, 4000 GB/s" in (tmp_path / "out" / "gpu_decode.svg").read_text()
-    assert "cpu speed: nothing measured" in capsys.readouterr().out
+    assert "cpu memory: nothing measured" in capsys.readouterr().out
 
 
 def test_beside_torch_takes_ratios_of_one_run(tmp_path: Path) -> None:

@@ -123,3 +123,12 @@ def test_the_worst_ratio_comes_first() -> None:
 def test_pages_say_that_they_are_made() -> None:
     for path in sorted(Path(pages.FOLDER).glob("*.md")):
         assert f"<!-- Made by `{pages.COMMAND}`; do not edit. -->" in path.read_text(encoding="utf-8")
+
+
+def test_every_figure_is_shown() -> None:
+    texts = [
+        path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    ]
+    drawn = sorted(path.stem for path in (ROOT / "bench" / "plots").glob("*.svg"))
+    assert drawn
+    assert [name for name in drawn if not any(f"bench/plots/{name}." in text for text in texts)] == []

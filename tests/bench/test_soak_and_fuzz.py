@@ -10,6 +10,7 @@ import random
 import re
 import signal
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from cupy_flash.testing import STYLES
 from tests.cases import DTYPES
 from tests.conftest import skip_without_core
 from tests.paths import ROOT
-from tests.random_calls import hunt, server
+from tests.random_calls import faults, hunt, server
 from tests.random_calls.dense import Dense
 from tests.random_calls.memory import Pages
 from tests.random_calls.trial import KINDS, Outcome, Trial, draw
@@ -83,6 +84,42 @@ def drawn(seed: int, count: int, kind: str) -> list[Trial]:
     random_ = random.Random(seed)
     names = sources.choices(one for one in isa.runnable() if locate(one) is not None)
     return [draw(random_, (*names, "numpy"), DTYPES, (kind,)) for _ in range(count)]
+
+
+def test_every_push_runs_calls_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """By seeds that differ and are printed; nothing gives them."""
+    lines = [line for line in (ROOT / "scripts" / "test").read_text().splitlines() if "bench soak" in line]
+    assert [re.findall(r"--minutes \S+", line) for line in lines] == [["--minutes 0.33"], ["--minutes 3"]]
+    assert not any("--seed" in line for line in lines)
+    assert (ROOT / ".ci" / "run").read_text().count("scripts/test") >= 2
+    seeds = set()
+    for _ in range(3):
+        assert command.main(["soak", "--count", "0", "--device", "cpu", "--isa", "numpy"]) == 0
+        seeds.add(re.findall(r"^seed (\d+)$", capsys.readouterr().out, re.MULTILINE)[0])
+    assert len(seeds) == 3
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_fault_can_be_put_back(name: str, tmp_path: Path) -> None:
+    fault = faults.FAULTS[name]
+    place = tmp_path / fault.file
+    place.parent.mkdir(parents=True)
+    place.write_text((ROOT / fault.file).read_text())
+    faults.put_back(fault, tmp_path)
+    assert place.read_text() != (ROOT / fault.file).read_text()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a copy is of what git knows of")
+def test_a_fault_that_is_put_back_is_found(tmp_path: Path) -> None:
+    """One that needs no compiler; the same calls are right without it."""
+    root = faults.copied(tmp_path / "copy")
+    calls = ("--seed", "4", "--call", "MergeOfTwo", "--isa", "numpy")
+    assert command.main(["soak", "--device", "cpu", "--count", "40", *calls]) == 0
+    faults.put_back(faults.FAULTS["empty_part"], root)
+    found = faults.searched(root, 60, *calls)
+    assert found is not None
+    assert found.calls <= 40
+    assert found.kind == "AssertionError outside the error budget"
 
 
 @pytest.mark.usefixtures("compiled")

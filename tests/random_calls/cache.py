@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import testing
-from cupy_flash.testing.kv_cache import meant, meant_e2m1
+from cupy_flash.testing.kv_cache import meant, meant_e2m1, rotate
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
 from tests.public import cached, int4_parts, nvfp4_parts
 
-from .edges import bound, dtype_of, head_dim, heads, length, maybe
+from .dense import ANYTHING
+from .edges import KEYS, bound, dtype_of, edge, head_dim, heads, length, maybe
 from .memory import numpy_of
 
 __all__ = ["Cached"]
@@ -43,8 +45,8 @@ class Cached(KvCase):
         Keys that nobody sees; entries of a table that lead nowhere; spans of the last keys.
     mask : str, optional
         Axes of a mask.
-    prefix : int
-        Keys that all sequences share.
+    holes : bool
+        Whether keys that are of no sequence hold NaN and infinities.
     reproducible : str, optional
     """
 
@@ -54,7 +56,7 @@ class Cached(KvCase):
     outside: bool = False
     tree: bool = False
     mask: str | None = None
-    prefix: int = 0
+    holes: bool = False
     units: str = "float32"  # of int4
     reproducible: str | None = None
 
@@ -64,7 +66,7 @@ class Cached(KvCase):
         batch = draw.choice((1, 2, 3))
         kind = draw.choice(("contiguous", "indexed", "paged", "paged"))
         page = draw.choice((1, 3, 5, 16, 16, 24, 64, 128))
-        far = -(-draw.randint(1, 700) // page) * page
+        far = -(-draw.choice((draw.randint(1, 700), *KEYS)) // page) * page
         room = draw.choice((page, 2 * page, 7 * page, far, far, far))
         room = min(room, 900 // page * page) or page
         stored = draw.choice(("same", "same", "same", "same", "int8", "e4m3", "int4", "nvfp4"))
@@ -79,13 +81,18 @@ class Cached(KvCase):
         new = min(room, draw.choice((0, 0, 0, 1, queries, draw.randint(1, 9))))
         if stored == "int4" and dtype != "float32":
             new = 0  # codes that a call makes stand for no numbers of a short dtype
-        rotary = 2 * draw.randint(1, dims[0] // 2) if dims[0] > 1 and draw.random() < 0.25 else 0
+        prefix = stored == "same" and draw.random() < 0.2
+        turns = dims[0] > 1 and draw.random() < (0.5 if prefix else 0.25)
+        rotary = 2 * draw.randint(1, dims[0] // 2) if turns else 0
+        # why short ones: of more queries than keys some stand before the first key
+        short = min(room, queries)
         lengths = tuple(
-            draw.choice((0, room, draw.randint(0, room), draw.randint(0, room))) for _ in range(batch)
+            draw.choice((0, room, draw.randint(0, short), edge(draw, room), draw.randint(0, room)))
+            for _ in range(batch)
         )
         counts = [draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch)]
         tree = bool(not packed and queries <= 17 and new == queries and not rotary and draw.random() < 0.5)
-        prefix = stored == "same" and not rotary and draw.random() < 0.12
+        latent = not (prefix or rotary) and stored == "same" and dims[1] < dims[0] and draw.random() < 0.25
         often = 0.35 if draw.random() < 0.5 else 0.12
         return cls(
             dtype=dtype,
@@ -116,7 +123,9 @@ class Cached(KvCase):
             outside=kind == "paged" and not new and draw.random() < 0.15,
             tree=tree,
             mask=None if tree or packed else maybe(draw, 0.15, "11qk", "bhqk", "b11k"),
-            # why no rotation: a known fault of prefixes with rotation is being fixed
+            latent=latent,
+            # why not of latents: there those are values, too, which have to be finite
+            holes=stored == "same" and not latent and draw.random() < 0.3,
             prefix=draw.randint(1, 150) if prefix else 0,
             units=draw.choice(("float16", "float32")),
             reproducible=maybe(draw, 0.15, "batch"),
@@ -162,7 +171,19 @@ class Cached(KvCase):
             for x, dim in zip("kv", self.head_dims, strict=True):
                 shape = (self.prefix, heads_k, dim) if self.layout == "bshd" else (heads_k, self.prefix, dim)
                 made[f"prefix_{x}"] = rng.standard_normal(shape).astype(dtype)
+        if self.holes:
+            self._empty(made)
         return made
+
+    def _empty(self, made: Mapping[str, np.ndarray]) -> None:
+        """Put anything where the cache holds keys of no sequence."""
+        keys = made["k_cache"] if self.layout == "bshd" else made["k_cache"].swapaxes(1, 2)
+        unused = np.ones(keys.shape[:2], bool)
+        for b, new in enumerate(self._counts("new")):
+            first = int(made["cache_leftpad"][b]) if self.leftpad else 0
+            for place in self._places(made, b, first, int(made["cache_seqlens"][b] + new)):
+                unused[place] = False
+        keys[unused] = np.resize(ANYTHING, (unused.sum(), 1, 1))
 
     def _counts(self, what: str) -> np.ndarray:
         """Queries, or new keys, of each sequence."""
@@ -190,13 +211,21 @@ class Cached(KvCase):
         host = self.inputs()
         written = WRITTEN if self.new else ()
         changes = {n for n in written if n in host and host[n].ndim == 4}
-        given = {n: memory.put(n, x, self._style(n, x), changes=n in changes) for n, x in host.items()}
+        own = {n: x for n, x in host.items() if not (self.latent and n in ("v_cache", "v"))}
+        given = {n: memory.put(n, x, self._style(n, x), changes=n in changes) for n, x in own.items()}
         options = self.options() | {
             "splits": self.splits, "reproducible": self.reproducible, "check": False if self.outside else None
         }  # fmt: skip
         if self.mask is not None:
             options["max_seqlen_k"] = self.room
-        o, lse = cached(**given, **options, return_lse=True)
+        latents = {}
+        if self.latent:
+            latents = {
+                "k_cache": cupy_flash.LatentCache(given["k_cache"], self.head_dims[1]),
+                "v_cache": None,
+            }
+            given["v_cache"] = given["k_cache"][..., : self.head_dims[1]]
+        o, lse = cached(**given | latents, **options, return_lse=True)
         results = numpy_of({"o": o, "lse": lse})
         after = host | {n: np.array(given[n]) for n in changes}
         with one_thread():
@@ -232,9 +261,11 @@ class Cached(KvCase):
             made["cache_batch_idx"] = (
                 arrays["cache_batch_idx"][b : b + 1] if self.kind == "indexed" else np.int32([b])
             )
-        for name in ("rotary_cos", "rotary_sin", "sinks"):
-            if name in arrays:
-                made[name] = arrays[name]
+        if self.rotary:
+            # why without the first rows: there what stands in a prefix finds its angles
+            made |= {name: arrays[name][self.prefix :] for name in ("rotary_cos", "rotary_sin")}
+        if self.sinks:
+            made["sinks"] = arrays["sinks"]
         if "alibi_slopes" in arrays:
             slopes = arrays["alibi_slopes"]
             made["alibi_slopes"] = slopes[b] if slopes.ndim == 2 else slopes
@@ -258,14 +289,11 @@ class Cached(KvCase):
             expected = testing.reference_with_kv_cache(**call)
             for x in "kv":
                 wanted = (expected.k_cache if x == "k" else expected.v_cache).astype(np.float64)
-                own, found = self._own_rows(call), self._floats(now, x)
-                fresh, slots = np.zeros(wanted.shape[:3], bool), wanted.shape[0]
-                count = int(self._counts("new")[b])
-                for place in range(int(call["cache_seqlens"][0]), int(call["cache_seqlens"][0]) + count):
-                    entry, row = divmod(place, wanted.shape[2])
-                    if entry < len(own) and 0 <= own[entry] < slots:
-                        fresh[own[entry], :, row] = True
-                error = np.abs(found - wanted)
+                found, fresh = self._floats(now, x), np.zeros(wanted.shape[:3], bool)
+                for slot, row in self._new_places(host, b):
+                    fresh[slot, :, row] = True
+                with np.errstate(invalid="ignore"):  # of what lies where nobody looks
+                    error = np.abs(found - wanted)
                 unit = testing.budget.UNIT_ROUNDOFF[self.dtype]
                 step = {
                     "int8": np.ones_like(wanted), "e4m3": np.maximum(np.abs(wanted) / 8, 2.0**-9),
@@ -281,22 +309,31 @@ class Cached(KvCase):
                 )
         self._compare_kept(host, after)
 
-    def _own_rows(self, call: Mapping[str, Any]) -> list[int]:
-        """The slots or pages of a sequence."""
-        table = call.get("block_table", call.get("cache_batch_idx"))
-        return [int(entry) for entry in np.ravel(table)]
+    def _places(
+        self, arrays: Mapping[str, np.ndarray], b: int, first: int, last: int
+    ) -> Iterator[tuple[int, int]]:
+        """Where keys of a sequence lie, each its slot or page and its row there; those outside do nowhere."""
+        table = {"paged": "block_table", "indexed": "cache_batch_idx"}.get(self.kind)
+        own = np.ravel(b if table is None else arrays[table][b]).tolist()
+        slots, *rest = arrays["k_cache"].shape
+        rows = rest[0 if self.layout == "bshd" else 1]
+        for place in range(first, last):
+            entry, row = divmod(place, rows)
+            if entry < len(own) and 0 <= own[entry] < slots:
+                yield own[entry], row
+
+    def _new_places(self, host: Mapping[str, np.ndarray], b: int) -> Iterator[tuple[int, int]]:
+        """The same of new keys."""
+        before = int(host["cache_seqlens"][b])
+        return self._places(host, b, before, before + int(self._counts("new")[b]))
 
     def _compare_kept(self, host: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> None:
         """Rows that no sequence has appended have the bits that they had."""
-        before = host["cache_seqlens"].astype(int)
         cache = self._one(host, 0)["k_cache"]
         fresh = np.zeros((cache.shape[0], cache.shape[2]), bool)
-        for b, count in enumerate(self._counts("new")):
-            own = self._own_rows(self._one(host, b))
-            for place in range(before[b], before[b] + int(count)):
-                entry, row = divmod(place, cache.shape[2])
-                if entry < len(own) and 0 <= own[entry] < len(fresh):
-                    fresh[own[entry], row] = True
+        for b in range(len(self.lengths)):
+            for place in self._new_places(host, b):
+                fresh[place] = True
         for name in WRITTEN:
             if name in host and host[name].ndim == 4:
                 old, new = self._one(host, 0)[name], self._one(after, 0)[name]
@@ -314,6 +351,7 @@ class Cached(KvCase):
             call["cache_seqlens"] = call["cache_seqlens"] + np.int32(new)
             (own,) = testing.reference_with_kv_cache(**call).sequences
             length = own.k.shape[2]
+            q = self._turned(arrays, call) if self.prefix and self.rotary else own.q
             options = own.options | {
                 "mask": self._seen(arrays, b, length, int(counts[b]), own.options["mask"])
             }
@@ -342,9 +380,16 @@ class Cached(KvCase):
                     "lse": lse[:, of_q],
                 }
                 testing.assert_within_budget(
-                    actual, own.q[:, of_q].astype(dtype), keys[:, head : head + 1].astype(dtype),
+                    actual, q[:, of_q].astype(dtype), keys[:, head : head + 1].astype(dtype),
                     values[:, head : head + 1].astype(dtype), **mine,
                 )  # fmt: skip
+
+    def _turned(self, arrays: Mapping[str, np.ndarray], call: Mapping[str, Any]) -> np.ndarray:
+        """Queries of a sequence behind a prefix, which may stand inside it, rotated."""
+        cos, sin = (arrays[f"rotary_{name}"].astype(np.float64) for name in ("cos", "sin"))
+        count = call["q"].shape[2]
+        places = self.prefix + int(call["cache_seqlens"][0]) - count + np.arange(count)
+        return rotate(call["q"][0].astype(np.float64), places, cos, sin, self.interleaved)[None]
 
     def _rows(
         self, results: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], b: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from cupy_flash import testing
 from cupy_flash.testing import reference
 from tests.block_cases import BlockCase
 from tests.cases import BROADCASTS, DTYPES, Case
-from tests.function_cases import MADE, FunctionCase
+from tests.function_cases import MADE
 from tests.public import with_function, with_mask
 from tests.span_cases import SpanCase
 
@@ -36,10 +37,23 @@ from .edges import (
 )
 from .memory import numpy_of
 
-__all__ = ["Dense", "MergeOfTwo", "SecondOrder", "assert_of_second_order", "largest_score"]
+__all__ = ["ANYTHING", "Dense", "MergeOfTwo", "SecondOrder", "assert_of_second_order", "largest_score"]
 
 # Roundings of a result of second order, in units of the largest number of all of them.
 SECOND_ORDER_UNITS = {"float64": 1e4}
+# What lies where nobody looks.
+ANYTHING = (np.nan, np.inf, -np.inf)
+
+
+def _hashed(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Of short sequences its integers have 32 bits, of others more."""
+    return (i * 104_729_003 + j * 15_485_867 + h * 7) % 11 < 8
+
+
+FUNCTIONS: dict[str, tuple[cupy_flash.ScoreFunction, Callable[..., Any]]] = {
+    **MADE,
+    "hashed": (cupy_flash.mask(_hashed), lambda *_: ()),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +67,20 @@ class Dense(Case):
     blocks : (int, int, str), optional
         Of `BlockCase`: rows and columns of a block, leading axes.
     function : str, optional
-        Of `function_cases.MADE`.
+        Of `FUNCTIONS`.
     reproducible : str, optional
+    holes : bool
+        Whether keys that nobody sees hold NaN and infinities.
+    without_sinks : bool
+        Whether every second sink is -inf.
     """
 
     spans: tuple[bool, int, str] | None = None
     blocks: tuple[int, int, str] | None = None
     function: str | None = None
     reproducible: str | None = None
+    holes: bool = False
+    without_sinks: bool = False
 
     def _plain(self) -> Case:
         return Case(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Case)})
@@ -74,9 +94,23 @@ class Dense(Case):
             found = BlockCase(plain, self.blocks[:2], self.blocks[2]).inputs()
             made |= {name: found[name] for name in ("table", "bits")}
         if self.function is not None:
-            arguments = FunctionCase(self.function, plain).arguments()
+            arguments = FUNCTIONS[self.function][1](
+                np.random.default_rng(zlib.crc32(str(self).encode())), plain
+            )
             made |= {f"bound[{n}]": x for n, x in enumerate(arguments)}
+        if self.without_sinks and self.sinks:
+            made["sinks"][::2] = -np.inf
+        if self.holes:
+            self._empty(made)
         return made
+
+    def _empty(self, made: dict[str, np.ndarray]) -> None:
+        """Put anything where k holds keys that no query of their heads sees."""
+        f = reference.forward(*(made[name] for name in "qkv"), testing.Options(**self.options(made)))
+        batch, heads, *pairs = f.keep.shape
+        seen = f.keep.reshape(batch, heads // f.group, f.group, *pairs).any((2, 3))
+        hidden = reference.canonical(made["k"], self.layout)[~seen]
+        reference.canonical(made["k"], self.layout)[~seen] = np.resize(ANYTHING, (len(hidden), 1))
 
     def options(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments, with these arrays."""
@@ -87,21 +121,21 @@ class Dense(Case):
             made = with_mask(made, cupy_flash.BlockMask(arrays["table"], arrays["bits"]))
         if self.function is not None:
             taken = [name for name in arrays if name.startswith("bound")]
-            made = with_function(made, MADE[self.function][0], [arrays[name] for name in taken])
+            made = with_function(made, FUNCTIONS[self.function][0], [arrays[name] for name in taken])
         return made
 
     @classmethod
     def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> Dense:
         """Any, four and more options at once of one in two."""
         drawn = _drawn(draw, dtypes)
-        function = maybe(draw, 0.08, *MADE) if all(drawn["lengths"]) else None
+        function = maybe(draw, 0.1, *FUNCTIONS, "hashed") if all(drawn["lengths"]) else None
         same = maybe(draw, 0.15, "batch") if not drawn["dropout"] else None
         return cls(**drawn, function=function, reproducible=same)
 
     @classmethod
     def draw_plain(cls, draw: random.Random, dtypes: tuple[str, ...]) -> Dense:
         """Any that no kernel refuses."""
-        drawn = _drawn(draw, dtypes, large=0.0) | {"spans": None, "blocks": None}
+        drawn = _drawn(draw, dtypes, large=0.0) | {"spans": None, "blocks": None, "holes": False}
         none = {name: max(1, n) for name, n in zip("qk", drawn["lengths"], strict=True)}
         return cls(**drawn | {"lengths": tuple(none.values()), "style": "contiguous"})
 
@@ -262,6 +296,8 @@ class MergeOfTwo(Dense):
             parts += cupy_flash.attention(q, k[:, :, keys], v[:, :, keys], return_lse=True, **own)
         if self.cut == 0 and "sinks" in options:
             parts[2:] = cupy_flash.attention(q, k, v, return_lse=True, **(options | {"sinks": None}))
+        for o, lse in (parts[:2], parts[2:]):  # of a row that saw nothing o may hold anything
+            o[np.isneginf(lse)] = np.nan
         o, lse = cupy_flash.merge(*parts)
         with one_thread():
             testing.assert_within_budget(
@@ -295,6 +331,8 @@ def _drawn(draw: random.Random, dtypes: tuple[str, ...], large: float = 0.06) ->
         "rank": rank,
         "dlse": draw.random() < 0.4,
         "style": style(draw),
+        "holes": draw.random() < 0.2,
+        "without_sinks": draw.random() < 0.2,
         # why few keys: the budget takes errors of rows for random ones, not for the same in every row
         "values": draw.choice(("normal", "onehot")) if max(lengths) <= 70 else "normal",
         "spans": maybe(draw, often / 2, 1) and (

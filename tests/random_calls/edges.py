@@ -9,11 +9,13 @@ from cupy_flash.testing import STYLES
 
 __all__ = [
     "HEAD_DIMS",
+    "KEYS",
     "affordable",
     "aligned",
     "band",
     "bound",
     "dtype_of",
+    "edge",
     "head_dim",
     "heads",
     "length",
@@ -48,6 +50,11 @@ def length(draw: random.Random) -> int:
     if way < 0.7:
         return draw.choice(SIZES) + draw.choice((-1, 0, 0, 1, 1, 2))
     return draw.randint(1, 320)
+
+
+def edge(draw: random.Random, most: int) -> int:
+    """A number of keys beside the end of a block or a chunk."""
+    return min(most, draw.choice(KEYS) + draw.choice((-1, 0, 1, 1)))
 
 
 def several(draw: random.Random) -> tuple[int, int]:
