@@ -526,6 +526,7 @@ def test_all_is_every_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "cold",
         "memory",
         "cpu",
+        "layers",
         "functions",
         "spans",
     )

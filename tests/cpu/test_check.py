@@ -360,7 +360,8 @@ def test_paths_go(text: str, found: str) -> None:
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell runs in the background
 from cupy_flash import check
 from cupy_flash.__main__ import main
 from cupy_flash.check import run

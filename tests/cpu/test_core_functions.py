@@ -261,7 +261,7 @@ def test_bits_do_not_depend_on_threads(case: FunctionCase, monkeypatch: pytest.M
     how = case.options(arrays)
     ways = []
     for count in (1, 2, 5):
-        monkeypatch.setattr(family, "workers", lambda _, count=count: count)
+        monkeypatch.setattr(family, "workers", lambda *_, count=count: count)
         ways.append(both_passes(arrays, how))
     for way in ways[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(ways[0], way, strict=True))

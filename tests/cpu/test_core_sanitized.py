@@ -36,7 +36,7 @@ from tests import sanitized
 from tests.public import cached, int4_parts, nvfp4_parts, with_mask
 
 sanitized.use(Path(sys.argv[1]))
-family.workers = lambda _: 3
+family.workers = lambda *_: 3
 rng = np.random.default_rng(0)
 
 def normal(*shape, dtype="float32"):

@@ -74,7 +74,7 @@ def test_chunks_of_a_long_prompt(core: str) -> None:
 def test_decode_of_a_token_is_its_row_of_the_prompt(keys: int, threads: int, monkeypatch: Any) -> None:
     """Whoever takes which chunk of its keys; with pages too, a window and padding before the first key."""
     skip_without_core()
-    monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda: threads)
+    monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda *_: threads)
     q, k, v = normal(1, 4, keys, 16), normal(1, 2, keys, 16, seed=1), normal(1, 2, keys, 16, seed=2)
     for window in (None, (1500, 0)):
         options: dict[str, Any] = {
@@ -95,7 +95,7 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(keys: int, threads: int, mon
 def test_gradients_of_a_sequence_do_not_depend_on_the_batch(threads: int, monkeypatch: Any) -> None:
     """Of a sequence alone each part of the rows is a job's; of five, one job has all parts of a head."""
     skip_without_core()
-    monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda: threads)
+    monkeypatch.setattr(cupy_flash.cpu.threads, "allowed", lambda *_: threads)
     q, do = normal(2, 5, 4, 1100, 16)
     k, v = normal(2, 5, 2, 1100, 16, seed=1)
     sinks, bias = normal(4, seed=2), normal(5, 4, 1, 1100, seed=3)

@@ -166,8 +166,10 @@ def searched(root: Path, seconds: float, *words: str) -> Finding | None:
 
     why of processor time: the machine may be doing other things.
     """
-    command = [sys.executable, "-m", "bench", "soak", "--device", "cpu", "--minutes", "60", *words]
-    surroundings = {**os.environ, "PYTHONPATH": str(root)}
+    # why -S: an editable installation of the checkout would come before PYTHONPATH.
+    command = [sys.executable, "-S", "-m", "bench", "soak", "--device", "cpu", "--minutes", "60", *words]
+    path = [str(root), *(place for place in sys.path if place and Path(place) != ROOT)]
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     with tempfile.NamedTemporaryFile() as file:
         soak = subprocess.Popen(command, cwd=root, env=surroundings, stdout=file, start_new_session=True)
         try:

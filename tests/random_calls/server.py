@@ -40,7 +40,8 @@ class Server:
 
     def __init__(self, sanitizer: str | None = None, libraries: Path | None = None) -> None:
         self._words = [] if libraries is None else [str(libraries)]
-        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         self._longest = LONGEST
         if sanitizer is not None:
             self._environment = sanitized.surroundings(sanitizer)
@@ -80,7 +81,8 @@ class Server:
         # why no context: it is read after the process has died
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.random_calls.server", *self._words], cwd=ROOT,
+            [sys.executable, *["-S"] * sys.flags.no_site, "-m", "tests.random_calls.server", *self._words],
+            cwd=ROOT,
             env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             text=True,
         )  # fmt: skip
