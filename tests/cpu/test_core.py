@@ -403,3 +403,22 @@ def test_it_needs_only_the_c_library(part: str) -> None:
         "ld-linux-aarch64.so.1",
     }
     assert set(needed) <= of_the_c_library
+
+
+OF_A_COPY = """
+import importlib.util
+from cupy_flash.cpu.core import isa, locate, sources
+
+found = importlib.util.spec_from_file_location("cupy_flash.cpu.core.locate_of_a_copy", locate.__file__)
+copy = importlib.util.module_from_spec(found)
+found.loader.exec_module(copy)
+mine = isa.runnable()[0]
+ours, theirs = locate.load(locate.locate(mine)), copy.load(copy.locate(mine, sources.SECOND_ORDER))
+assert ours._handle != theirs._handle
+assert hasattr(theirs, "cupy_flash_jvp")
+"""
+
+
+def test_a_second_copy_of_the_package_loads_its_own_libraries(core: locate.Library) -> None:
+    """Such as a kernel of the Hugging Face hub beside an installation."""
+    run(OF_A_COPY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,9 +136,6 @@ def locate(isa: Isa, part: str = "") -> Library | None:
     return None
 
 
-_loads = itertools.count(1)
-
-
 @functools.cache
 def load(library: Library) -> ctypes.CDLL:
     """Load a library that `locate` has found: the bytes that have its SHA-256, whatever its path is by then.
@@ -147,8 +144,10 @@ def load(library: Library) -> ctypes.CDLL:
     """
     with library.path.open("rb") as file:
         manifest.check_bytes(library.path, file.read(), library.sha256)
-        # why the slashes: a name that glibc has seen is the library that had it, and numbers of files return.
-        opened = f"/proc/self/fd{'/' * next(_loads)}{file.fileno()}"
+        # why drawn: a name that glibc has seen is the library that had it, numbers of files return, and a
+        # process may hold a second copy of this package.
+        unique = "".join(secrets.choice(("/", "/./")) for _ in range(64))
+        opened = f"/proc/self/fd{unique}{file.fileno()}"
         by_descriptor = sys.platform == "linux" and Path(opened).exists()
         return ctypes.CDLL(opened if by_descriptor else str(library.path))
 
