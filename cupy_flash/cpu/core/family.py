@@ -22,12 +22,13 @@ from .isa import ISAS, Isa
 from .locate import Library, load
 from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, Params
 from .progress import Watch
-from .sources import BFLOAT16
+from .sources import AMX, BFLOAT16
 
-__all__ = ["NAME", "Core", "decodes", "keeps_reals", "notes", "refusals", "workers"]
+__all__ = ["NAME", "Core", "decodes", "keeps_reals", "may_differ_from_decode", "notes", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS = 144
+_PRODUCTS = {BFLOAT16: "pairs of bfloat16", AMX: "tiles of bfloat16, by AMX"}
 SUMS = "function_sums"  # the entry that follows a backward pass whose function learns
 
 # why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
@@ -76,12 +77,17 @@ def decodes(problem: Problem) -> bool:
     return p.cache is not None and p.seqlen_q * (p.heads_q // p.heads_k) < 12 and p.reproducible is None
 
 
+def may_differ_from_decode(problem: Problem) -> bool:
+    """Whether a row of a prompt need not have the bits that decode gives it."""
+    return problem.reproducible in (None, "run")
+
+
 def notes(problem: Problem, library: Library) -> list[str]:
     """What of the arithmetic differs from the plain one, for people."""
     p, found = problem, []
-    if library.part == BFLOAT16:
+    if library.part in _PRODUCTS:
         found.append(
-            "products  of pairs of bfloat16, with sums in float32: weights are rounded before they multiply"
+            f"products  of {_PRODUCTS[library.part]}, with sums in float32: weights are rounded before they multiply"
         )
     if p.reproducible is None:
         return found
