@@ -118,23 +118,21 @@ def choose(problem: Problem) -> CpuPlan:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)
     if problem.dtype == "bfloat16" and not family.keeps_reals(problem):
-        decodes, free = family.decodes(problem), family.may_differ_from_decode(problem)
-        found = (found[0], products_of_bfloat16(found[0], decodes, free) or found[1])
+        tiles, decodes = family.fills_tiles(problem), family.decodes(problem)
+        found = (found[0], products_of_bfloat16(found[0], tiles, decodes) or found[1])
     return CpuPlan(family.NAME, *found, functions=functions)
 
 
-def products_of_bfloat16(isa: Isa, decodes: bool = False, free: bool = True) -> Library | None:
-    """The library whose products are of AMX, or of pairs, if this CPU has them and one is there; None: of floats.
+def products_of_bfloat16(isa: Isa, tiles: bool = True, decodes: bool = False) -> Library | None:
+    """The library that multiplies by AMX, or pairs, if this CPU can and one is there; None: that of floats.
 
     Parameters
     ----------
-    decodes : bool
-        Few rows read a cache.
-    free : bool
-        Rows need not have the bits that decode gives them.
+    tiles, decodes : bool
+        What `family` says of a problem.
     """
     wanted = override()
-    if free and not decodes and not wanted.endswith((FLOATS, PAIRS)) and multiplies(isa, AMX):
+    if tiles and not wanted.endswith((FLOATS, PAIRS)) and multiplies(isa, AMX):
         library = locate(isa, AMX)
         if library is not None:
             return library

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ...errors import InvalidArgumentsError
 
 __all__ = [
-    "BY_AMX", "FLOATS", "ISAS", "PAIRS", "Isa", "amx_is_permitted", "chosen", "flags_by_numpy", "host", "name_of",
-    "runnable", "why_floats",
+    "BY_AMX", "FLOATS", "ISAS", "PAIRS", "Isa", "amx_is_permitted", "chosen", "flags_by_numpy", "host",
+    "name_of", "runnable", "why_floats",
 ]  # fmt: skip
 
 OVERRIDE = "CUPY_FLASH_CPU"
@@ -148,7 +148,7 @@ def runnable() -> tuple[Isa, ...]:
 
 @functools.cache
 def amx_is_permitted() -> bool:
-    """Ask Linux for the tiles of AMX, which it gives to processes that ask (5.16 or newer); others have none."""
+    """Ask Linux for the tiles of AMX: it gives them, from 5.16 on, to processes that ask."""
     if host().system != "linux":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
