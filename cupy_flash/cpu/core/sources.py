@@ -84,7 +84,7 @@ def multiplies(isa: Isa, part: str) -> bool:
 
 
 def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
-    """Values of CUPY_FLASH_CPU for instruction sets, with all ways to multiply bfloat16 if there are several."""
+    """Values of CUPY_FLASH_CPU for instruction sets, with all ways to multiply bfloat16, the best first."""
     found = []
     for isa in isas:
         ways = [way for way, part in PRODUCTS.items() if multiplies(isa, part)]
