@@ -10,6 +10,7 @@ from typing import Any
 from .call.problem import Problem
 from .cpu import choose as choose_on_cpu
 from .cpu.core.isa import why_floats
+from .cpu.core.sources import AMX, BFLOAT16, multiplies
 from .cpu.threads import available_cores
 from .cubins import locate
 from .device import choice, driver, tensor_map
@@ -104,9 +105,11 @@ def _on_cpu(problems: list[str]) -> str:
         return f"tiled NumPy (the compiled core: {found})"
     isa, library = found
     size, products = f"{library.bytes / 1e3:.0f} KB", ""
-    if choose_on_cpu.by_pairs(isa):
-        why = why_floats(choose_on_cpu.override())
-        products = f", bfloat16 multiplied as floats ({why})" if why else ", bfloat16 multiplied in pairs"
+    if multiplies(isa, BFLOAT16):
+        by = choose_on_cpu.products_of_bfloat16(isa)
+        ways = {BFLOAT16: "in pairs", AMX: "by AMX"}
+        way = ways[by.part] if by else f"as floats ({why_floats(choose_on_cpu.override()) or 'no library'})"
+        products = f", bfloat16 multiplied {way}"
     return f"the compiled core for {isa.title} ({size}, {library.origin}){products}, else tiled NumPy"
 
 

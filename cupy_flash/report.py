@@ -86,7 +86,7 @@ def _cpu_text(problem: Problem) -> str:
     lines += [f"skipped   {name}: {reason}" for name, reason in plan.refused]
     work = family.work_of(p)
     if plan.isa is not None and plan.library is not None:
-        queries, keys = family.tile_of(plan.isa, p)
+        queries, keys = family.tile_of(plan.isa, p, plan.library)
         lines.append(f"kernel    {p.direction} for {plan.isa.title}")
         lines.append(f"  tile    {queries} queries x {keys} keys, on {family.workers(work)} threads")
         lines.append(f"  library {plan.library.path} ({plan.library.compiler}, {plan.library.origin})")

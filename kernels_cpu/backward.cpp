@@ -53,6 +53,7 @@ void backward_job(void* what, int64_t number) {
     Call& p = f.p;
     int64_t jobs = f.parts.jobs_of_head(), bh = number / jobs, b = bh / p.heads_k, head_k = bh % p.heads_k;
     const Sequence s(p, b);
+    const TileShapes shapes;
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t parts = f.parts.of_rows(rows), share = up(blocks_of(rows, parts), panel);
     int64_t part0 = f.parts.apart ? jobs - 1 - number % jobs : 0;    // those that see most keys first
@@ -68,7 +69,7 @@ void backward_job(void* what, int64_t number) {
         x.take(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
         x.take(space, most_panels * GradientPanel<Entry>::reals(p)), x.take(dq, most_panels * panel * d);
         x.take(k_space, of_k.space_of_rows(kBlock)), x.take(v_space, of_v.space_of_rows(kBlock));
-        x.take(k_columns_space, kBlock * up(d, w)), x.take(ds_space, depth > 1 ? kKeys * panel : 0);
+        x.take(k_columns_space, of_k.space_of_finite_columns(kBlock)), x.take(ds_space, depth > 1 ? kKeys * panel : 0);
         x.take(row, up(dv, w)), x.take(panels, most_panels);
         tiles.take(x, p, kKeys);
     });
@@ -127,10 +128,8 @@ void backward_job(void* what, int64_t number) {
                         product_wide<Along::depth>(ds, panel, g.q_rows, sums.wide,    // [A2.16]
                                                    sums.dk + from * sums.wide, sums.wide, m, panel / depth,
                                                    sums.wide, true);
-                        product<Along::rows>(k_columns + (from - from_block) / depth * column_step,
-                                             column_step, ds_columns, dq + n * panel * d, d,
-                                             blocks_of(m, depth),
-                                             true);    // [A2.15]
+                        product_of_keys(k_columns, column_step, from - from_block, ds_columns,
+                                        dq + n * panel * d, d, m, true);    // [A2.15]
                     }
                 }
             }

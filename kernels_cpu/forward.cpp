@@ -88,6 +88,7 @@ void forward_job(void* what, int64_t number) {
     // why shares: a small job last in each head would leave its thread waiting for one of full size.
     int64_t all = blocks_of(rows, panel), parts = blocks_of(all, f.panels);
     if (part >= parts) return;
+    const TileShapes shapes;
     int64_t r0 = part * all / parts * panel, r1 = least(rows, (part + 1) * all / parts * panel);
     int64_t count = blocks_of(r1 - r0, panel);
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
@@ -142,7 +143,6 @@ void forward_job(void* what, int64_t number) {
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
             if (m <= 0 || !score.read_mask(x, from, m, seen, tile, tile + kKeys * panel)) continue;
             const Entry *k = k_block + (from - from_block) * k_step,
-                        *v = v_block + (from - from_block) / depth * v_step,
                         *q_n = reinterpret_cast<const Entry*>(q + n * panel * d);
             Real* o_n = chunks[n].o;
             const auto attend = [&](auto vectors) {
@@ -165,13 +165,13 @@ void forward_job(void* what, int64_t number) {
                 });
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
                 const Entry* weights = down<Entry>(tile, tile, m, panel, panel);
-                product<Along::rows, w>(v, v_step, weights, o_n, dv, blocks_of(both, depth),
-                                        !chunks[n].fresh);    // [A1.10]
+                product_of_keys<w>(v_block, v_step, from - from_block, weights, o_n, dv, both,
+                                   !chunks[n].fresh);    // [A1.10]
                 if constexpr (halves)
                     if (both < m)
-                        product<Along::rows, 1>(v + both / depth * v_step, v_step,
-                                                weights + both / depth * panel + half, o_n + half, dv,
-                                                blocks_of(m - both, depth), true);
+                        product_of_keys<1>(v_block, v_step, from - from_block + both,
+                                           weights + both / depth * panel + half, o_n + half, dv, m - both,
+                                           true);
             };
             // Few rows leave half of a panel empty.
             if (narrow && x.lanes <= half) attend(Constant<narrow ? 1 : kVectors>());

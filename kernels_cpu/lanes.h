@@ -78,6 +78,10 @@ INLINE Vector bigger(Vector a, Vector b) {
 // why: where one is a constant, GCC makes two instructions of that.
 INLINE V<float> bigger(V<float> a, V<float> b) { return (V<float>)_mm256_max_ps((__m256)a, (__m256)b); }
 #endif
+template <int n>
+struct Constant {
+    static constexpr int value = n;
+};
 template <class Vector>
 INLINE bool any(Vector x) {
     auto r = x[0];

@@ -102,6 +102,7 @@ class LseAgain {
         bool any = false;
         for (int64_t l = 0; l < x.lanes; ++l) any |= far_from_0(lse[at.of[l]]);
         if (!any) return;
+        const TileShapes shapes;
         const Keys<Real> keys{p, p.k, s, head_k, d};
         const Operand<Entry> of_k{keys};
         Real *q, *tile, *seen, *bias, *k_space;

@@ -6,6 +6,7 @@
 // of attention are this one, with lanes along queries (S^T, dP^T, O^T, dQ^T) or along features (dV, dK).
 #pragma once
 #include "entries.h"
+#include "tiles.h"
 
 // why: 12 x 2 accumulators, 2 vectors of B and a scalar fit 32 registers, 6 x 2 fit 16.
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -14,10 +15,6 @@ constexpr int kRows = 12;
 constexpr int kRows = 6;
 #endif
 
-template <int n>
-struct Constant {
-    static constexpr int value = n;
-};
 enum class Along { rows, depth };    // the contiguous axis of A
 
 // B: of entries, or of what `load_row` makes them from.
@@ -57,6 +54,10 @@ INLINE void tile(const Entry* __restrict a, int64_t step, const B* __restrict b,
 template <class Entry, int n, Along along, class Real = RealOf<Entry>>
 __attribute__((noinline)) void strip(const Entry* a, int64_t step, const Entry* b, int64_t b_step, Real* c,
                                      int64_t c_step, int64_t rows, int64_t depth, bool add) {
+    if constexpr (kTiles && kDepth<Entry> > 1) {
+        static_assert(along == Along::depth, "what is multiplied along its rows is turned first");
+        return strip_of_tiles<n>(a, step, b, b_step, c, c_step, rows, depth, add);
+    }
     constexpr int second = kRows / 3 * 2;
     auto next = [&](auto height) __attribute__((always_inline)) {
         constexpr int m = decltype(height)::value;

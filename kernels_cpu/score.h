@@ -3,7 +3,7 @@
 #include "blocks.h"
 #include "function.h"
 #include "panel.h"
-#include "product.h"
+#include "operand.h"
 #include "spans.h"
 #include <math.h>
 

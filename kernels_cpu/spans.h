@@ -4,10 +4,10 @@
 // Before the first job, minima and maxima of the bounds are taken for every block of kSpanKeys keys, which are those
 // of all tiles: a few comparisons then say whether a tile is empty, whole or cut.
 #pragma once
-#include "panel.h"
+#include "tiles.h"
 #include <stdlib.h>
 
-constexpr int64_t kSpanKeys = 144;
+constexpr int64_t kSpanKeys = kTiles ? 192 : 144;    // whole tiles of products, along keys and features
 
 // What the keys of a block have in common in one of their intervals, none of which is empty for `all`.
 struct SpanLimits {

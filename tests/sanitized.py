@@ -34,7 +34,7 @@ SANITIZERS = {
 
 
 def build(sanitizer: str, folder: Path, isas: Sequence[isa.Isa]) -> None:
-    """Compile the libraries of instruction sets, those of each in one but that of pairs.
+    """Compile the libraries of instruction sets, those of each in one but those of bfloat16.
 
     Raises
     ------
@@ -45,8 +45,9 @@ def build(sanitizer: str, folder: Path, isas: Sequence[isa.Isa]) -> None:
     kept = [option for option in sources.OPTIONS if option != "-O2"]
     for mine in isas:
         parts = {"": [file for file in sources.files() if file.suffix == ".cpp"]}
-        if sources.BFLOAT16 in sources.parts(mine):
-            parts[sources.BFLOAT16] = sources.compiled(sources.BFLOAT16)
+        for part in sources.PRODUCTS.values():
+            if part in sources.parts(mine):
+                parts[part] = sources.compiled(part)
         for part, files in parts.items():
             command = ["g++", *kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined",
                        *sources.options(mine, part), *map(str, files),

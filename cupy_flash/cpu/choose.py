@@ -12,11 +12,11 @@ from ..program.graph import Graph
 from ..program.ranges import too_large
 from ..program.template import Template, only_in_python
 from .core import family
-from .core.isa import OVERRIDE, PAIRS, Isa, chosen, host, why_floats
+from .core.isa import FLOATS, OVERRIDE, PAIRS, Isa, chosen, host, why_floats
 from .core.locate import Library, how_to_get_one, locate
-from .core.sources import BFLOAT16, FUNCTIONS, SECOND_ORDER, multiplies_pairs
+from .core.sources import AMX, BFLOAT16, FUNCTIONS, PRODUCTS, SECOND_ORDER, multiplies
 
-__all__ = ["CpuPlan", "by_pairs", "choose", "override"]
+__all__ = ["CpuPlan", "choose", "override", "products_of_bfloat16"]
 
 
 class CpuPlan(NamedTuple):
@@ -58,11 +58,12 @@ def core(part: str = "") -> tuple[Isa, Library] | str:
     """
     wanted = override()
     isas = chosen(wanted)
-    if wanted.endswith(PAIRS) and not multiplies_pairs(isas[0]):
-        raise InvalidArgumentsError(
-            f"the environment variable {OVERRIDE} is {wanted!r}, and this CPU multiplies no pairs.",
-            hint=f"unset it, or {isas[0].name}",
-        )
+    for way, of_way in PRODUCTS.items():
+        if wanted.endswith(way) and not multiplies(isas[0], of_way):
+            raise InvalidArgumentsError(
+                f"the environment variable {OVERRIDE} is {wanted!r}, and this CPU has no such products.",
+                hint=f"unset it, or {isas[0].name}",
+            )
     if wanted == "numpy":
         return f"{OVERRIDE} is numpy"
     for isa in isas:
@@ -116,12 +117,25 @@ def choose(problem: Problem) -> CpuPlan:
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)
-    could = problem.dtype == "bfloat16" and not family.keeps_reals(problem)
-    if could and not why_floats(override(), family.decodes(problem)):
-        found = (found[0], by_pairs(found[0]) or found[1])
+    if problem.dtype == "bfloat16" and not family.keeps_reals(problem):
+        tiles, decodes = family.fills_tiles(problem), family.decodes(problem)
+        found = (found[0], products_of_bfloat16(found[0], tiles, decodes) or found[1])
     return CpuPlan(family.NAME, *found, functions=functions)
 
 
-def by_pairs(isa: Isa) -> Library | None:
-    """The library that multiplies pairs of bfloat16, if this CPU can and one is there."""
-    return locate(isa, BFLOAT16) if multiplies_pairs(isa) else None
+def products_of_bfloat16(isa: Isa, tiles: bool = True, decodes: bool = False) -> Library | None:
+    """The library that multiplies by AMX, or pairs, if this CPU can and one is there; None: that of floats.
+
+    Parameters
+    ----------
+    tiles, decodes : bool
+        What `family` says of a problem.
+    """
+    wanted = override()
+    if tiles and not wanted.endswith((FLOATS, PAIRS)) and multiplies(isa, AMX):
+        library = locate(isa, AMX)
+        if library is not None:
+            return library
+    if not why_floats(wanted, decodes) and multiplies(isa, BFLOAT16):
+        return locate(isa, BFLOAT16)
+    return None

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.usefixtures("in_pairs")
 
 @pytest.fixture
 def in_pairs(core: locate.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs of bfloat16 where this CPU has products of them, also if those of floats are faster."""
-    monkeypatch.setenv(isa.OVERRIDE, sources.choices(isa.runnable())[0])
+    """Pairs of bfloat16 where this CPU has products of them, also if others are faster."""
+    mine = isa.runnable()[0]
+    monkeypatch.setenv(isa.OVERRIDE, mine.name + isa.PAIRS * sources.multiplies(mine, sources.BFLOAT16))
 
 
 # ---- instructions
@@ -112,12 +113,18 @@ def test_the_inner_loop_of_pairs_multiplies_and_loads() -> None:
 def pairs() -> tuple[isa.Isa, Path]:
     """The instruction set and the library whose products are of pairs; skips where there are none."""
     mine = isa.runnable()[0]
-    if not sources.multiplies_pairs(mine):
-        pytest.skip(f"this CPU ({mine.title}) has no products of pairs")
-    library = locate.locate(mine, sources.BFLOAT16)
+    return mine, library_of(sources.BFLOAT16).path
+
+
+def library_of(part: str) -> locate.Library:
+    """That of products of bfloat16; skips where there is none."""
+    mine = isa.runnable()[0]
+    if not sources.multiplies(mine, part):
+        pytest.skip(f"this CPU ({mine.title}) has no products of {part}")
+    library = locate.locate(mine, part)
     if library is None:
-        pytest.skip("the library of pairs is not built")
-    return mine, library.path
+        pytest.skip(f"the library of {part} is not built")
+    return library
 
 
 PAIRED = BASE._replace(dtype="bfloat16", seqlen_q=64)
@@ -155,13 +162,13 @@ def test_without_avx512_bf16_or_its_library_reals_are_multiplied(monkeypatch: py
     here = isa.host()
     with monkeypatch.context() as within:
         within.setattr(sources, "host", lambda: here._replace(flags=here.flags - {"avx512_bf16"}))
-        with pytest.raises(cupy_flash.InvalidArgumentsError, match="this CPU multiplies no pairs"):
+        with pytest.raises(cupy_flash.InvalidArgumentsError, match="this CPU has no such products"):
             choose.choose(PAIRED)  # asked for by name
         within.delenv(isa.OVERRIDE)
         assert choose.choose(PAIRED).library.part == ""
     found = choose.locate
     monkeypatch.setattr(
-        choose, "locate", lambda one, part="": None if part == sources.BFLOAT16 else found(one, part)
+        choose, "locate", lambda one, part="": None if part in sources.PRODUCTS.values() else found(one, part)
     )
     assert choose.choose(PAIRED).library.part == ""
 
@@ -178,8 +185,9 @@ def test_pairs_are_multiplied_where_they_are_fast_or_asked_for(
 ) -> None:
     """By the vendor, never by timing: results have the same bits in every run."""
     mine, _ = pairs()
-    here = isa.host()._replace(vendor=vendor)
+    here = isa.host()._replace(vendor=vendor, flags=isa.host().flags - {"amx_tile"})
     monkeypatch.setattr(isa, "host", lambda: here)
+    monkeypatch.setattr(sources, "host", lambda: here)
     monkeypatch.setenv(isa.OVERRIDE, mine.name + wanted if wanted else "")
     assert choose.choose(PAIRED).library.part == part
     decode = PAIRED._replace(seqlen_q=1, cache=Cache("bfloat16"))
@@ -192,13 +200,71 @@ def test_pairs_are_multiplied_where_they_are_fast_or_asked_for(
     assert part or (f"{isa.OVERRIDE} is {mine.name}-floats" if wanted else "on Intel") in said
 
 
-@pytest.mark.parametrize("features", [(64, 64), (7, 5), (33, 80), (2, 1)], ids=str)
-@pytest.mark.parametrize("keys", [1, 143, 301], ids=str)
-def test_pairs_are_products_of_bfloat16(keys: int, features: tuple[int, int]) -> None:
+# ---- AMX
+
+
+@pytest.fixture
+def unset(in_pairs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this CPU does by itself, if it has AMX."""
+    monkeypatch.delenv(isa.OVERRIDE, raising=False)
+    library_of(sources.AMX)
+
+
+@pytest.mark.usefixtures("unset")
+def test_amx_multiplies_what_fills_its_tiles() -> None:
+    """Not decode, nor what must have its bits; nor few rows, which take decode's loops, nor their gradients."""
+    for free in ({}, {"direction": "backward"}, {"reproducible": "run"}, {"cache": Cache("bfloat16")}):
+        assert choose.choose(PAIRED._replace(**free)).library.part == sources.AMX
+    for bound in ({"reproducible": "batch"}, {"reproducible": "prefill"}, {"seqlen_q": 1}, {"dropout": 0.5},
+                  {"seqlen_q": 1, "direction": "backward"}, {"dtype": "float16"}):  # fmt: skip
+        assert choose.choose(PAIRED._replace(**bound)).library.part != sources.AMX
+    x = np.ones((1, 2, 12, 8), ml_dtypes.bfloat16)
+    said = cupy_flash.explain(x, x, x, reproducible="run")
+    assert "by AMX" in said
+    assert "32 queries x 192 keys" in said
+    assert "decode" not in said
+    assert "bfloat16 multiplied by AMX" in info_text()
+
+
+@pytest.mark.usefixtures("unset")
+def test_without_amx_or_its_permission_others_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of Linux before 5.16, a sandbox that refuses, an older wheel: no error unless asked for."""
+    found = choose.locate
+    with monkeypatch.context() as within:
+        within.setattr(
+            choose, "locate", lambda one, part="": None if part == sources.AMX else found(one, part)
+        )
+        assert choose.choose(PAIRED).library.part != sources.AMX
+    monkeypatch.setattr(sources, "amx_is_permitted", lambda: False)
+    assert choose.choose(PAIRED).library.part != sources.AMX
+    assert "by AMX" not in info_text()
+    monkeypatch.setenv(isa.OVERRIDE, isa.runnable()[0].name + isa.BY_AMX)
+    with pytest.raises(cupy_flash.InvalidArgumentsError, match="this CPU has no such products"):
+        choose.choose(PAIRED)
+
+
+def test_the_inner_loops_of_amx_load_a_tile_for_a_product() -> None:
+    """Two rows of tiles by two columns: four loads for four products, and nothing goes through memory."""
+    library = library_of(sources.AMX)
+    most = max(loops_of(library.path), key=lambda body: sum(text.startswith("tdpbf16ps") for text in body))
+    kinds = [text.split()[0] for text in most]
+    assert kinds.count("tdpbf16ps") == 4
+    assert kinds.count("tileloadd") == 4
+    assert "tilestored" not in kinds
+
+
+@pytest.mark.parametrize("part", sources.PRODUCTS.values())
+@pytest.mark.parametrize("features", [(64, 64), (7, 5), (33, 80), (2, 1), (96, 40)], ids=str)
+@pytest.mark.parametrize(("keys", "queries"), [(1, 50), (143, 50), (301, 50), (194, 12), (591, 83)], ids=str)
+def test_pairs_are_products_of_bfloat16(
+    keys: int, queries: int, features: tuple[int, int], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Odd keys and features, a layout among NaN that is not theirs, options: within the error budget."""
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    pairs()
-    (d, dv), queries = features, 37
+    library_of(part)
+    way = next(way for way, of_way in sources.PRODUCTS.items() if of_way == part)
+    monkeypatch.setenv(isa.OVERRIDE, isa.runnable()[0].name + way)
+    d, dv = features
 
     def made(*shape: int, seed: int) -> np.ndarray:
         return normal(*shape, seed=seed).astype(bfloat16)
@@ -215,7 +281,7 @@ def test_pairs_are_products_of_bfloat16(keys: int, features: tuple[int, int]) ->
         {"bias": normal(1, 4, queries, keys), "alibi_slopes": normal(4), "align": "top_left"},
     ]  # fmt: skip
     for own in options:
-        assert "products  of pairs" in cupy_flash.explain(q, k, v, **own)
+        assert "products  of " in cupy_flash.explain(q, k, v, **own)
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **own)
         gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **own)
         made_of = dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *gradients[:3]), strict=True))

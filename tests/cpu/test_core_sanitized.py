@@ -239,7 +239,7 @@ print("clean")
 
 
 PROGRAMS = {"everything": EVERYTHING, "together": TOGETHER, "odd places": ODD}
-BEST, *OTHERS = sources.choices(isa.runnable()) or ["none"]  # of the best one, pairs before floats
+BEST, *OTHERS = sources.choices(isa.runnable()) or ["none"]  # of the best one AMX, pairs and floats
 CASES = [
     *((program, "undefined", BEST) for program in PROGRAMS),
     *((program, "thread", BEST) for program in ("everything", "together")),

@@ -22,12 +22,14 @@ from .isa import ISAS, Isa
 from .locate import Library, load
 from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, Params
 from .progress import Watch
-from .sources import BFLOAT16
+from .sources import AMX, BFLOAT16
 
-__all__ = ["NAME", "Core", "decodes", "keeps_reals", "notes", "refusals", "workers"]
+__all__ = ["NAME", "Core", "decodes", "fills_tiles", "keeps_reals", "notes", "refusals", "workers"]
 
 NAME = "core"
-PANEL_KEYS = 144
+PANEL_KEYS, TILE_KEYS = 144, 192  # of a block; of one that AMX multiplies
+FEW_ROWS = 12  # of a key head, from which on they are not decode's
+_PRODUCTS = {BFLOAT16: "pairs of bfloat16", AMX: "tiles of bfloat16, by AMX"}
 SUMS = "function_sums"  # the entry that follows a backward pass whose function learns
 
 # why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
@@ -73,19 +75,30 @@ def keeps_reals(problem: Problem) -> list[str]:
 def decodes(problem: Problem) -> bool:
     """Whether few rows read a cache, and need not have the bits that prompts have."""
     p = problem
-    return p.cache is not None and p.seqlen_q * (p.heads_q // p.heads_k) < 12 and p.reproducible is None
+    few = p.seqlen_q * (p.heads_q // p.heads_k) < FEW_ROWS
+    return few and p.cache is not None and p.reproducible is None
+
+
+def fills_tiles(problem: Problem) -> bool:
+    """Whether AMX may multiply: a key head has rows enough, and none needs the bits that decode gives it.
+
+    why not fewer rows: forward, decode's loops take them, and gradients need the sums that their LSE is of.
+    """
+    p = problem
+    return p.seqlen_q * (p.heads_q // p.heads_k) >= FEW_ROWS and p.reproducible in (None, "run")
 
 
 def notes(problem: Problem, library: Library) -> list[str]:
     """What of the arithmetic differs from the plain one, for people."""
     p, found = problem, []
-    if library.part == BFLOAT16:
-        found.append(
-            "products  of pairs of bfloat16, with sums in float32: weights are rounded before they multiply"
-        )
+    if library.part in _PRODUCTS:
+        of = _PRODUCTS[library.part]
+        found.append(f"products  of {of}, with sums in float32: weights are rounded before they multiply")
     if p.reproducible is None:
         return found
-    if p.direction == "backward":
+    if library.part == AMX:
+        found.append("bits      are the same on every run, with any number of threads")
+    elif p.direction == "backward":
         found.append(
             "bits      of a sequence's gradients are its own: sums of parts of its rows, in one order"
         )
@@ -106,10 +119,10 @@ def work_of(problem: Problem) -> float:
     return flops_of_decode(problem, problem.batch * problem.seqlen_k)
 
 
-def tile_of(isa: Isa, problem: Problem) -> tuple[int, int]:
+def tile_of(isa: Isa, problem: Problem, library: Library) -> tuple[int, int]:
     """Queries of a panel, and keys of a block."""
     lanes = isa.lanes // 2 if problem.accumulator == "float64" else isa.lanes
-    return isa.vectors * lanes, PANEL_KEYS
+    return isa.vectors * lanes, TILE_KEYS if library.part == AMX else PANEL_KEYS
 
 
 @functools.cache
@@ -167,7 +180,7 @@ class Core(NamedTuple):
         work = work_of(problem) * max(1, len(directions))
         function = None
         if problem.function is not None and functions is not None:
-            panel, _ = tile_of(next(isa for isa in ISAS if isa.name == library.isa), problem)
+            panel, _ = tile_of(next(isa for isa in ISAS if isa.name == library.isa), problem, library)
             function = FunctionCall.of(problem, views, functions, panel)
             if function.learned:
                 names, entries = (*names, SUMS), (*entries, _entry(functions, SUMS))

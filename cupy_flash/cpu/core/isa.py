@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import itertools
@@ -15,12 +16,13 @@ from typing import NamedTuple
 from ...errors import InvalidArgumentsError
 
 __all__ = [
-    "FLOATS", "ISAS", "PAIRS", "Isa", "chosen", "flags_by_numpy", "host", "name_of", "runnable", "why_floats",
+    "BY_AMX", "FLOATS", "ISAS", "PAIRS", "Isa", "amx_is_permitted", "chosen", "flags_by_numpy", "host",
+    "name_of", "runnable", "why_floats",
 ]  # fmt: skip
 
 OVERRIDE = "CUPY_FLASH_CPU"
-# What CUPY_FLASH_CPU may say behind an instruction set: what bfloat16 is multiplied as.
-FLOATS, PAIRS = "-floats", "-pairs"
+# What CUPY_FLASH_CPU may say behind an instruction set: how bfloat16 is multiplied.
+FLOATS, PAIRS, BY_AMX = "-floats", "-pairs", "-amx"
 # CPUs whose products of pairs are slower than those of floats, by what /proc/cpuinfo calls the vendor.
 # why not by timing: the bits of results would differ between runs. Measured on Emerald Rapids: floats are 1.5
 # to 1.7 times as fast; on Zen 4 and 5 pairs are 1.5 to 1.8 times as fast.
@@ -144,9 +146,18 @@ def runnable() -> tuple[Isa, ...]:
     return tuple(isa for isa in ISAS if isa.machine == here.machine and isa.flags <= here.flags)
 
 
+@functools.cache
+def amx_is_permitted() -> bool:
+    """Ask Linux for the tiles of AMX: it gives them, from 5.16 on, to processes that ask."""
+    if host().system != "linux":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
 def name_of(override: str) -> str:
     """The instruction set that CUPY_FLASH_CPU names."""
-    return override.removesuffix(FLOATS).removesuffix(PAIRS)
+    return override.removesuffix(FLOATS).removesuffix(PAIRS).removesuffix(BY_AMX)
 
 
 def chosen(override: str) -> tuple[Isa, ...]:

@@ -7,13 +7,15 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from .isa import FLOATS, PAIRS, Isa, host
+from .isa import BY_AMX, FLOATS, PAIRS, Isa, amx_is_permitted, host
 
 __all__ = [
+    "AMX",
     "BFLOAT16",
     "FUNCTIONS",
     "OPTIONS",
     "PARTS",
+    "PRODUCTS",
     "SECOND_ORDER",
     "choices",
     "compiled",
@@ -21,7 +23,7 @@ __all__ = [
     "files",
     "folder",
     "library_name",
-    "multiplies_pairs",
+    "multiplies",
     "needs",
     "options",
     "parts",
@@ -38,23 +40,31 @@ OPTIONS = (
     "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
 )  # fmt: skip
 
-SECOND_ORDER, FUNCTIONS, BFLOAT16 = "second_order", "functions", "bfloat16"
+SECOND_ORDER, FUNCTIONS, BFLOAT16, AMX = "second_order", "functions", "bfloat16", "amx"
 # The libraries of an instruction set, and which sources they are made from; the first from all that no
 # other one has to itself. why others: most programs never ask for them. The second is nearly as large as the
-# first; the first calls the third; the last are passes of the first with products that few CPUs have.
+# first; the first calls the third; the last two are passes of the first with products that few CPUs have.
 PARTS = {
     "": (),
     SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp"),
     FUNCTIONS: ("function.cpp",),
     BFLOAT16: ("backward.cpp", "decode.cpp", "forward.cpp"),
+    AMX: ("backward.cpp", "decode.cpp", "forward.cpp"),
 }
+# What CUPY_FLASH_CPU calls products of bfloat16, the fastest first.
+PRODUCTS = {BY_AMX: AMX, PAIRS: BFLOAT16}
 # What a library of an instruction set needs of a CPU besides, and of the compiler.
-_BESIDES = {("v4", BFLOAT16): (frozenset(["avx512_bf16"]), ("-mavx512bf16",))}
+_BESIDES = {
+    ("v4", BFLOAT16): (frozenset(["avx512_bf16"]), ("-mavx512bf16",)),
+    ("v4", AMX): (
+        frozenset(["avx512_bf16", "amx_tile", "amx_bf16"]), ("-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
+}  # fmt: skip
 
 
 def parts(isa: Isa) -> tuple[str, ...]:
     """The libraries that an instruction set has."""
-    return tuple(part for part in PARTS if part != BFLOAT16 or (isa.name, part) in _BESIDES)
+    return tuple(part for part in PARTS if part not in (BFLOAT16, AMX) or (isa.name, part) in _BESIDES)
 
 
 def needs(isa: Isa, part: str) -> frozenset[str]:
@@ -67,15 +77,19 @@ def options(isa: Isa, part: str) -> tuple[str, ...]:
     return isa.options + _BESIDES.get((isa.name, part), (frozenset[str](), ()))[1]
 
 
-def multiplies_pairs(isa: Isa) -> bool:
-    """Whether an instruction set has a library for pairs of bfloat16, and this CPU its instruction."""
-    return BFLOAT16 in parts(isa) and needs(isa, BFLOAT16) <= host().flags
+def multiplies(isa: Isa, part: str) -> bool:
+    """Whether an instruction set has a library for BFLOAT16 or AMX, and this CPU its instructions."""
+    there = part in parts(isa) and needs(isa, part) <= host().flags
+    return there and (part != AMX or amx_is_permitted())
 
 
 def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
-    """Values of CUPY_FLASH_CPU for instruction sets, with both ways to multiply bfloat16 if there are two."""
-    ways = ((isa.name, (PAIRS, FLOATS) if multiplies_pairs(isa) else ("",)) for isa in isas)
-    return tuple(name + way for name, products in ways for way in products)
+    """Values of CUPY_FLASH_CPU for instruction sets, with all ways to multiply bfloat16, the best first."""
+    found = []
+    for isa in isas:
+        ways = [way for way, part in PRODUCTS.items() if multiplies(isa, part)]
+        found += [isa.name + way for way in (*ways, FLOATS)] if ways else [isa.name]
+    return tuple(found)
 
 
 @functools.cache
