@@ -21,7 +21,7 @@ from ..cubins import sources
 
 __all__ = [
     "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library", "core", "cuda_headers",
-    "flags", "includes", "primitives", "simulator_headers",
+    "flags", "includes", "including", "primitives", "simulator_headers",
 ]  # fmt: skip
 
 
@@ -166,6 +166,11 @@ def includes() -> list[str]:
     return [*(f"-I{folder}" for folder in folders), "-isystem", str(cuda_headers())]
 
 
+def including(units: Sequence[Path]) -> str:
+    """Files as one for the compiler, which reads the headers that they share once."""
+    return "".join(f'#include "{unit}"\n' for unit in units)
+
+
 def simulator_headers() -> list[Path]:
     """What a kernel includes of the simulator: not the PTX of the primitives, which prim.cuh names too."""
     root = sources.folder()
@@ -183,8 +188,8 @@ def core(options: tuple[str, ...]) -> Path:
     why cached: kernels built before and after an edit of the sources must not end up with two.
     """
     units = sorted((sources.folder() / "simulator").glob("*.cpp"))
-    arguments = [*options, *includes(), *map(str, units)]
-    return compile_library("simulator", arguments, [*units, *simulator_headers()])
+    arguments = [*options, *includes(), "-x", "c++", "-"]
+    return compile_library("simulator", arguments, [*units, *simulator_headers()], text=including(units))
 
 
 _KEPT = 8  # precompiled headers of 63 MB: two trees, each plain and with two sanitizers, and what is edited
