@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -141,12 +142,32 @@ def compile_library(
     for file in inputs:
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     target = cache_folder() / f"{stem}-{key.hexdigest()[:16]}{suffix}"
-    if target.exists():
-        _require_private(target)
-        return target
+    if not target.exists():
+        with _alone(target):
+            if not target.exists():
+                _compile(stem, [path, *arguments], text, target)
+    _require_private(target)
+    return target
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Wait for another process that compiles the same; the system frees the lock if that dies.
+
+    One byte of a file stands for each target.
+    """
+    import fcntl  # why here: Windows has none
+
+    with (target.parent / "lock").open("a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(target.name.encode()))
+        yield
+
+
+def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None:
+    """Put what g++ makes where others look for it."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / "kernel.so"
-        command = [path, *arguments, "-o", str(output)]
+        command = [*command, "-o", str(output)]
         # why: a sanitizer that is preloaded into this process would slow the compiler down tenfold.
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
@@ -156,7 +177,6 @@ def compile_library(
         sys.stderr.write(done.stderr)
         output.chmod(0o755)  # whatever the umask: the next process refuses what others may write to
         output.replace(target)  # atomic: another process sees all of it or nothing
-    return target
 
 
 def includes() -> list[str]:
