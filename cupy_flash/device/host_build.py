@@ -21,8 +21,8 @@ from .. import trust
 from ..cubins import sources
 
 __all__ = [
-    "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library", "core", "cuda_headers",
-    "flags", "includes", "including", "primitives", "simulator_headers",
+    "KERNEL", "LIBRARY", "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library",
+    "core", "cuda_headers", "flags", "includes", "including", "primitives", "simulator_headers",
 ]  # fmt: skip
 
 
@@ -51,12 +51,15 @@ class Buildable(Protocol):
 # why: the frame pointer is for the call chains of reports; kernels read halves of a register through
 # other types; registers of a GPU start with anything; a product rounds before it is added to.
 _FLAGS = (
-    "-std=c++20 -O2 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
+    "-std=c++20 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
     "-fno-strict-aliasing -ftrivial-auto-var-init=pattern -ffp-contract=off "
     "-Wall -Wextra -Wno-unknown-pragmas -Wno-psabi -Wno-restrict -Wno-unused-parameter "
     # why: constants are enumerators, since NVRTC writes static ones into every cubin.
     "-Wno-deprecated-enum-enum-conversion"
 )
+# why less for kernels: most run for a shorter time than g++ takes to make them faster. They come before
+# `flags`: the level of a sanitizer, or -O0 of a user, counts.
+KERNEL, LIBRARY = "-O1", "-O2"
 _SANITIZERS = {
     "": "",
     "address": "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all",
@@ -208,7 +211,7 @@ def core(options: tuple[str, ...]) -> Path:
     why cached: kernels built before and after an edit of the sources must not end up with two.
     """
     units = sorted((sources.folder() / "simulator").glob("*.cpp"))
-    arguments = [*options, *includes(), "-x", "c++", "-"]
+    arguments = [LIBRARY, *options, *includes(), "-x", "c++", "-"]
     return compile_library("simulator", arguments, [*units, *simulator_headers()], text=including(units))
 
 
@@ -222,7 +225,7 @@ def primitives(options: tuple[str, ...]) -> Path:
     g++ takes the precompiled file for the header of the same name, which it reads if that one is gone.
     """
     source = sources.folder() / "simulator" / "primitives.h"
-    arguments = [*options, *includes(), "-x", "c++-header", str(source)]
+    arguments = [KERNEL, *options, *includes(), "-x", "c++-header", str(source)]
     compiled = compile_library("primitives", arguments, simulator_headers(), suffix=".h.gch")
     header = compiled.with_suffix("")
     header.write_bytes(source.read_bytes())
@@ -257,7 +260,7 @@ def build(variant: Buildable) -> Path:
     macros = (f"#undef {name}\n#define {name} {value}\n" for name, value in variant.defines().items())
     text = "".join((*macros, f'#include "{source}"\n'))
     inputs = [*sources.closure(source, root / "include"), *simulator_headers()]
-    arguments = [*options, *includes(), "-include", str(primitives(options))]
+    arguments = [KERNEL, *options, *includes(), "-include", str(primitives(options))]
     if function := getattr(variant, "function", None):
         headers = cache_folder() / "functions" / function.digest
         arguments.append(f"-I{sources.write_function(function, headers)}")

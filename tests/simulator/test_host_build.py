@@ -15,7 +15,8 @@ OPTIONS = host_build.flags()
 
 def headers_read(first: Path) -> str:
     """What g++ reads for a kernel: "! file" is a precompiled header, "x file" one that it refused."""
-    command = ["g++", *OPTIONS, *host_build.includes(), "-fsyntax-only", "-H", "-include", str(first)]
+    options = [host_build.KERNEL, *OPTIONS, *host_build.includes()]
+    command = ["g++", *options, "-fsyntax-only", "-H", "-include", str(first)]
     kernel = '#undef CF_ENTRY\n#define CF_ENTRY other\n#include "flash_reach.cu"\n'
     done = subprocess.run(
         [*command, "-x", "c++", "-"], input=kernel, capture_output=True, text=True, check=True

@@ -68,6 +68,7 @@ def runtime(options: tuple[str, ...]) -> Path:
     core = host_build.core(options)
     units = sorted(RUNTIME.glob("*.cpp"))
     arguments = [
+        host_build.LIBRARY,
         *options,
         "-g0",
         "-fvisibility=default",
