@@ -167,26 +167,23 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[di
         for j in range(len(factors[b]))
     }
 
-    def pairs_of(chosen: Mapping[str, int], name: str, value: int) -> set[Any]:
-        mine = (name, value)
-        return {
-            (mine, other) if name < other[0] else (other, mine)
-            for other in chosen.items()
-            if other[0] != name
-        }
+    def pairs_of(chosen: Mapping[str, int], mine: tuple[str, int]) -> set[Any]:
+        """Those not yet seen."""
+        pairs = ((mine, other) if mine < other else (other, mine) for other in chosen.items())
+        return missing.intersection(pairs)
 
     while missing:
         best: tuple[int, dict[str, int], set[Any]] = (0, {}, set())
+        in_order = sorted(missing)
         for _ in range(10):
-            start = draw.choice(sorted(missing))
+            start = draw.choice(in_order)
             chosen, covered = dict(start), {start}
             rest = [name for name in names if name not in chosen]
             draw.shuffle(rest)
             for name in rest:
-                gains = [(len(pairs_of(chosen, name, value) & missing), draw.random(), value)
-                         for value in range(len(factors[name]))]  # fmt: skip
-                value = max(gains)[2]
-                covered |= pairs_of(chosen, name, value) & missing
+                values = ((value, pairs_of(chosen, (name, value))) for value in range(len(factors[name])))
+                value, pairs = max(values, key=lambda found: (len(found[1]), draw.random()))
+                covered |= pairs
                 chosen[name] = value
             if len(covered) > best[0]:
                 best = (len(covered), chosen, covered)

@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +21,8 @@ from .. import trust
 from ..cubins import sources
 
 __all__ = [
-    "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library", "core", "cuda_headers",
-    "flags", "includes", "primitives", "simulator_headers",
+    "KERNEL", "LIBRARY", "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library",
+    "core", "cuda_headers", "flags", "includes", "including", "primitives", "simulator_headers",
 ]  # fmt: skip
 
 
@@ -50,12 +51,15 @@ class Buildable(Protocol):
 # why: the frame pointer is for the call chains of reports; kernels read halves of a register through
 # other types; registers of a GPU start with anything; a product rounds before it is added to.
 _FLAGS = (
-    "-std=c++20 -O2 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
+    "-std=c++20 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
     "-fno-strict-aliasing -ftrivial-auto-var-init=pattern -ffp-contract=off "
     "-Wall -Wextra -Wno-unknown-pragmas -Wno-psabi -Wno-restrict -Wno-unused-parameter "
     # why: constants are enumerators, since NVRTC writes static ones into every cubin.
     "-Wno-deprecated-enum-enum-conversion"
 )
+# why less for kernels: most run for a shorter time than g++ takes to make them faster. They come before
+# `flags`: the level of a sanitizer, or -O0 of a user, counts.
+KERNEL, LIBRARY = "-O1", "-O2"
 _SANITIZERS = {
     "": "",
     "address": "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all",
@@ -141,12 +145,32 @@ def compile_library(
     for file in inputs:
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     target = cache_folder() / f"{stem}-{key.hexdigest()[:16]}{suffix}"
-    if target.exists():
-        _require_private(target)
-        return target
+    if not target.exists():
+        with _alone(target):
+            if not target.exists():
+                _compile(stem, [path, *arguments], text, target)
+    _require_private(target)
+    return target
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Wait for another process that compiles the same; the system frees the lock if that dies.
+
+    One byte of a file stands for each target.
+    """
+    import fcntl  # why here: Windows has none
+
+    with (target.parent / "lock").open("a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(target.name.encode()))
+        yield
+
+
+def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None:
+    """Put what g++ makes where others look for it."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / "kernel.so"
-        command = [path, *arguments, "-o", str(output)]
+        command = [*command, "-o", str(output)]
         # why: a sanitizer that is preloaded into this process would slow the compiler down tenfold.
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
@@ -156,7 +180,6 @@ def compile_library(
         sys.stderr.write(done.stderr)
         output.chmod(0o755)  # whatever the umask: the next process refuses what others may write to
         output.replace(target)  # atomic: another process sees all of it or nothing
-    return target
 
 
 def includes() -> list[str]:
@@ -164,6 +187,11 @@ def includes() -> list[str]:
     root = sources.folder()
     folders = [root / "include", root, root / "simulator" / "headers"]
     return [*(f"-I{folder}" for folder in folders), "-isystem", str(cuda_headers())]
+
+
+def including(units: Sequence[Path]) -> str:
+    """Files as one for the compiler, which reads the headers that they share once."""
+    return "".join(f'#include "{unit}"\n' for unit in units)
 
 
 def simulator_headers() -> list[Path]:
@@ -183,8 +211,8 @@ def core(options: tuple[str, ...]) -> Path:
     why cached: kernels built before and after an edit of the sources must not end up with two.
     """
     units = sorted((sources.folder() / "simulator").glob("*.cpp"))
-    arguments = [*options, *includes(), *map(str, units)]
-    return compile_library("simulator", arguments, [*units, *simulator_headers()])
+    arguments = [LIBRARY, *options, *includes(), "-x", "c++", "-"]
+    return compile_library("simulator", arguments, [*units, *simulator_headers()], text=including(units))
 
 
 _KEPT = 8  # precompiled headers of 63 MB: two trees, each plain and with two sanitizers, and what is edited
@@ -197,7 +225,7 @@ def primitives(options: tuple[str, ...]) -> Path:
     g++ takes the precompiled file for the header of the same name, which it reads if that one is gone.
     """
     source = sources.folder() / "simulator" / "primitives.h"
-    arguments = [*options, *includes(), "-x", "c++-header", str(source)]
+    arguments = [KERNEL, *options, *includes(), "-x", "c++-header", str(source)]
     compiled = compile_library("primitives", arguments, simulator_headers(), suffix=".h.gch")
     header = compiled.with_suffix("")
     header.write_bytes(source.read_bytes())
@@ -232,7 +260,7 @@ def build(variant: Buildable) -> Path:
     macros = (f"#undef {name}\n#define {name} {value}\n" for name, value in variant.defines().items())
     text = "".join((*macros, f'#include "{source}"\n'))
     inputs = [*sources.closure(source, root / "include"), *simulator_headers()]
-    arguments = [*options, *includes(), "-include", str(primitives(options))]
+    arguments = [KERNEL, *options, *includes(), "-include", str(primitives(options))]
     if function := getattr(variant, "function", None):
         headers = cache_folder() / "functions" / function.digest
         arguments.append(f"-I{sources.write_function(function, headers)}")

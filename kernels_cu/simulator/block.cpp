@@ -20,6 +20,14 @@ uint32_t draw(uint32_t n) {    // xorshift
     return uint32_t((seed >> 11) % n);
 }
 
+void Queue::add(std::unique_ptr<Operation> operation) {
+    if (operation) entries.push_back({open_group, std::move(operation)});
+}
+bool Queue::done(size_t newest_left) const {
+    return entries.empty() || entries.front().group + newest_left >= open_group;
+}
+bool Queue::idle() const { return entries.empty(); }
+void Queue::clear() { entries.clear(), open_group = 0; }
 void Queue::complete(size_t newest_left) {
     while (!done(newest_left)) {
         auto operation = std::move(entries.front().operation);
@@ -150,6 +158,39 @@ void give_way() {
     resume(next_thread());
 }
 
+void meet(int lanes, void* args, Site site, const char* name, void (*work)(void* how, void** all),
+          void* how) {
+    Thread& t = me();
+    Meeting& m = lanes == 32 ? block.meetings[t.id / 32] : block.groups[t.id / 128].meeting;
+    if (m.arrived == 0) m.name = name, m.site = site;
+    else if (strcmp(m.name, name) || m.site.line != site.line || strcmp(m.site.file, site.file))
+        fail("diverged: %s at %s:%d meets %s at %s:%d", name, site.file, site.line, m.name, m.site.file,
+             m.site.line);
+    t.args = args;
+    if (++m.arrived < lanes) {
+        wait(&m, site, name);
+        return;
+    }
+    m.arrived = 0;
+    int first = t.id / lanes * lanes;
+    void* all[128];
+    for (int i = 0; i < lanes; i++) all[i] = block.threads[first + i].args;
+    work(how, all);
+    for (int i = 0; i < lanes; i++)
+        if (first + i != t.id) set_ready(block.threads[first + i]);
+    give_way();
+}
+
+unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
+    if (addr >> 24) fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
+    if (addr % align)
+        fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
+    if (addr + bytes > block.shared_bytes)
+        fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes,
+             site.file, site.line);
+    return my_shared() + addr;
+}
+
 void barrier(int id, int count, bool blocks, Site site) {
     if (id < 0 || id > 15) fail("barrier %d at %s:%d: there are 16", id, site.file, site.line);
     Barrier& b = block.barriers[me().rank][id];
@@ -172,6 +213,19 @@ void barrier(int id, int count, bool blocks, Site site) {
 }
 
 // ---- clusters
+
+void check_alive(int rank, Site site) {
+    if (!block.alive[rank])
+        fail("%s:%d reaches into block %d of the cluster, which has exited", site.file, site.line, rank);
+}
+unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site) {
+    const int rank = addr >> 24 ? int(addr >> 24) - 1 : me().rank;
+    if (rank >= block.ranks)
+        fail("block %d of a cluster of %d at %s:%d", rank, block.ranks, site.file, site.line);
+    check_alive(rank, site);
+    auto* here = at(addr & 0xffffff, bytes, align, site);
+    return here - my_shared() + (shared + size_t(rank) * kWindow);
+}
 
 static void end_cluster_phase_if_complete() {
     Barrier& b = block.cluster;

@@ -1,7 +1,7 @@
 // One thread block at a time, or the blocks of a cluster together, one fiber per CUDA thread, on one OS
-// thread; blocks that wait for others step aside, see turns.h. What the primitives build on;
-// block.cpp and launch.cpp, compiled once into the library that every simulated kernel links with, hold what
-// is no template.
+// thread; blocks that wait for others step aside, see turns.h. What the primitives build on.
+// why inline functions of these headers use few templates: each is instantiated in every kernel anew, used or not.
+// The .cpp files are compiled once, into the library that every simulated kernel links with.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -54,13 +54,12 @@ struct SIM_API Queue {
     };
     std::deque<Entry> entries;
     uint64_t open_group = 0;
-    bool done(size_t newest_left) const {
-        return entries.empty() || entries.front().group + newest_left >= open_group;
-    }
-    bool idle() const { return entries.empty(); }
+    void add(std::unique_ptr<Operation> operation);    // unless it is null
+    bool done(size_t newest_left) const;
+    bool idle() const;
     void complete(size_t newest_left);    // all but the newest committed groups
     void complete_all();
-    void clear() { entries.clear(), open_group = 0; }
+    void clear();
 };
 
 struct Thread : Context {
@@ -167,53 +166,21 @@ inline Group& my_group() { return block.groups[me().id / 128]; }
 // Where the shared memory of the running thread's block is.
 inline unsigned char* my_shared() { return shared + size_t(me().rank) * kWindow; }
 // Checked address of it.
-inline unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
-    if (addr >> 24) fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
-    if (addr % align)
-        fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
-    if (addr + bytes > block.shared_bytes)
-        fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes,
-             site.file, site.line);
-    return my_shared() + addr;
-}
+SIM_API unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site);
 // ---- clusters. An address in the shared memory of a cluster says whose, above where; 0: the block's own.
 inline uint32_t cluster_address(uint32_t addr, int rank) { return addr | uint32_t(rank + 1) << 24; }
-inline void check_alive(int rank, Site site) {
-    if (!block.alive[rank])
-        fail("%s:%d reaches into block %d of the cluster, which has exited", site.file, site.line, rank);
-}
-inline unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site) {
-    const int rank = addr >> 24 ? int(addr >> 24) - 1 : me().rank;
-    if (rank >= block.ranks)
-        fail("block %d of a cluster of %d at %s:%d", rank, block.ranks, site.file, site.line);
-    check_alive(rank, site);
-    auto* here = at(addr & 0xffffff, bytes, align, site);
-    return here - my_shared() + (shared + size_t(rank) * kWindow);
-}
+SIM_API unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site);
 
-// All `kLanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in
-// place: every fiber's stack is alive meanwhile, so it reads and writes the others' registers through `args`.
+// All `lanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in place:
+// every fiber's stack is alive meanwhile, so it reads and writes the others' registers through `args`.
+SIM_API void meet(int lanes, void* args, Site site, const char* name, void (*work)(void* how, void** all),
+                  void* how);
 template <int kLanes, class Args, class Work> void collective(Args& args, Site site, const char* name,
                                                               Work work) {
-    Thread& t = me();
-    Meeting& m = kLanes == 32 ? block.meetings[t.id / 32] : block.groups[t.id / 128].meeting;
-    if (m.arrived == 0) m.name = name, m.site = site;
-    else if (strcmp(m.name, name) || m.site.line != site.line || strcmp(m.site.file, site.file))
-        fail("diverged: %s at %s:%d meets %s at %s:%d", name, site.file, site.line, m.name, m.site.file,
-             m.site.line);
-    t.args = &args;
-    if (++m.arrived < kLanes) {
-        wait(&m, site, name);
-        return;
-    }
-    m.arrived = 0;
-    int first = t.id / kLanes * kLanes;
-    Args* all[kLanes];
-    for (int i = 0; i < kLanes; i++) all[i] = static_cast<Args*>(block.threads[first + i].args);
-    work(all);
-    for (int i = 0; i < kLanes; i++)
-        if (first + i != t.id) set_ready(block.threads[first + i]);
-    give_way();
+    auto call = [](void* how, void** all) {
+        (*static_cast<Work*>(how))(*reinterpret_cast<Args*(*)[kLanes]>(all));
+    };
+    meet(kLanes, &args, site, name, call, &work);
 }
 struct Nothing {};
 
@@ -242,10 +209,6 @@ std::unique_ptr<Operation> issue(Poison poison, Run run, Queue* before = nullptr
     operation->signals = signals;
     return operation;
 }
-inline void enqueue(Queue& queue, std::unique_ptr<Operation> operation) {
-    if (operation) queue.entries.push_back({queue.open_group, std::move(operation)});
-}
-
 // Runs a grid; 1 on success. The parameters are copied to where their alignment is right.
 template <class Params, void (*body)(const Params&)>
 int launch_kernel(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,

@@ -221,13 +221,12 @@ void tma_store(const TensorMap& map, const void* src, Coordinates c, Site site) 
             if (g) writes(g, n);
         });
     });
-    enqueue(t.stores, issue([] {},
-                            [=] {
-                                each_run(m, addr, c,
-                                         [](const unsigned char* s, unsigned char* g, unsigned n) {
-                                             if (g) memcpy(g, s, n);
-                                         });
-                            }));
+    t.stores.add(issue([] {},
+                       [=] {
+                           each_run(m, addr, c, [](const unsigned char* s, unsigned char* g, unsigned n) {
+                               if (g) memcpy(g, s, n);
+                           });
+                       }));
 }
 
 // ---- contiguous bytes
@@ -264,23 +263,23 @@ void bulk_store(void* dst, const void* src, int bytes, bool add, Site site) {
         if (!add) writes(dst, size_t(bytes));
     });
     if (!add) {
-        enqueue(t.stores, issue([] {}, [=] { memcpy(dst, from, size_t(bytes)); }));
+        t.stores.add(issue([] {}, [=] { memcpy(dst, from, size_t(bytes)); }));
         return;
     }
     // It reads shared memory first, and adds what it has read later.
     const uint64_t group = t.stores.open_group;
-    enqueue(t.stores, issue([] {},
-                            [=, &t] {
-                                const auto* first = reinterpret_cast<const float*>(from);
-                                std::vector<float> read(first, first + bytes / 4);
-                                auto addition = issue([] {},
-                                                      [=, x = std::move(read)] {
-                                                          for (size_t i = 0; i < x.size(); i++)
-                                                              atomic(static_cast<float*>(dst) + i,
-                                                                     [&](float old) { return old + x[i]; });
-                                                      });
-                                if (addition) t.additions.entries.push_back({group, std::move(addition)});
-                            }));
+    t.stores.add(issue([] {},
+                       [=, &t] {
+                           const auto* first = reinterpret_cast<const float*>(from);
+                           std::vector<float> read(first, first + bytes / 4);
+                           auto addition = issue([] {},
+                                                 [=, x = std::move(read)] {
+                                                     for (size_t i = 0; i < x.size(); i++)
+                                                         atomic(static_cast<float*>(dst) + i,
+                                                                [&](float old) { return old + x[i]; });
+                                                 });
+                           if (addition) t.additions.entries.push_back({group, std::move(addition)});
+                       }));
 }
 
 }    // namespace sim

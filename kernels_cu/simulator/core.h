@@ -11,6 +11,7 @@ void set_seed(uint64_t seed);
 void show_thread(int id);    // sets threadIdx
 Thread& next_thread();
 void start_thread(Thread& t);
+void check_alive(int rank, Site site);    // a block of the cluster
 
 void clear_report();
 void report(const char* text);    // for failures outside a thread

@@ -80,7 +80,7 @@ void let_blocks_pass() {
     if (block.policy == Policy::early || draw(2)) leave(Left::passing);
 }
 void wait_turn(const uint32_t* turns, uint32_t turn, Site site) {
-    check_global(turns, site);
+    check_global(turns, sizeof *turns, site);
     if (block.policy == Policy::random && !block.counting && draw(4) == 0) leave(Left::passing);
     Thread& t = me();
     t.for_blocks = true;
@@ -89,7 +89,7 @@ void wait_turn(const uint32_t* turns, uint32_t turn, Site site) {
     acquire(turns);
 }
 void end_turn(uint32_t* turns, Site site) {
-    check_global(turns, site);
+    check_global(turns, sizeof *turns, site);
     release(turns);
     __atomic_fetch_add(turns, 1, __ATOMIC_RELAXED);
     turns_ended++;

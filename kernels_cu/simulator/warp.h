@@ -66,32 +66,23 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 namespace sim {
-inline void full_mask(unsigned mask, const char* name, Site site) {
-    if (mask != ~0u) fail("%s of a part of a warp at %s:%d", name, site.file, site.line);
-}
-// f(all, lane) gives what each lane gets.
-template <class T, class F> T exchange(T value, int x, Site site, const char* name, F f) {
-    struct Args {
-        T in, out;
-        int x;
-    } args{value, {}, x};
-    collective<32>(args, site, name, [&](auto& all) {
-        for (int i = 0; i < 32; i++) {
-            int from = f(i, all[i]->x);
-            all[i]->out = all[from < 0 || from > 31 ? i : from]->in;
-        }
-    });
-    count(&Cost::shuffles, me().id % 32 == 0);
-    return args.out;
+SIM_API void full_mask(unsigned mask, const char* name, Site site);
+SIM_API void syncwarp(Site site);
+SIM_API unsigned ballot(bool predicate, Site site);
+SIM_API void set_registers(Site site);
+SIM_API bool elect(Site site);
+// from(lane, x) is the lane whose value each lane gets; its own if there is none.
+SIM_API void exchange(const void* in, void* out, size_t bytes, int x, Site site, const char* name,
+                      int (*from)(int lane, int x));
+template <class T> T exchange(T value, int x, Site site, const char* name, int (*from)(int, int)) {
+    T result = value;
+    exchange(&value, &result, sizeof value, x, site, name, from);
+    return result;
 }
 }    // namespace sim
 inline void __syncwarp(unsigned mask = ~0u, SIM_SITE) {
     sim::full_mask(mask, "__syncwarp", site);
-    sim::Nothing none;
-    auto* order = &sim::block.meetings[sim::me().id / 32];
-    sim::release(order);
-    sim::collective<32>(none, site, "__syncwarp", [](auto&) {});
-    sim::acquire(order);
+    sim::syncwarp(site);
 }
 template <class T> T __shfl_sync(unsigned mask, T value, int lane, int = 32, SIM_SITE) {
     sim::full_mask(mask, "__shfl_sync", site);
@@ -111,16 +102,7 @@ template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, in
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, SIM_SITE) {
     sim::full_mask(mask, "__ballot_sync", site);
-    struct Args {
-        bool in;
-        unsigned out;
-    } args{predicate != 0, 0};
-    sim::collective<32>(args, site, "__ballot_sync", [](auto& all) {
-        unsigned votes = 0;
-        for (int i = 0; i < 32; i++) votes |= unsigned(all[i]->in) << i;
-        for (auto* x : all) x->out = votes;
-    });
-    return args.out;
+    return sim::ballot(predicate != 0, site);
 }
 inline int __any_sync(unsigned mask, int predicate, SIM_SITE) {
     return __ballot_sync(mask, predicate, site) != 0;
@@ -186,17 +168,7 @@ inline uint32_t to_tf32(float x) {
 // ---- what the schedule of the block, not the data, depends on
 inline void bar_sync(int id, int threads, SIM_SITE) { sim::barrier(id, threads, true, site); }
 inline void bar_arrive(int id, int threads, SIM_SITE) { sim::barrier(id, threads, false, site); }
-inline bool elect_one(SIM_SITE) {
-    sim::Nothing none;
-    sim::collective<32>(none, site, "elect.sync", [](auto&) {});
-    return sim::me().id % 32 == 0;
-}
-namespace sim {
-inline void set_registers(Site site) {
-    Nothing none;
-    collective<128>(none, site, "setmaxnreg", [](auto&) {});
-}
-}    // namespace sim
+inline bool elect_one(SIM_SITE) { return sim::elect(site); }
 template <int kRegisters> void setmaxnreg_inc(SIM_SITE) {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
     sim::set_registers(site);

@@ -138,12 +138,11 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
         if (!w.a)
             announce_reads(Tile(w.desc_a, s.bytes, w.trans_a, r.rank, site), 64, s.k, s.bytes, w.trans_a);
     });
-    enqueue(g.products, issue(
-                            [&] {
-                                for (int t = 0; t < 128; t++)
-                                    memset(r.d[t], 0xff, per_thread * sizeof(float));
-                            },
-                            [=] { complete(w, r, site); }, &g.products));
+    g.products.add(issue(
+        [&] {
+            for (int t = 0; t < 128; t++) memset(r.d[t], 0xff, per_thread * sizeof(float));
+        },
+        [=] { complete(w, r, site); }, &g.products));
 }
 
 }    // namespace

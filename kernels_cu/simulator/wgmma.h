@@ -3,7 +3,6 @@
 
 namespace sim {
 
-enum class Format { f16, bf16, tf32, e4m3 };
 struct Wgmma {
     float* d;
     const uint32_t* a;    // registers, or null
@@ -17,10 +16,6 @@ SIM_API void wgmma(Wgmma args, Site site);
 SIM_API void wgmma_fence(Site site);
 SIM_API void wgmma_commit(Site site);
 SIM_API void wgmma_wait(int newest_left, Site site);
-template <class T> constexpr Format format_of() {
-    static_assert(kSame<T, __half> || kSame<T, __nv_bfloat16>);
-    return kSame<T, __half> ? Format::f16 : Format::bf16;
-}
 
 }    // namespace sim
 

@@ -1,19 +1,22 @@
-"""The header that kernels share is compiled once, and a kernel is compiled without it where it is gone."""
+"""What kernels share is compiled once, and a kernel is compiled without its header where that is gone."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cupy_flash.device import host_build
+from tests.paths import ROOT
 
 OPTIONS = host_build.flags()
 
 
 def headers_read(first: Path) -> str:
     """What g++ reads for a kernel: "! file" is a precompiled header, "x file" one that it refused."""
-    command = ["g++", *OPTIONS, *host_build.includes(), "-fsyntax-only", "-H", "-include", str(first)]
+    options = [host_build.KERNEL, *OPTIONS, *host_build.includes()]
+    command = ["g++", *options, "-fsyntax-only", "-H", "-include", str(first)]
     kernel = '#undef CF_ENTRY\n#define CF_ENTRY other\n#include "flash_reach.cu"\n'
     done = subprocess.run(
         [*command, "-x", "c++", "-"], input=kernel, capture_output=True, text=True, check=True
@@ -46,3 +49,26 @@ def test_few_precompiled_headers_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     new = host_build.primitives.__wrapped__(OPTIONS)
     kept = {file.name for file in folder.glob("*.gch")}
     assert kept == {f"{new.name}.gch", *(f"primitives-{age:016x}.h.gch" for age in range(7))}
+
+
+_BOTH_WANT = """
+from cupy_flash.device import host_build
+print(host_build.compile_library("wanted", ["-shared", "-x", "c++", "-"], [], text="int wanted;"))
+"""
+
+
+def test_what_two_processes_want_is_compiled_once(tmp_path: Path) -> None:
+    log, compiler = tmp_path / "log", tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *-o*) echo compiled >> {log}; sleep 3;; esac\nexec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", _BOTH_WANT]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    answers = {process.communicate(timeout=100)[0] for process in processes}
+    assert len(answers) == 1
+    assert b"wanted-" in answers.pop()
+    assert log.read_text() == "compiled\n"

@@ -117,7 +117,7 @@ def left_to_an_architecture(ptx: str) -> set[str]:
 def test_ptx_leaves_nothing_to_an_architecture(one: Build) -> None:
     need(one.cuda)
     for variant in VARIANTS.values():
-        text = toolchain.ptx_of(variant, *one)
+        text = toolchain.ptx(variant, *one).read_text()
         assert ".ftz" not in text
         assert "approx" not in text
         assert left_to_an_architecture(text) == set(), variant.name

@@ -68,16 +68,20 @@ def runtime(options: tuple[str, ...]) -> Path:
     core = host_build.core(options)
     units = sorted(RUNTIME.glob("*.cpp"))
     arguments = [
+        host_build.LIBRARY,
         *options,
         "-g0",
         "-fvisibility=default",
         *host_build.includes(),
-        *map(str, units),
+        "-x",
+        "c++",
+        "-",
+        "-x",
+        "none",
         *_link(core),
     ]
-    return host_build.compile_library(
-        "ptx_runtime", arguments, [*units, *_headers(), *host_build.simulator_headers()]
-    )
+    inputs = [*units, *_headers(), *host_build.simulator_headers()]
+    return host_build.compile_library("ptx_runtime", arguments, inputs, text=host_build.including(units))
 
 
 def _headers() -> list[Path]:

@@ -6,12 +6,12 @@ namespace ptx {
 template <int n, bool transposed> void load_matrices(u32 (&r)[n], u64 address, Site site) {
     const char* name = transposed ? "ldmatrix.trans" : "ldmatrix";
     const sim::Call inside = call(site);
-    sim::ldmatrix<transposed, n>(r, u32(address), inside, name);
+    sim::ldmatrix(r, n, transposed, u32(address), inside, name);
 }
 template <int n, bool transposed> void store_matrices(u64 address, const u32 (&r)[n], Site site) {
     const char* name = transposed ? "stmatrix.trans" : "stmatrix";
     const sim::Call inside = call(site);
-    sim::stmatrix<transposed, n>(u32(address), r, inside, name);
+    sim::stmatrix(u32(address), r, n, transposed, inside, name);
 }
 #define FOR(n, transposed)                                                                                   \
     template void load_matrices<n, transposed>(u32(&)[n], u64, Site);                                        \

@@ -111,9 +111,7 @@ void poll(Site site) {
 void copy_async(u64 to, u64 from, int bytes, int wanted, Site site) {
     const u32 dst = u32(shared_at(to, size_t(bytes), size_t(bytes), site) - sim::my_shared());
     const void* src = reinterpret_cast<const void*>(from);
-    if (bytes == 4) sim::cp_async<4>(dst, src, wanted, place(site));
-    else if (bytes == 8) sim::cp_async<8>(dst, src, wanted, place(site));
-    else sim::cp_async<16>(dst, src, wanted, place(site));
+    sim::cp_async(dst, src, bytes, wanted, place(site));
 }
 void copy_async_commit() { sim::me().copies.open_group++; }
 void copy_async_wait(int newest, Site site) {
