@@ -74,8 +74,8 @@ def _cubin_line(variant: Any, target: str) -> str:
     return f"{cubin.path} ({cubin.registers} registers, {cubin.spills} bytes spilled, {cubin.set})"
 
 
-def _cpu_text(problem: Problem) -> str:
-    """The plan of a problem on the CPU as text: why this family, its tile, its threads and its library."""
+def _cpu_text(problem: Problem, library: str) -> str:
+    """The plan of a problem on the CPU, of arrays of a library: why this family, its tile, its threads."""
     # why here: the CPU path is a fifth of what the package takes to import
     from .cpu import choose as on_cpu
     from .cpu import tiles
@@ -88,7 +88,8 @@ def _cpu_text(problem: Problem) -> str:
     if plan.isa is not None and plan.library is not None:
         queries, keys = family.tile_of(plan.isa, p, plan.library)
         lines.append(f"kernel    {p.direction} for {plan.isa.title}")
-        lines.append(f"  tile    {queries} queries x {keys} keys, on {family.workers(work)} threads")
+        count = family.workers(work, library)
+        lines.append(f"  tile    {queries} queries x {keys} keys, on {count} thread{'s' * (count > 1)}")
         lines.append(f"  library {plan.library.path} ({plan.library.compiler}, {plan.library.origin})")
         lines += family.notes(p, plan.library)
     elif p.empty:
@@ -150,7 +151,7 @@ def explain(
         problem, views = _describe_cache(q, k, v, options, kv_cache)
     driver = driver_of(views["q"].device, views["q"].library)
     if arch is None and driver is None:
-        return _cpu_text(problem)
+        return _cpu_text(problem, views["q"].library)
     if arch is None:
         device = views["q"].device[1]
         assert driver is not None

@@ -24,6 +24,21 @@ _torchs_own = torch._C._nn.scaled_dot_product_attention
 _operator = torch.ops.aten.scaled_dot_product_attention.default
 
 
+def _options(
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> dict[str, Any]:
+    """What torch's function takes beside its tensors, by name."""
+    return {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": enable_gqa,
+    }  # fmt: skip
+
+
 def _ran_backward(_: Tensor) -> None:
     ran_backward()
 
@@ -82,26 +97,17 @@ def sdpa_with_fallback(
     `sdpa_calls` has the reason of each fallback. A program of torch.compile has no fallback and no counts:
     there it is `scaled_dot_product_attention`. Backward passes have no fallback either.
     """
-    options: dict[str, Any] = {
-        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
-        "enable_gqa": enable_gqa,
-    }  # fmt: skip
+    options = _options(attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.compiler.is_compiling():
         return scaled_dot_product_attention(query, key, value, **options)
     o: Tensor = _ours_or(_torchs_own, query, key, value, **options)
     return o
 
 
-def _whole(  # type: ignore[no-untyped-def]
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
-):
+def _whole(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
     """The operator of torch, before it chooses a backend."""
-    options = {
-        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
-        "enable_gqa": enable_gqa,
-    }  # fmt: skip
-    tensors = query, key, value
-    if not are_untouched(*tensors, attn_mask):
+    tensors, options = (query, key, value), _options(*args, **named)
+    if not are_untouched(*tensors, options["attn_mask"]):
         # why: torch.compile keeps programs on disk, and does not know that this operator is overridden.
         left_to_torch("scaled_dot_product_attention: torch is tracing, or a mode or subclass sees the call.")
     elif _only_math():

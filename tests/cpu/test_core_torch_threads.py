@@ -65,6 +65,14 @@ def test_no_more_threads_than_torch_may_take(two_threads: None, asked: list[tupl
     assert not asked[1][1]
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_explain_tells_the_threads_that_torch_lends(two_threads: None, direction: str) -> None:
+    q = torch.randn(1, 4, 512, 32)
+    assert "keys, on 2 threads\n" in cupy_flash.explain(q, q, q, direction=direction)
+    torch.set_num_threads(1)
+    assert "keys, on 1 thread\n" in cupy_flash.explain(q, q, q, direction=direction)
+
+
 def test_threads_of_our_own_where_torch_has_more_than_there_are_cores(
     two_threads: None, asked: list[tuple[int, int]]
 ) -> None:

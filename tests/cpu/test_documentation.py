@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def require(code):
     for module in modules(code):
         if module == "cupy":
             require_gpu()
-        pytest.importorskip(module, reason=f"the example imports {module}, which is not installed")
+        # why not imported here: keras reads its backend from what the example sets before.
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"the example imports {module}, which is not installed")
 
 
 def require_gpu():
@@ -83,9 +86,19 @@ def require_gpu():
 # ---------------------------------------------------------------------- examples
 
 
+@pytest.fixture(autouse=True)
+def _torchs_own_attention():
+    """Pages put this library in the place of torch's function; the next one starts without."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.nn.functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+
+
 @pytest.mark.parametrize(("page", "line", "code"), blocks("python"))
 def test_python(page, line, code):
     require(code)
+    if page.stem == "use_it_in":  # why: other libraries warn of each other's deprecations
+        warnings.simplefilter("default")
     exec(compile("\n" * line + code, page.name, "exec"), {"__name__": f"{page.stem}_line_{line}"})
 
 
