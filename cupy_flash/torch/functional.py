@@ -136,8 +136,9 @@ def attention(
         and a torch.nn.attention.bias.CausalBias, which is read as causal and align.
     bias : Tensor or torch.nn.attention.bias.CausalBias, optional
         As in `cupy_flash.attention`.
-    scale : float or Tensor of one element, optional
-        As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
+    scale : float or Tensor, of one element or of shape (heads_q,) or (batch, heads_q), optional
+        As in `cupy_flash.attention`; of several elements one for each head. A tensor is multiplied into q, in
+        the dtype of q, and gets its gradient.
     seed : int or Tensor of one element, optional
         As in `cupy_flash.attention`. With dropout and no seed, one is drawn from torch's CPU generator, so
         that `torch.manual_seed` repeats it and activation checkpoints draw it again. Under torch.compile the
@@ -210,6 +211,8 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     {options: As in `cupy_flash.attention_varlen`.}
     mask, seed, score, reproducible
+        As in `attention`.
+    scale : float or Tensor, of one element or of shape (heads_q,), optional
         As in `attention`.
     return_lse : bool
         As in `cupy_flash.attention_varlen`.

@@ -12,6 +12,7 @@ from ..call.adopt.torch import refuse_wrapper
 from ..call.compound import QuantizedArray
 from ..call.options import PARAMETERS
 from ..call.spelling import kind_of, spelled
+from ..call.values import scale_shape
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import TENSORS, Call
 
@@ -143,11 +144,10 @@ def scaled_queries(call: Call) -> Call:
     """The call with a scale that is a tensor multiplied into q, so that it gets its gradient."""
     q = call.tensors[0]
     scale: Any = call.options.scale
-    if scale.numel() != 1:
-        raise InvalidArgumentsError(
-            f"scale has shape {tuple(scale.shape)}, not one element.", hint="q * scale, with scale=1.0"
-        )
-    tensors = (q * scale.reshape(()), *call.tensors[1:])
+    one = scale.numel() == 1
+    shape = () if one else scale_shape(tuple(scale.shape), tuple(q.shape), call.options.layout)
+    # why the cast: a scale with axes would make a q of 16 bits one of its own dtype.
+    tensors = ((q * scale.reshape(shape)).to(q.dtype), *call.tensors[1:])
     return call._replace(tensors=tensors, options=call.options._replace(scale=1.0))
 
 
