@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .call.arrays import numpy_dtype
+from .call.options import PER_HEAD
 from .call.reproducible import MODES
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .functions import ScoreFunction
@@ -76,8 +77,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     arrays.add_argument("--blocks", type=int, metavar="SIZE", help="queries and keys of a block")
     arrays.add_argument("--bias", choices=BROADCASTS)
     arrays.add_argument("--bias-dtype", help="default: as q")
-    arrays.add_argument("--alibi", action="store_true", help="with alibi_slopes")
-    arrays.add_argument("--sinks", action="store_true")
+    for name in PER_HEAD:
+        arrays.add_argument(f"--{name.replace('_', '-')}", action="store_true", help="a number for each head")
     _add_function(options)
     cache = parser.add_argument_group("attention_with_kv_cache")
     cache.add_argument("--cache", type=int, metavar="KEYS", help="over a cache of this capacity")

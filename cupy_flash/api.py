@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
 
@@ -12,9 +13,9 @@ from .call.functions import argument_views
 from .call.given import Options, Packing, split
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
-from .call.options import DenseOptions, GradientOptions
+from .call.options import DenseOptions, GradientOptions, declared
 from .call.outputs import finished
-from .call.signature import Array, takes
+from .call.signature import Array, documented, takes
 from .call.values import moment_apart
 from .prepare import prepared
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class Gradients(NamedTuple, Generic[Array]):  # Python 3.10 has no generic named tuples
-        """The same to a checker of types, which knows their library."""
+        """The same to a checker of types, which knows their library; options with a gradient are listed."""
 
         dq: Array
         dk: Array
@@ -34,37 +35,34 @@ if TYPE_CHECKING:
         dscore: tuple[Any, ...] | None = None
 
 else:
-
-    class Gradients(NamedTuple):
+    _OPTIONAL = {f"d{name}": option for name, option in declared(DenseOptions).items() if option.gradient}
+    Gradients = namedtuple(
+        "Gradients", ("dq", "dk", "dv", *_OPTIONAL, "dscore"), defaults=[None] * (len(_OPTIONAL) + 1)
+    )
+    Gradients.__doc__ = documented(
         """What `attention_backward` returns: arrays of the library, device and dtype of their inputs.
 
-        Attributes
-        ----------
-        dq, dk, dv : array
-            Shapes of q, k, v.
-        dbias : array or None
-            Shape and dtype of the bias, summed over the axes along which it was broadcast.
-        dsinks : array or None
-            (heads,).
-        dscore : tuple of (array or None), or None
-            Of the arrays bound to the score function, None for those that are not learned; None itself if
-            none is.
-        """
+    Attributes
+    ----------
+    dq, dk, dv : array
+        Shapes of q, k, v.
+    {options: Of options that were given: their shape and dtype, summed over the axes along which they were
+        broadcast; others are None.}
+    dscore : tuple of (array or None), or None
+        Of the arrays bound to the score function, None for those that are not learned; None itself if
+        none is.
+    """,
+        _OPTIONAL,
+    )
+    Gradients.__class_getitem__ = classmethod(GenericAlias)
 
-        dq: Any
-        dk: Any
-        dv: Any
-        dbias: Any = None
-        dsinks: Any = None
-        dscore: tuple[Any, ...] | None = None
+    def _gone(_: Gradients[Any], name: str) -> Any:
+        """Raise for a name that there is not; goes with 0.2, as the names of `signature.REMOVED`."""
+        if name == "dscore_args":
+            raise AttributeError("Gradients has no 'dscore_args' any more.\nTry: dscore")
+        raise AttributeError(f"'Gradients' object has no attribute {name!r}")
 
-        __class_getitem__ = classmethod(GenericAlias)
-
-        def __getattr__(self, name: str) -> Any:
-            # Goes with 0.2, as the names of `signature.REMOVED`.
-            if name == "dscore_args":
-                raise AttributeError("Gradients has no 'dscore_args' any more.\nTry: dscore")
-            raise AttributeError(f"'Gradients' object has no attribute {name!r}")
+    Gradients.__getattr__ = _gone
 
 
 @overload
@@ -177,8 +175,8 @@ def attention_backward(
     Returns
     -------
     Gradients
-        dq, dk, dv; dbias and dsinks if bias and sinks were given; dscore if the score function has learned
-        arguments.
+        dq, dk, dv, and of each option with a gradient that was given; dscore if the score function has
+        learned arguments.
 
     Raises
     ------

@@ -39,9 +39,9 @@ def jvp(
     o, lse : array
         As returned by ``attention(..., return_lse=True)``.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
-    dq, dk, dv, dbias, dsinks : array, optional
-        Tangents of q, k, v, bias and sinks, shape and dtype of these; or with an axis of several directions
-        in front, which share the weights. A missing one is 0, and its products are not computed. Finite.
+    {tangents: Of the arrays so named behind the d, shape and dtype of these; or with an axis of several
+        directions in front, which share the weights. A missing one is 0, and its products are not computed.
+        Finite.}
 
     Returns
     -------
@@ -95,8 +95,7 @@ def value_and_jvp(
     q, k, v : array
         As given to `cupy_flash.attention`, or to `cupy_flash.attention_varlen`.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
-    dq, dk, dv, dbias, dsinks : array, optional
-        Tangents, as of `jvp`.
+    {tangents: As of `jvp`.}
 
     Returns
     -------
@@ -152,15 +151,14 @@ def hvp(
     dlse : array, optional
         As given to `cupy_flash.attention_backward`.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
-    dq, dk, dv, dbias, dsinks : array, optional
-        The direction, as in `jvp`.
+    {tangents: The direction, as in `jvp`.}
     jvp : (array, array), optional
         What `jvp` returned for this direction; computed here if it is not given.
 
     Returns
     -------
     Gradients
-        Derivatives of dq, dk, dv, and of dbias and dsinks if bias and sinks were given; with the axis of
+        Derivatives of dq, dk, dv, and of the gradients of options that were given; with the axis of
         directions in front if there is one. Rows past the last offset, and those of keys not in use, are 0.
 
     Raises

@@ -83,8 +83,7 @@ def attention_with_kv_cache(
     layout : {"bhsd", "bshd"}
         As in `attention`; "bshd" caches are (batch, capacity, heads_k, head_dim) or
         (pages, page, heads_k, head_dim).
-    causal, window, scale, softcap, alibi_slopes, sinks, precision, reproducible, tuning
-        As in `attention`.
+    {shared: As in `attention`.}
     {options}
     return_lse : bool
         Also return the log-sum-exp of the scores.

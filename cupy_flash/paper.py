@@ -11,6 +11,7 @@ from .call.arrays import CPU, ArrayView, contiguous
 from .call.blocks import BlockMask
 from .call.compound import QuantizedArray, QuantizedCache, Rotary, Spans, Tuning
 from .call.operands import FLOAT8
+from .call.options import PER_HEAD
 from .errors import InvalidArgumentsError
 
 __all__ = ["BROADCASTS", "arguments_of_explain"]
@@ -64,8 +65,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
         "seed": 0 if asked.dropout else None,  # whichever: plans do not depend on it
         "mask": tuple(x for x in masks if x is not None) or None,
         "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
-        "alibi_slopes": of_heads if asked.alibi else None,
-        "sinks": of_heads if asked.sinks else None,
+        **{name: of_heads for name in PER_HEAD if getattr(asked, name)},
     }
     if asked.cache is not None:
         return call | _over_a_cache(asked, heads_k, head_dim_v)

@@ -14,11 +14,13 @@ from .call.cache_kinds import lies_in
 from .call.cache_problem import describe_cache
 from .call.functions import check_integers, learned_of
 from .call.given import Options
-from .call.operands import lift, lower_shape
+from .call.operands import lower_shape
+from .call.options import DIFFERENTIABLE
 from .call.outputs import check_out, check_overlap, workspace_address
 from .call.problem import Problem, describe
 from .call.progress import Tell, telling
 from .call.spans import check_spans
+from .call.tangents import tangent_operand
 from .call.values import OF_NO_CALL, Moment
 from .device.abi import LENGTH, SEED
 from .device.run import Driver
@@ -194,12 +196,9 @@ def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[st
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     if p.direction == "backward":
         kinds |= {"d" + name: (raw[name].shape, p.dtype) for name in "qkv"}
-        if p.want_dbias:
-            kinds["dbias"] = raw["bias"].shape, raw["bias"].dtype
-        if p.sinks:
-            kinds["dsinks"] = raw["sinks"].shape, p.accumulator
-        for name in learned_of(p.function):
-            kinds["d" + name] = raw[name].shape, raw[name].dtype
+        for name in (*DIFFERENTIABLE, *learned_of(p.function)):
+            if name in raw:
+                kinds["d" + name] = raw[name].shape, raw[name].dtype
     else:
         rank, rows = len(q.shape), views["q"].shape[:3]
         kinds["o"] = lower_shape((*rows, p.head_dim_v), layout, rank), p.result_dtype
@@ -215,11 +214,7 @@ def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[st
 
 def lifted(name: str, x: ArrayView, layout: str) -> ArrayView:
     """A result as kernels see it."""
-    if name in ("o", "dq", "dk", "dv"):
-        return lift(x, layout, len(x.shape))
-    if name == "dsinks" or "[" in name:
-        return x
-    return x.lifted(4 if name == "dbias" else 3)
+    return x if "[" in name else tangent_operand(name, x, layout, len(x.shape))
 
 
 # ---------------------------------------------------------------------------------------------- memory

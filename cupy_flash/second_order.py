@@ -14,6 +14,7 @@ from .call.blocks import check_blocks
 from .call.functions import check_integers
 from .call.given import Options, Packing
 from .call.operands import Views, table_of
+from .call.options import WITH_GRADIENT
 from .call.problem import Problem, describe
 from .call.progress import TOLD, part_of, telling
 from .call.reproducible import refuse_reproducible
@@ -35,9 +36,6 @@ __all__ = [
     "run_jvp",
     "tangents_of",
 ]
-
-
-GRADIENTS = tuple(name[1:] for name in TANGENTS)
 
 
 def tangents_of(given: dict[str, Any]) -> Views:
@@ -97,7 +95,7 @@ def run_hvp(
 ) -> Gradients[Any]:
     """Derivatives of the gradients; parameters as of `run_jvp`, with do and dlse among the arrays."""
     asked = described("hvp", raw, tangents, options, packing)
-    results = new_results(asked, {"d" + name: raw[name] for name in GRADIENTS if name in raw})
+    results = new_results(asked, {"d" + name: raw[name] for name in WITH_GRADIENT if name in raw})
     known = None if jvp is None else _adopted_jvp(jvp)
     hvp_into(results, raw, tangents, options, known, packing, asked)
     return Gradients(**{name: outputs.finished(view) for name, view in results.items()})

@@ -49,7 +49,7 @@ CASES = {
     ),
     "forward_e4m3_d128_causal": BASE._replace(dtype="float8_e4m3fn", of_float8="bfloat16", right=0),
     "forward_e4m3_d64_alibi": BASE._replace(
-        dtype="float8_e4m3fn", of_float8="float16", head_dim=64, head_dim_v=64, alibi=True
+        dtype="float8_e4m3fn", of_float8="float16", head_dim=64, head_dim_v=64, per_head=("alibi_slopes",)
     ),
     "backward_f16_d128_causal": BASE._replace(direction="backward", right=0),
     "backward_f16_d256": BASE._replace(direction="backward", head_dim=256, head_dim_v=256),
@@ -63,10 +63,10 @@ CASES = {
     ),
     "backward_f32_d64_dbias_sinks": BASE._replace(
         direction="backward", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),
-        bias_dtype="float32", want_dbias=True, sinks=True,
+        bias_dtype="float32", want_dbias=True, per_head=("sinks",),
     ),
     "backward_bf16_d512_causal_sinks": BASE._replace(
-        direction="backward", dtype="bfloat16", head_dim=512, head_dim_v=512, right=0, sinks=True
+        direction="backward", dtype="bfloat16", head_dim=512, head_dim_v=512, right=0, per_head=("sinks",)
     ),
     "backward_f16_d300_softcap": BASE._replace(
         direction="backward", head_dim=300, head_dim_v=300, softcap=30.0
@@ -74,11 +74,11 @@ CASES = {
     "backward_f64_d300": BASE._replace(direction="backward", dtype="float64", head_dim=300, head_dim_v=300),
     "jvp_f16_d128": BASE._replace(direction="jvp"),
     "hvp_bf16_d128_causal_sinks": BASE._replace(
-        direction="hvp", dtype="bfloat16", right=0, sinks=True
+        direction="hvp", dtype="bfloat16", right=0, per_head=("sinks",)
     ),
     "hvp_f32_d64_dbias_sinks": BASE._replace(
         direction="hvp", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),
-        bias_dtype="float32", want_dbias=True, sinks=True,
+        bias_dtype="float32", want_dbias=True, per_head=("sinks",),
     ),
     "decode_f16_d128_32k": CACHED,
     "decode_f16_d128_32k_same_bits": CACHED._replace(reproducible="batch"),

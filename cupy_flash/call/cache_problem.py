@@ -18,7 +18,7 @@ from .given import Options, Packing
 from .masks import resolve_band
 from .offsets import check_counts, counts, flat_mask, longest_length, offsets
 from .operands import lift, row_operand, score_operand
-from .problem import OFFSETS, Cache, Problem
+from .problem import OFFSETS, Cache, Problem, head_operands
 from .spans import Intervals, span_operand
 from .values import check_options, finite_number
 
@@ -94,8 +94,8 @@ def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
     ----------
     arrays : mapping of str to array
         q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
-        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale,
-        alibi_slopes, sinks, out, each of which may be None.
+        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale, those of a
+        number per head, out, each of which may be None.
 
     Returns
     -------
@@ -207,15 +207,11 @@ def describe_cache(
         view = raw["cache_batch_idx"]
         views["block_table"] = view._replace(shape=(*view.shape, 1), strides=(*view.strides, 1))
     acc = "float64" if raw["q"].dtype == "float64" else "float32"
-    for name, heads in (
-        ("alibi_slopes", sizes.heads_q),
-        ("k_scale", sizes.heads_k),
-        ("v_scale", sizes.heads_k),
-    ):
+    per_head = head_operands(raw, views, sizes.batch, sizes.heads_q, acc)
+    for name in ("k_scale", "v_scale"):
         if name in raw and name not in views:
-            views[name] = row_operand(name, raw, ((heads,), (sizes.batch, heads)), acc).lifted(2)
-    if "sinks" in raw:
-        views["sinks"] = row_operand("sinks", raw, ((sizes.heads_q,),), acc)
+            shapes = ((sizes.heads_k,), (sizes.batch, sizes.heads_k))
+            views[name] = row_operand(name, raw, shapes, acc).lifted(2)
     check_scales(raw, dtype)
     check_writable(raw)
     if splits is not None and not 1 <= (integer(splits) or 0) <= MOST_SPLITS:
@@ -247,8 +243,7 @@ def describe_cache(
         left=band.left,
         right=band.right,
         offset_from_end=True,
-        alibi="alibi_slopes" in raw,
-        sinks="sinks" in raw,
+        per_head=per_head,
         mask=mask,
         spans=spans,
         want_lse=want_lse,

@@ -209,7 +209,7 @@ def score_operand(
 
 
 def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtype: str) -> ArrayView:
-    """Check lse, dlse, sinks or alibi_slopes."""
+    """Check lse, dlse, scales, or what holds a number for each head."""
     view = raw[name]
     if view.dtype != dtype:
         raise wrong(f"{spelled(name)} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))

@@ -3,7 +3,9 @@
 A class of options is what some call takes. A field is an option: its name, its type, and an `Option` with all
 else that is to be known of it. Signatures, keywords that checkers of types know, rows of docstrings, the
 refusal of unknown names and the way of an option through adapters come from these classes: see
-`signature.takes`, and `given` for what a call makes of those that it was given.
+`signature.takes`, and `given` for what a call makes of those that it was given. How arrays are checked and
+seen, their gradients, sums and shards come from the tables at the end. An option with a gradient also has a
+tangent, in `_Tangents`, and a field of `Gradients` that checkers of types read.
 """
 
 # No annotations from __future__: types are read here, with what is attached to them.
@@ -14,7 +16,12 @@ from ..program.function import Bound, Program
 from .compound import MASK_PARTS, Rotary, Tuning
 
 __all__ = [
+    "AXES_OF",
+    "DERIVATIVES",
     "DIFFERENTIABLE",
+    "PARAMETERS",
+    "PER_HEAD",
+    "WITH_GRADIENT",
     "BandOptions",
     "CacheOptions",
     "CompiledOptions",
@@ -55,6 +62,9 @@ class Option(NamedTuple):
         Its sentence.
     array : bool
         Whether it is an array; others are values.
+    axes : tuple of str
+        Those of batch, heads, queries and keys that an array has. It may lack the batch; one with keys may
+        have length 1 along any, and lack any in front.
     gradient : bool
         Whether gradients reach it.
     parts : tuple of str
@@ -65,12 +75,16 @@ class Option(NamedTuple):
     kind: str
     text: str
     array: bool = False
+    axes: tuple[str, ...] = ()
     gradient: bool = False
     parts: tuple[str, ...] = ()
 
 
-def _array(kind: str, text: str, *, gradient: bool = False) -> Option:
-    return Option(None, kind, text, array=True, gradient=gradient)
+def _array(kind: str, text: str, axes: tuple[str, ...] = (), *, gradient: bool = False) -> Option:
+    return Option(None, kind, text, array=True, axes=axes, gradient=gradient)
+
+
+_PAIRS = ("batch", "heads", "queries", "keys")
 
 
 class _Causal(TypedDict, total=False):
@@ -116,6 +130,7 @@ class _Rows(TypedDict, total=False):
         _array(
             "array, shape (heads_q,) or (batch, heads_q), optional",
             "float32 (float64 for float64 inputs); adds ``-slope * |query position - key position|``.",
+            ("batch", "heads"),
         ),
     ]
     sinks: Annotated[
@@ -123,6 +138,7 @@ class _Rows(TypedDict, total=False):
         _array(
             "array, shape (heads_q,), optional",
             "float32 (float64 for float64 inputs); adds exp(sink) to the denominator of the softmax.",
+            ("heads",),
             gradient=True,
         ),
     ]
@@ -139,6 +155,7 @@ class _Pairs(TypedDict, total=False):
             "by `block_mask`; a function of positions (mask_mod) by `mask`. Masked tiles of spans and blocks "
             "are skipped. A tuple combines masks with AND.",
             array=True,
+            axes=_PAIRS,
             parts=MASK_PARTS,
         ),
     ]
@@ -147,6 +164,7 @@ class _Pairs(TypedDict, total=False):
         _array(
             "array, optional",
             "Added to the scaled scores; any floating dtype; broadcasts like a mask. -inf masks.",
+            _PAIRS,
             gradient=True,
         ),
     ]
@@ -531,5 +549,13 @@ def defaults(options: Any) -> dict[str, Any]:
     return {name: option.default for name, option in declared(options).items()}
 
 
-# Options of attention over whole sequences that gradients reach.
+# Of the options of attention over whole sequences, made once so that no call looks at declarations: those
+# that gradients reach, and with them all arrays of a call that have one.
 DIFFERENTIABLE = tuple(name for name, option in declared(DenseOptions).items() if option.gradient)
+WITH_GRADIENT = ("q", "k", "v", *DIFFERENTIABLE)
+# What their gradients are called, and their tangents.
+DERIVATIVES = tuple(f"d{name}" for name in WITH_GRADIENT)
+# The axes of arrays; those that hold a number for each head, and which of these a model learns.
+AXES_OF = {name: option.axes for name, option in declared(DenseOptions).items() if option.axes}
+PER_HEAD = tuple(name for name, axes in AXES_OF.items() if axes[-1] == "heads")
+PARAMETERS = tuple(name for name in PER_HEAD if name in DIFFERENTIABLE)

@@ -30,10 +30,11 @@ from .operands import (
     table_of,
     wrong,
 )
+from .options import AXES_OF, PER_HEAD
 from .spans import Intervals, span_operand
 from .values import check_options, finite_number
 
-__all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe"]
+__all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe", "head_operands"]
 
 # Where packed sequences begin and end.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqused_q", "mask_starts")
@@ -154,7 +155,8 @@ class Problem(NamedTuple):
     learned_elements : int
         Of all its arguments whose gradient is wanted, for the backward pass.
     bias_dtype : str or None
-    alibi, sinks : bool
+    per_head : tuple of str
+        Options that are given and hold a number for each head.
     dropout : float
     seed : int
     want_lse, want_dbias, deterministic, packed : bool
@@ -205,8 +207,7 @@ class Problem(NamedTuple):
     learned_elements: int = 0
     bias: tuple[int, ...] | None = None
     bias_dtype: str | None = None
-    alibi: bool = False
-    sinks: bool = False
+    per_head: tuple[str, ...] = ()
     dropout: float = 0.0
     seed: int = 0
     want_lse: bool = True
@@ -240,6 +241,16 @@ class Problem(NamedTuple):
     def accumulator(self) -> str:
         """The dtype of sums, LSE, sinks and ALiBi slopes."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def alibi(self) -> bool:
+        """Whether there are slopes of ALiBi."""
+        return "alibi_slopes" in self.per_head
+
+    @property
+    def sinks(self) -> bool:
+        """Whether there are attention sinks."""
+        return "sinks" in self.per_head
 
     @property
     def extents(self) -> tuple[int, int, int, int]:
@@ -282,8 +293,7 @@ class Problem(NamedTuple):
                 (self.blocks.summary() if self.blocks else "", self.blocks),
                 (self.function.summary() if self.function else "", self.function),
                 (f"bias{self.bias} {self.bias_dtype}", self.bias),
-                ("alibi_slopes", self.alibi),
-                ("sinks", self.sinks),
+                *((name, True) for name in self.per_head),
                 (f"dropout={self.dropout}", self.dropout),
                 (f"precision={self.precision}", self.precision),
                 ("last axis not contiguous", not self.in_rows),
@@ -308,6 +318,16 @@ def _other_layout(views: Views, layout: str | None) -> str:
         return ""
     other = layout_that_fits(views, layout)
     return f'; or layout="{other}", if these arrays are {AXES[other]}' if other else ""
+
+
+def head_operands(raw: Views, views: Views, batch: int, heads: int, dtype: str) -> tuple[str, ...]:
+    """Check the options that hold a number for each head, put their views into views, return their names."""
+    given = tuple(name for name in PER_HEAD if name in raw)
+    for name in given:
+        axes = AXES_OF[name]
+        shapes = ((heads,), (batch, heads))[: len(axes)]
+        views[name] = row_operand(name, raw, shapes, dtype).lifted(len(axes))
+    return given
 
 
 def describe(
@@ -378,11 +398,7 @@ def describe(
     spans = span_operand(raw, views, full)
     blocks = block_operands(raw, views, full)
     function = function_operands(options.score, raw, views)
-    if "alibi_slopes" in raw:
-        slopes = row_operand("alibi_slopes", raw, ((heads_q,), (batch, heads_q)), acc)
-        views["alibi_slopes"] = slopes.lifted(2)
-    if "sinks" in raw:
-        views["sinks"] = row_operand("sinks", raw, ((heads_q,),), acc)
+    per_head = head_operands(raw, views, batch, heads_q, acc)
     for name in SCALES:
         if name in raw:
             of_heads = row_operand(name, raw, ((heads_k,), (batch, heads_k)), "float32")
@@ -435,8 +451,7 @@ def describe(
         learned_elements=learned_elements(function, views) if direction == "backward" else 0,
         bias=bias,
         bias_dtype=None if bias is None else raw["bias"].dtype,
-        alibi="alibi_slopes" in raw,
-        sinks="sinks" in raw,
+        per_head=per_head,
         dropout=float(options.dropout),
         seed=0 if options.seed is None else int(options.seed),
         want_lse=want_lse,

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..namespace import PACKAGE
-from .options import Option, declared, types
+from .options import WITH_GRADIENT, DenseOptions, Option, declared, types
 
 __all__ = ["REMOVED", "AnyArray", "Array", "Retell", "documented", "takes"]
 
@@ -86,7 +86,8 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
     options : class, optional
         The function has them as ``**options``: those that were given. They become part of its signature and
         of its docstring, where that says ``{options}``, a row each, or ``{options: As in ...}``, a row for
-        all; those that the docstring describes itself are left out.
+        all; those that the docstring describes itself are left out. Rows of those that `attention` has too
+        may stand apart, where it says ``{shared: ...}``, and of tangents, where it says ``{tangents: ...}``.
     retell : callable, optional
         Says an error of the function by the names that it has for our options.
     """
@@ -166,23 +167,34 @@ def _meant(name: str, called: str, names: list[str]) -> str:
 # why: torch.compile calls it, where it would have to read difflib
 _meant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-_PLACE = re.compile(r"^    \{options(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
+_PLACE = re.compile(r"^    \{(options|shared|tangents)(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^    (\w+(?:, \w+)*)(?: : .*)?$", re.MULTILINE)
 
 
 def documented(doc: str | None, options: dict[str, Option]) -> str | None:
     """A docstring with the rows of its options."""
-    place = _PLACE.search(doc) if doc else None
-    if doc is None or place is None:
-        return doc
+    if doc is None:
+        return None
     described = {name for row in _ROW.findall(doc) for name in row.split(", ")}
     left = {name: option for name, option in options.items() if name not in described}
-    if place.group(1):
+    for place in sorted(_PLACE.finditer(doc), key=lambda place: place[1] == "options"):
+        of_attention = declared(DenseOptions)
+        names = {
+            "options": list(left),
+            "shared": [name for name, option in left.items() if of_attention.get(name) is option],
+            "tangents": [name for name in left if name[0] == "d" and name[1:] in WITH_GRADIENT],
+        }[place[1]]
+        doc = doc.replace(place[0], _rows({name: left.pop(name) for name in names}, place[2]))
+    return doc
+
+
+def _rows(options: dict[str, Option], text: str | None) -> str:
+    """Rows of options, each with its own text, or all with one."""
+    if text:
         # why several: the names of a row stand on one line
-        text = " ".join(place.group(1).split())
-        rows = [(names.rstrip(","), text) for names in wrap(", ".join(left), 106)]
+        text = " ".join(text.split())
+        rows = [(names.rstrip(","), text) for names in wrap(", ".join(options), 106)]
     else:
-        rows = [(f"{name} : {x.kind}", x.text) for name, x in left.items()]
+        rows = [(f"{name} : {x.kind}", x.text) for name, x in options.items()]
     wrapped = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
-    text = "\n".join(f"    {head}\n{wrapped.fill(text)}" for head, text in rows)
-    return doc[: place.start()] + text + doc[place.end() :]
+    return "\n".join(f"    {head}\n{wrapped.fill(text)}" for head, text in rows)

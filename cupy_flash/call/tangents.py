@@ -5,11 +5,12 @@ from __future__ import annotations
 from ..errors import InvalidArgumentsError
 from .arrays import ArrayView, device_name
 from .operands import Views, cast, lift, table_of
+from .options import AXES_OF, DERIVATIVES, DIFFERENTIABLE
 
 __all__ = ["TANGENTS", "check_tangents", "directions_of", "shape_of_results", "tangent_operand"]
 
 # By the names that calls give them; each belongs to the array whose name follows the d.
-TANGENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+TANGENTS = DERIVATIVES
 
 
 def check_tangents(raw: Views, tangents: Views) -> int | None:
@@ -32,7 +33,7 @@ def check_tangents(raw: Views, tangents: Views) -> int | None:
         raise InvalidArgumentsError(
             "no tangent is given, so that all derivatives are 0.",
             table,
-            hint="dq=, dk=, dv=, dbias= or dsinks=",
+            hint=f"{'=, '.join(TANGENTS[:-1])}= or {TANGENTS[-1]}=",
         )
     counts: dict[str, int | None] = {}
     for name, view in tangents.items():
@@ -111,13 +112,16 @@ def directions_of(views: Views, count: int | None, layout: str, rank: int) -> li
     return [{name: tangent_operand(name, x, layout, rank) for name, x in one.items()} for one in each]
 
 
+# Axes of the tangents and results that have no features.
+_RANKS = {"lse": 3, "lse_dot": 3} | {
+    n: len(AXES_OF[name]) for name in DIFFERENTIABLE for n in (f"d{name}", f"{name}_dot")
+}
+
+
 def tangent_operand(name: str, view: ArrayView, layout: str, rank: int) -> ArrayView:
     """A tangent or a result as (batch, heads, seq, head_dim), (batch, heads, queries, keys) and so on."""
-    if name in ("sinks_dot", "dsinks"):
-        return view
-    if name in ("bias_dot", "dbias"):
-        return view.lifted(4)
-    return view.lifted(3) if name == "lse_dot" else lift(view, layout, rank)
+    axes = _RANKS.get(name)
+    return lift(view, layout, rank) if axes is None else view.lifted(axes)
 
 
 def _nth(view: ArrayView, n: int) -> ArrayView:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..call.options import DERIVATIVES
 from . import tiles
 from .again import drop, gradient_rows, row_lse, weights_again
 from .progress import count
@@ -46,7 +47,7 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
     p, acc = problem, np.dtype(problem.accumulator)
     if p.empty:
         for name, array in arrays.items():
-            if name in ("dq", "dk", "dv", "dbias", "dsinks") or name.startswith("dbound"):
+            if name in DERIVATIVES or name.startswith("dbound"):
                 array[...] = 0
         return
     scores = Scores(p, arrays)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..call.options import DERIVATIVES, PER_HEAD
 from . import tiles
-from .scores import Scores, by_key_head, cut_out, operand, rows_of
+from .scores import Scores, by_key_head, cut_out, of_heads, operand, rows_of
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -18,13 +19,14 @@ Array = np.ndarray[Any, Any]
 
 def grouped_direction(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return what belongs to a direction, tangents and results, as `grouped_inputs` returns inputs."""
-    names = ("k_dot", "v_dot", "dk", "dv", "dbias", "dsinks")
+    names = ("k_dot", "v_dot", *DERIVATIVES)
     dots = {name: arrays[name] for name in names if name in arrays}
     for name in ("q_dot", "bias_dot", "o_dot", "lse_dot", "dq"):
         if name in arrays:
             dots[name] = by_key_head(arrays[name], problem.heads_k)
-    if "sinks_dot" in arrays:  # (1, key heads, group, 1)
-        dots["sinks_dot"] = by_key_head(arrays["sinks_dot"][None], problem.heads_k)[..., None]
+    for name in PER_HEAD:
+        if f"{name}_dot" in arrays:
+            dots[f"{name}_dot"] = of_heads(arrays[f"{name}_dot"], problem.heads_k)
     return dots
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..call.options import DERIVATIVES
 from . import tiles
 from .again import drop, gradient_rows, row_lse, weights_again
 from .backward import add_to_dbias
@@ -50,7 +51,7 @@ def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
     p = problem
     if p.empty:
         for direction in directions:
-            for name in ("dq", "dk", "dv", "dbias", "dsinks"):
+            for name in DERIVATIVES:
                 if name in direction:
                     direction[name][...] = 0
         return

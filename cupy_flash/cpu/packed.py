@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..call.codes import CODE_UNITS
+from ..call.options import AXES_OF, DIFFERENTIABLE, PER_HEAD
 from .backward import backward
 from .decode import decode
 from .forward import forward
@@ -24,7 +25,10 @@ Array = np.ndarray[Any, Any]
 
 _QUERY_ROWS = ("q", "o", "do", "dq", "lse", "dlse", "q_dot", "o_dot", "lse_dot")
 _KEY_ROWS = ("k", "v", "dk", "dv", "k_dot", "v_dot")
-
+_GRADIENTS = frozenset(f"d{name}" for name in DIFFERENTIABLE)
+# Options of a number per head, and their tangents: what may differ between sequences, and what is shared.
+_OF_SEQUENCES = tuple(n for name in PER_HEAD if "batch" in AXES_OF[name] for n in (name, f"{name}_dot"))
+_SHARED = frozenset(n for name in PER_HEAD if "batch" not in AXES_OF[name] for n in (name, f"{name}_dot"))
 
 # Those of second order in one direction, whose arrays lie beside the others.
 _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
@@ -37,7 +41,7 @@ _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
 
 
 def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
-    """Run a pass over every sequence; dbias, dsinks and dbound are summed over those that share them.
+    """Run a pass over every sequence; gradients of what sequences share are summed over them.
 
     Parameters
     ----------
@@ -48,7 +52,7 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
         cu_seqlens_q, cu_seqlens_k and, if given, seqused_q, seqused_k, ragged_mask and mask_starts.
     """
     # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
-    summed = [n for n in arrays if n in ("dbias", "dsinks") or n.startswith("dbound")]
+    summed = [n for n in arrays if n in _GRADIENTS or n.startswith("dbound")]
     sums: dict[str, Array] = {n: np.zeros(arrays[n].shape, problem.accumulator) for n in summed}
     compute = _PASSES[problem.direction]
     for n in range(problem.batch):
@@ -71,9 +75,9 @@ def _sequence(
     """One sequence as a problem of its own, and views of what belongs to it."""
     rows_q = _rows(arrays, "cu_seqlens_q", "seqused_q", sequence)
     views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
-    shared = (n for n in arrays if n in ("sinks", "sinks_dot") or n.startswith("bound"))
+    shared = (n for n in arrays if n in _SHARED or n.startswith("bound"))
     views |= {name: arrays[name] for name in shared}
-    for name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"):
+    for name in (*_OF_SEQUENCES, "q_scale", "k_scale", "v_scale"):
         if name in arrays:
             views[name] = _of_sequence(arrays[name], sequence)
     one = problem._replace(packed=False, batch=1, sequence=sequence, seqlen_q=rows_q.stop - rows_q.start)

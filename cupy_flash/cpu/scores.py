@@ -28,15 +28,18 @@ def by_key_head(x: Array, heads_k: int) -> Array:
     return x.reshape(batch, *inner, *x.shape[2:])
 
 
+def of_heads(x: Array, heads_k: int) -> Array:
+    """View a number for each head, ([1 or batch,] heads), as (1 or batch, key heads, group, 1)."""
+    return by_key_head(np.atleast_2d(x), heads_k)[..., None]
+
+
 def grouped_inputs(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return what belongs to keys as it is, and views by key head of all that belongs to queries."""
     x = {name: arrays[name] for name in ("k", "v", "dk", "dv") if name in arrays}
     for name in ("q", "o", "lse", "do", "dlse", "dq"):
         if name in arrays:
             x[name] = by_key_head(arrays[name], problem.heads_k)
-    if problem.sinks:  # (1, key heads, group, 1)
-        x["sinks"] = by_key_head(arrays["sinks"][None], problem.heads_k)[..., None]
-    return x
+    return x | {name: of_heads(arrays[name], problem.heads_k) for name in problem.per_head}
 
 
 def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
@@ -73,8 +76,8 @@ class Scores:
         if problem.function is not None:
             count = len(problem.function.arguments)
             self.function = TileFunction(problem, [arrays[f"bound[{n}]"] for n in range(count)])
-        # slopes: (batch, key heads, group, 1, 1)
-        self.slopes = by_key_head(arrays["alibi_slopes"], heads_k)[..., None, None] if problem.alibi else None
+        # slopes: (1 or batch, key heads, group, 1, 1)
+        self.slopes = of_heads(arrays["alibi_slopes"], heads_k)[..., None] if problem.alibi else None
         # What 8-bit floats are multiplied by, (1 or batch, key heads, 1, 1, 1): q and k together, and v.
         units = [arrays[name][..., None, None, None] for name in ("q_scale", "k_scale") if name in arrays]
         self.unit_qk = functools.reduce(np.multiply, units) if units else None

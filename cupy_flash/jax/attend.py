@@ -34,12 +34,16 @@ def attend(
 def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:
     """Queries and a number that give the same products, and their derivatives, those by the scale too.
 
-    why a number: a scale of 0 would hide in dQ what its own gradient is made of; one that is not finite gives
-    NaN here, as it does in JAX, where a call refuses it.
+    why a number: it is not rounded to the dtype of q. A scale of 0 would hide in dQ what its own gradient is
+    made of; one that is not finite gives NaN here, as it does in JAX, where a call refuses it.
     """
-    usable = jnp.isfinite(scale) & (scale != 0)
-    number = jax.lax.stop_gradient(jnp.where(usable, scale, 1))
-    instead = jnp.where(usable, q, jnp.broadcast_to((0 * scale).astype(q.dtype), q.shape))
+    if scale.ndim:  # one for each head
+        number = jnp.ones((), scale.dtype)
+        instead = (q * scale).astype(q.dtype)
+    else:
+        usable = jnp.isfinite(scale) & (scale != 0)
+        number = jax.lax.stop_gradient(jnp.where(usable, scale, 1))
+        instead = jnp.where(usable, q, jnp.broadcast_to((0 * scale).astype(q.dtype), q.shape))
     # why finite: a row that belongs to no sequence has no gradient, and may hold anything.
     wide = jnp.where(jnp.isfinite(q), q, 0).astype(scale.dtype)
     derivative = (wide * (scale / number)).astype(q.dtype)

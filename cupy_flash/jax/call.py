@@ -18,7 +18,7 @@ from ..call.arrays import CPU
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.functions import learned_by
 from ..call.given import Options
-from ..call.options import DIFFERENTIABLE
+from ..call.options import WITH_GRADIENT
 from .buffers import address
 from .ffi import foreign, is_exporting
 from .run import Cached, Config, run
@@ -138,7 +138,7 @@ def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict
 
 def differentiable(options: Options) -> tuple[str, ...]:
     """Names of the arrays that have gradients, those of them that are there."""
-    return ("q", "k", "v", *DIFFERENTIABLE, *learned_by(options.score))
+    return (*WITH_GRADIENT, *learned_by(options.score))
 
 
 def backward(

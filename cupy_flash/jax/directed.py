@@ -13,6 +13,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.given import Options
+from ..call.options import WITH_GRADIENT
 from ..call.problem import OFFSETS
 from ..device.run import Driver
 from ..ready import driver_of
@@ -75,7 +76,7 @@ def directed(
     given = ("o", "lse") if direction == "jvp" else ("o", "lse", "do", "dlse")
     every = (*names, *given, *("d" + name for name in along))
     arrays = dict(zip(every, args, strict=True))
-    of = [n for n in names if direction == "hvp" and n in ("q", "k", "v", "bias", "sinks")]
+    of = [n for n in names if direction == "hvp" and n in WITH_GRADIENT]
     written = {"d" + name: arrays[name] for name in of}
     # why results: on a GPU it is XLA that has memory.
     written |= {_MOVED[name]: arrays[name] for name in ("o", "lse")}

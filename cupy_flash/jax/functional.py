@@ -15,7 +15,7 @@ from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import over_pages
 from .attend import attend
-from .numbers import numbers_apart
+from .numbers import numbers_apart, scale_apart
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def attention(
         As in `cupy_flash.attention`.
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.attention`. As arrays they may be traced. scale has a gradient; asking for that of
-        softcap raises. The host reads them in every call, and waits for them on a GPU.
+        softcap raises. The host reads them in every call, and waits for them on a GPU. A scale for each head,
+        of shape (heads_q,) or (batch, heads_q), is multiplied into q, in the dtype of q.
     seed : int, Array of int of shape (), or key of `jax.random`, optional
         As in `cupy_flash.attention`. It may be traced, and a new one does not recompile: the host reads it in
         every call, and waits for it on a GPU. A key of any kind gives 64 random bits; an integer drops the
@@ -129,6 +130,8 @@ def attention_varlen(
         lengths.
     mask, bias
         As in `attention`, over (sequences, heads_q, max_seqlen_q, max_seqlen_k).
+    scale : float or Array of shape () or (heads_q,), optional
+        As in `attention`.
     {options: As in `attention`; positions count from the start of each sequence.}
     return_lse : bool
         As in `attention`.
@@ -168,7 +171,7 @@ def _attend(given: dict[str, Any], options: dict[str, Any], return_lse: bool) ->
     arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
     # why tuples: what is static has to be a key.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    values = numbers_apart(arrays, values)
+    values = numbers_apart(arrays, scale_apart(arrays, values))
     longest = None
     if "cu_seqlens_q" in arrays:
         rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")

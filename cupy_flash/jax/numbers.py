@@ -10,11 +10,11 @@ import numpy as np
 
 from ..call.checks import integer
 from ..call.given import Options
-from ..call.values import finite_number
+from ..call.values import finite_number, scale_shape
 from ..errors import InvalidArgumentsError
 from .run import NUMBERS
 
-__all__ = ["numbers_apart"]
+__all__ = ["numbers_apart", "scale_apart"]
 
 
 def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
@@ -29,6 +29,16 @@ def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
     return options._replace(scale=scale, softcap=softcap)
 
 
+def scale_apart(arrays: dict[str, Any], options: Options) -> Options:
+    """Put a scale for each head among the arrays, in the shape in which it multiplies q."""
+    scale = options.scale
+    if not isinstance(scale, jax.Array) or not scale.shape or not jnp.issubdtype(scale.dtype, jnp.floating):
+        return options
+    shape = scale_shape(scale.shape, arrays["q"].shape, options.layout)
+    arrays["scale"] = scale.reshape(shape).astype(_real(arrays))
+    return options._replace(scale=None)
+
+
 def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | None:
     """A number, or None where there is none or it is an array, which is put among the arrays."""
     if not isinstance(value, jax.Array):
@@ -40,8 +50,13 @@ def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | Non
             f"{name} is a JAX array of {value.dtype.name} of shape {value.shape}.",
             hint=f"one real number, such as {name}=0.125",
         )
-    arrays[name] = value.astype(jnp.float64 if arrays["q"].dtype == jnp.float64 else jnp.float32)
+    arrays[name] = value.astype(_real(arrays))
     return None
+
+
+def _real(arrays: dict[str, Any]) -> Any:
+    """The dtype of numbers beside these arrays."""
+    return jnp.float64 if arrays["q"].dtype == jnp.float64 else jnp.float32
 
 
 def _words(seed: Any) -> Any:

@@ -16,6 +16,10 @@ from .launch import Launch, Part, Plan
 __all__ = ["Launch", "Part", "Plan", "choose"]
 
 
+# What kernels read of the options that hold a number for each head.
+_PER_HEAD = ("alibi_slopes", "sinks")
+
+
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> Plan:
     """Choose the kernels for a problem.
@@ -40,7 +44,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
     from .families import CACHE_FAMILIES, FAMILIES
 
-    for name, asked in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask)):
+    unread = [(name, True) for name in problem.per_head if name not in _PER_HEAD]
+    for name, asked in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask), *unread):
         if asked:
             raise UnsupportedError(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
     if isinstance(problem.function, Graph):

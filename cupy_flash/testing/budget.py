@@ -42,7 +42,7 @@ from .reference import Options
 __all__ = ["Verdict", "assert_within_budget", "error_budget", "to_numpy"]
 
 FORWARD = ("o", "lse")
-BACKWARD = ("dq", "dk", "dv", "dbias", "dsinks")
+BACKWARD = reference.Gradients._fields
 UNIT_ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}
 # Of a weight as e4m3, 3 bits of mantissa; and half of the least one, 2^-9, in units of the largest, 2^8.
 E4M3_ROUNDOFF, E4M3_LOST = 2**-4, 2**-18
@@ -130,7 +130,7 @@ def error_budget(
     Parameters
     ----------
     actual : mapping or object with attributes
-        Any of o, lse, dq, dk, dv, dbias, dsinks; what is missing or None is not compared.
+        Any of o, lse and the gradients; what is missing or None is not compared.
     q, k, v, do, dlse : array
         The inputs; do is needed for gradients.
     precision : {None, "ieee", "tf32x3", "tf32", "e4m3"}, optional
@@ -150,11 +150,7 @@ def error_budget(
         if type(x).__name__ == "QuantizedArray":
             options[f"{name}_scale"] = x.scale
     q, k, v = (to_numpy(x.codes if type(x).__name__ == "QuantizedArray" else x) for x in (q, k, v))
-    if hasattr(options.get("mask"), "dtype"):
-        options["mask"] = to_numpy(options["mask"])
-    for name in ("bias", "alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale"):
-        if options.get(name) is not None:
-            options[name] = to_numpy(options[name])
+    options |= {name: to_numpy(x) for name, x in options.items() if getattr(x, "ndim", 0)}
     do = None if do is None else to_numpy(do)
     dlse = None if dlse is None else to_numpy(dlse)
     if do is None and any(name in given for name in BACKWARD):

@@ -9,7 +9,7 @@ import torch
 from ..api import adopted, run_backward, run_forward
 from ..call.given import Options, Packing, split
 from ..call.operands import Views
-from ..call.options import DIFFERENTIABLE, CompiledOptions
+from ..call.options import WITH_GRADIENT, CompiledOptions
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import pack
 from .schema import arguments_of, array_names
@@ -31,8 +31,8 @@ __all__ = [
 _ARRAYS = array_names(CompiledOptions)
 TENSORS = ("q", "k", "v", *_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
 # Positions among them of those that have a gradient, in the order of `Gradients`, and of options without.
-GRADIENTS = tuple(map(TENSORS.index, ("q", "k", "v", *DIFFERENTIABLE)))
-NO_GRADIENTS = tuple(TENSORS.index(name) for name in _ARRAYS if name not in DIFFERENTIABLE)
+GRADIENTS = tuple(map(TENSORS.index, WITH_GRADIENT))
+NO_GRADIENTS = tuple(TENSORS.index(name) for name in _ARRAYS if name not in WITH_GRADIENT)
 # What else an operator takes, in its order.
 ARGUMENTS = arguments_of(
     CompiledOptions,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..call.options import RecordedFunctionOptions, RecordedRaggedFunctionOptions
+from ..call.options import PARAMETERS, RecordedFunctionOptions, RecordedRaggedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .blocks import has_function, ours
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_varlen", "scaled_dot_product_attention", "varlen_attn"]
 
 Tensor: TypeAlias = torch.Tensor
-_SINKS = TENSORS.index("sinks")
+_PARAMETERS = tuple(map(TENSORS.index, PARAMETERS))
 
 
 def _attend(call: Call, return_lse: bool) -> Any:
@@ -87,8 +87,9 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
             raise UnsupportedError(
                 f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias"
             )
-    if call.tensors[_SINKS] is not None:
-        arrays[_SINKS - 3] = widened(call.tensors[_SINKS], q)
+    for at in _PARAMETERS:
+        if call.tensors[at] is not None:
+            arrays[at - 3] = widened(call.tensors[at], q)
     call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
     plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
     if options.seed is None and options.dropout:
@@ -135,8 +136,9 @@ def attention(
         and a torch.nn.attention.bias.CausalBias, which is read as causal and align.
     bias : Tensor or torch.nn.attention.bias.CausalBias, optional
         As in `cupy_flash.attention`.
-    scale : float or Tensor of one element, optional
-        As in `cupy_flash.attention`. A tensor is multiplied into q, in the dtype of q, and gets its gradient.
+    scale : float or Tensor, of one element or of shape (heads_q,) or (batch, heads_q), optional
+        As in `cupy_flash.attention`; of several elements one for each head. A tensor is multiplied into q, in
+        the dtype of q, and gets its gradient.
     seed : int or Tensor of one element, optional
         As in `cupy_flash.attention`. With dropout and no seed, one is drawn from torch's CPU generator, so
         that `torch.manual_seed` repeats it and activation checkpoints draw it again. Under torch.compile the
@@ -209,6 +211,8 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     {options: As in `cupy_flash.attention_varlen`.}
     mask, seed, score, reproducible
+        As in `attention`.
+    scale : float or Tensor, of one element or of shape (heads_q,), optional
         As in `attention`.
     return_lse : bool
         As in `cupy_flash.attention_varlen`.

@@ -10,14 +10,14 @@ from ..api import adopted, run_backward, run_forward
 from ..call.arrays import ArrayView
 from ..call.given import Packing, split
 from ..call.opaque import opaque
-from ..call.options import DIFFERENTIABLE
+from ..call.options import WITH_GRADIENT
 from ..call.spelling import spelled
 from ..errors import UnsupportedError
 from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_untouched
-from .given import cast_by_context, check_parts, widened
+from .given import cast_by_context, check_parts, widen
 from .ops import first_derivative_only
 
 __all__ = ["attend_by_function"]
@@ -45,8 +45,7 @@ def attend_by_function(
     arrays, values, lengths = (*split(options), ()) if cuts is None else split_packed(options)
     q, k, v = cast_by_context(q, k, v)
     tensors = {"q": q, "k": k, "v": v, **arrays}
-    if "sinks" in tensors:
-        tensors["sinks"] = widened(tensors["sinks"], q)
+    widen(tensors, q)
     check_parts(("q", "k", "v"), **tensors)
     if q.is_meta:
         raise UnsupportedError(
@@ -62,7 +61,7 @@ def attend_by_function(
         values = values._replace(seed=int(torch.randint(2**62, ())))
     wanted = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
     for name in wanted:
-        if name not in ("q", "k", "v", *DIFFERENTIABLE) and not name.startswith(_ARGUMENT):
+        if name not in WITH_GRADIENT and not name.startswith(_ARGUMENT):
             raise UnsupportedError(
                 f"{spelled(name)} has no gradient.",
                 hint=f"{spelled(name)}.detach(), or what it adds as a bias",

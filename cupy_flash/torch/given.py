@@ -10,7 +10,9 @@ import torch
 
 from ..call.adopt.torch import refuse_wrapper
 from ..call.compound import QuantizedArray
+from ..call.options import PARAMETERS
 from ..call.spelling import kind_of, spelled
+from ..call.values import scale_shape
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import TENSORS, Call
 
@@ -24,6 +26,7 @@ __all__ = [
     "is_sharded",
     "refuse_lost_gradients",
     "scaled_queries",
+    "widen",
     "widened",
 ]
 
@@ -141,11 +144,10 @@ def scaled_queries(call: Call) -> Call:
     """The call with a scale that is a tensor multiplied into q, so that it gets its gradient."""
     q = call.tensors[0]
     scale: Any = call.options.scale
-    if scale.numel() != 1:
-        raise InvalidArgumentsError(
-            f"scale has shape {tuple(scale.shape)}, not one element.", hint="q * scale, with scale=1.0"
-        )
-    tensors = (q * scale.reshape(()), *call.tensors[1:])
+    one = scale.numel() == 1
+    shape = () if one else scale_shape(tuple(scale.shape), tuple(q.shape), call.options.layout)
+    # why the cast: a scale with axes would make a q of 16 bits one of its own dtype.
+    tensors = ((q * scale.reshape(shape)).to(q.dtype), *call.tensors[1:])
     return call._replace(tensors=tensors, options=call.options._replace(scale=1.0))
 
 
@@ -159,11 +161,18 @@ def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     return tuple([x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)])
 
 
-def widened(sinks: Any, q: Any) -> Any:
-    """Sinks of 16 bits, as models of 16 bits hold them, in the wider dtype of sinks; the cast is recorded."""
-    if not isinstance(sinks, torch.Tensor) or sinks.dtype not in (torch.float16, torch.bfloat16):
-        return sinks
-    return sinks.to(torch.float64 if getattr(q, "dtype", None) == torch.float64 else torch.float32)
+def widen(given: dict[str, Any], q: Any) -> None:
+    """Replace the parameters among the arrays of a call that are of 16 bits."""
+    for name in PARAMETERS:
+        if name in given:
+            given[name] = widened(given[name], q)
+
+
+def widened(x: Any, q: Any) -> Any:
+    """A parameter of 16 bits, as models of 16 bits hold it, in its wider dtype here; the cast is recorded."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.float64 if getattr(q, "dtype", None) == torch.float64 else torch.float32)
 
 
 def refuse_lost_gradients(**named: Any) -> None:

@@ -16,7 +16,7 @@ from ..call.spelling import spelled
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..namespace import NAMESPACE
 from .eager import is_plain
-from .given import check_one_device, check_parts, refuse_lost_gradients, widened
+from .given import check_one_device, check_parts, refuse_lost_gradients, widen
 from .ops import library, lse_shape, operators
 from .schema import Argument, arguments_of, array_names, schema
 
@@ -125,8 +125,7 @@ def attention_with_kv_cache(
             "tuning has a workspace, and torch manages its own memory.",
             hint="tuning._replace(workspace=None), or cupy_flash.attention_with_kv_cache",
         )
-    if flat.get("sinks") is not None:
-        flat["sinks"] = widened(flat["sinks"], q)
+    widen(flat, q)
     values: dict[str, Any] = dict.fromkeys((*_ARRAYS, *(argument.name for argument in _ARGUMENTS)))
     values |= {**_DEFAULTS, **flat, "return_lse": return_lse, "q": q, "cache_seqlens": cache_seqlens}
     length: Any = cache_seqlens

@@ -41,7 +41,7 @@ class FlashAttention(torch.nn.Module):
         q, k, v : Tensor
             As in `attention`.
         **arrays
-            mask, bias, alibi_slopes, sinks, seed, return_lse.
+            Options that are arrays, seed, return_lse.
 
         Returns
         -------

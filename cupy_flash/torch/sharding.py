@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from ..call.options import AXES_OF
 from ..errors import UnsupportedError
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call
 from .ops import differentiate, operator
@@ -71,15 +72,12 @@ class _Split:
             return None
         if name in ("q", "k", "v"):
             return self.of_rows()
-        axis = None
-        if name in ("mask", "bias"):
-            axis = x.ndim - (4 if self.kind == "batch" else 3)
-            axis = axis if axis >= 0 and x.shape[axis] > 1 else None
-        elif name == "alibi_slopes":
-            axis = x.ndim - 1 if self.kind == "heads" else 0 if x.ndim == 2 else None
-        elif name == "sinks":
-            axis = 0 if self.kind == "heads" else None
-        return Replicate() if axis is None or self.kind == "nothing" else Shard(axis)
+        axes = AXES_OF.get(name, ())
+        if self.kind not in axes:
+            return Replicate()
+        axis = axes.index(self.kind) + x.ndim - len(axes)  # an array may lack axes in front
+        is_shared = axis < 0 or ("keys" in axes and x.shape[axis] == 1)
+        return Replicate() if is_shared else Shard(axis)
 
     def of_gradient(self, name: str) -> Any:
         """Of the gradient of an argument: a sum, if devices share the argument."""

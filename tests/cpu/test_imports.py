@@ -174,10 +174,10 @@ def test_the_reference_is_independent() -> None:
 
 
 def test_the_cpu_path_knows_nothing_of_kernels() -> None:
-    """It gets a Problem, whose score function is a program, arrays, and knows how codes and blocks lie."""
+    """It gets a Problem, whose score function is a program, arrays, and knows options, codes and blocks."""
     for path in (PACKAGE / "cpu").glob("*.py"):
         ours = {i.name for i in imports_of(path) if i.ours and room_of(i.name) not in ("cpu", "program")}
-        assert ours <= {"call.problem", "call.codes", "call.blocks", "errors"}, (
+        assert ours <= {"call.problem", "call.options", "call.codes", "call.blocks", "errors"}, (
             f"cpu/{path.name} imports {ours}"
         )
 

@@ -222,6 +222,49 @@ def test_a_traced_scale_and_its_gradient(scale, softcap):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=["heads", "batch"])
+def test_a_scale_for_each_head(shape, layout):
+    """A temperature per head, also 0 and below, with its gradient and second derivative."""
+    q, k, v = qkv()
+    scale = jnp.linspace(-0.5, 1, 4 if shape == (4,) else 8).reshape(shape).at[..., 1].set(0)
+
+    def ours(q, scale):
+        if layout == "bhsd":
+            return cf.attention(q, k, v, scale=scale)
+        return cf.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), scale=scale, layout=layout).swapaxes(1, 2)
+
+    def theirs(q, scale):
+        return scaled_by_jax(q, k, v, scale[..., None, None])
+
+    def loss(function, *arrays):
+        return jnp.sin(function(*arrays)).sum()
+
+    wanted = jax.grad(partial(loss, theirs), argnums=(0, 1))(q, scale)
+    assert (wanted[1] != 0).all()
+    for a, b in zip(jax.jit(jax.grad(partial(loss, ours), argnums=(0, 1)))(q, scale), wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    ours_twice, theirs_twice = (jax.hessian(lambda s, f=f: loss(f, q, s))(scale) for f in (ours, theirs))
+    np.testing.assert_allclose(ours_twice, theirs_twice, rtol=1e-3, atol=1e-4)
+    each = jax.vmap(lambda s: ours(q, s))(jnp.stack([scale, 2 * scale]))
+    np.testing.assert_allclose(each[1], theirs(q, 2 * scale), rtol=1e-4, atol=1e-5)
+    half = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    assert cf.attention(*half, scale=scale[..., :4]).dtype == jnp.bfloat16
+
+
+def test_a_scale_for_each_head_of_packed_sequences():
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv())
+    q, cuts = q.at[7:].set(jnp.nan), jnp.array([0, 3, 7], jnp.int32)  # these rows belong to no sequence
+    scale = jnp.array([0.3, 0.0, -1.0, 0.7])
+
+    def loss(scale):
+        return jnp.sin(cf.attention_varlen(q, k, v, cuts, cuts, scale=scale)).sum()
+
+    step = 1e-2 * jnp.eye(4)
+    slope = jnp.stack([(loss(scale + s) - loss(scale - s)) / 2e-2 for s in step])
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(scale), slope, rtol=1e-2, atol=1e-3)
+
+
 def test_a_traced_scale_of_packed_sequences_and_of_a_batch():
     q, k, v = qkv()
     several = jnp.array([0.1, 0.5])
@@ -255,9 +298,10 @@ def test_a_traced_softcap_has_no_gradient_and_says_so():
 
 def test_numbers_that_are_none():
     q, k, v = qkv()
-    for bad in (jnp.ones(3), jnp.array(True)):
-        with pytest.raises(InvalidArgumentsError, match=r"scale is a JAX array of (.|\n)*Try: "):
-            cf.attention(q, k, v, scale=bad)
+    with pytest.raises(InvalidArgumentsError, match=r"scale has shape \(3,\)(.|\n)*Try: .*\(heads_q,\)"):
+        cf.attention(q, k, v, scale=jnp.ones(3))
+    with pytest.raises(InvalidArgumentsError, match=r"scale is a JAX array of (.|\n)*Try: "):
+        cf.attention(q, k, v, scale=jnp.array(True))
     assert jnp.isnan(jax.jit(lambda scale: cf.attention(q, k, v, scale=scale))(jnp.nan)).all()
     with pytest.raises(Exception, match=r"softcap is -2\.0, not above 0"):
         jax.block_until_ready(jax.jit(lambda cap: cf.attention(q, k, v, softcap=cap))(-2.0))

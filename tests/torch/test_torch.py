@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import math
 import subprocess
 import sys
 
@@ -129,14 +130,66 @@ class TestGradients:
         theirs = torch.autograd.grad((scores.softmax(-1) @ v.repeat_interleave(2, 1)).sum(), scale)
         torch.testing.assert_close(ours, theirs)
 
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=["heads", "batch"])
+    def test_of_a_scale_for_each_head(self, shape, layout):
+        """A temperature per head, also 0 and below."""
+        q, k, v = qkv()
+        scale = torch.linspace(-0.5, 1, math.prod(shape), dtype=torch.float64).reshape(shape)
+        scale[..., 1] = 0
+        scale.requires_grad_()
+        lie = (lambda x: x) if layout == "bhsd" else (lambda x: x.transpose(1, 2))
+
+        def function(q, scale):
+            o, lse = cf.attention(
+                lie(q), lie(k), lie(v), scale=scale, softcap=3.0, layout=layout, return_lse=True
+            )
+            return lie(o), lse
+
+        def textbook(q, scale):
+            scores = 3 * torch.tanh(q @ k.repeat_interleave(2, 1).mT * scale[..., None, None] / 3)
+            return scores.softmax(-1) @ v.repeat_interleave(2, 1), scores.logsumexp(-1)
+
+        torch.testing.assert_close(function(q, scale), textbook(q, scale))
+        assert torch.autograd.gradcheck(function, (q, scale))
+        ours, theirs = (
+            torch.autograd.functional.hessian(lambda s, f=f: f(q, s)[0].sin().sum(), scale)
+            for f in (function, textbook)
+        )
+        torch.testing.assert_close(ours, theirs)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, scale), function(q, scale))
+        half = [x.detach().bfloat16() for x in (q, k, v)]
+        assert cf.attention(*map(lie, half), scale=scale, layout=layout).dtype == torch.bfloat16
+
+    def test_of_a_scale_for_each_head_of_packed_sequences(self):
+        q, k, v = (x[0].transpose(0, 1) for x in qkv())
+        cuts = torch.tensor([0, 4, 9], dtype=torch.int32)
+        scale = torch.tensor([0.3, 0.0, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+        o = cf.attention_varlen(q, k, v, cuts, cuts, scale=scale)
+        torch.testing.assert_close(
+            o, cf.attention_varlen(q * scale[:, None], k, v, cuts, cuts, scale=1.0), atol=0, rtol=0
+        )
+        assert torch.autograd.gradcheck(lambda s: cf.attention_varlen(q, k, v, cuts, cuts, scale=s), scale)
+        with pytest.raises(InvalidArgumentsError, match=r"scale has shape \(2, 4\)"):
+            cf.attention_varlen(q, k, v, cuts, cuts, scale=torch.ones(2, 4))
+
     def test_of_numbers_that_would_be_lost(self):
         q, k, v = qkv()
         number = torch.tensor(0.5, requires_grad=True)
-        with pytest.raises(InvalidArgumentsError, match=r"scale has shape \(4,\)"):
-            cf.attention(q, k, v, scale=torch.ones(4))
+        for shape in ((3,), (4, 2), (1, 4), (2, 4, 1)):
+            with pytest.raises(InvalidArgumentsError, match=r"scale has shape \((.|\n)*Try: .*\(heads_q,\)"):
+                cf.attention(q, k, v, scale=torch.ones(shape))
         with pytest.raises(UnsupportedError, match=r"softcap has no gradient(.|\n)*Try: softcap\.detach"):
             cf.attention(q, k, v, softcap=number)
         plain = [x.detach() for x in (q, k, v)]
+        for call in (
+            lambda scale: cupy_flash.attention(*plain, scale=scale),
+            lambda scale: cf.attention_with_kv_cache(*plain, cache_seqlens=9, scale=scale),
+            lambda scale: cupy_flash.attention(*(x.numpy() for x in plain), scale=scale.numpy()),
+        ):
+            with pytest.raises(InvalidArgumentsError, match=r"scale has shape \(4,\)(.|\n)*Try: q \* scale"):
+                call(torch.ones(4))
         for name in ("scale", "softcap"):
             with pytest.raises(
                 InvalidArgumentsError, match=f"{name} is a tensor that requires grad(.|\n)*Try:"

@@ -33,14 +33,12 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
     return TORCH_DTYPES.get(name, name), at
 
 
-# Arrays whose gradient cupy_flash.torch records.
-_RECORDED = ("q", "k", "v", "bias", "sinks")
-
-
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        from ..options import WITH_GRADIENT  # why here: options are declared over what adopts arrays
+
         name = spelled(name)
-        recorded = "cupy_flash.torch.attention, which does; or " * (name in _RECORDED)
+        recorded = "cupy_flash.torch.attention, which does; or " * (name in WITH_GRADIENT)
         raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
             hint=f"{recorded}{name}.detach(), or a call inside torch.no_grad()",

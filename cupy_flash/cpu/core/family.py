@@ -20,7 +20,7 @@ from .function import FilledFunction, FunctionCall
 from .function import refusals as function_refusals
 from .isa import ISAS, Isa
 from .locate import Library, load
-from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, Params
+from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, TENSORS, Params
 from .progress import Watch
 from .sources import AMX, BFLOAT16
 
@@ -45,7 +45,7 @@ def refusals(problem: Problem) -> list[str]:
     p = problem
     if p.empty or not p.heads_k:
         return ["there is nothing to compute"]
-    reasons = []
+    reasons = [f"does not read {name}" for name in p.per_head if name not in TENSORS]
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
     if p.cache is not None and p.cache.codes and p.accumulator == "float64":

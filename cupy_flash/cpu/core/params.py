@@ -13,7 +13,7 @@ from ...call.codes import CODE_UNITS
 from ...call.problem import Problem
 from ..philox import threshold
 
-__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "OUTSIDE", "SECOND_ORDER", "STOP", "Params"]
+__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "OUTSIDE", "SECOND_ORDER", "STOP", "TENSORS", "Params"]
 
 ABI_VERSION = 5
 
