@@ -14,16 +14,20 @@ Run with, say, ``mpiexec -n 4 python script.py``:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from . import ring
+from .agreement import Agreement
 from .api import Gradients
 from .call.adopt import adopt
 from .call.arrays import CPU
+from .call.checks import one_of
 from .call.options import RingGradientOptions, RingOptions, defaults
 from .call.signature import takes
+from .call.spelling import kind_of
+from .errors import InvalidArgumentsError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,38 +38,57 @@ __all__ = ["ring_attention", "ring_attention_backward"]
 class _Link:
     """Messages of bytes, since MPI has no 16-bit floats."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, agreement: str) -> None:
+        if not hasattr(comm, "Get_rank"):
+            raise InvalidArgumentsError(f"comm is {kind_of(comm)}.", hint="mpi4py.MPI.COMM_WORLD")
+        if not one_of(agreement, ("call", "never")):
+            raise InvalidArgumentsError(
+                f"agreement is {agreement!r}.", hint='agreement="call" or agreement="never"'
+            )
         self.comm = comm
         self.rank, self.ranks = comm.Get_rank(), comm.Get_size()
+        self.agreement = Agreement(self._gather if agreement == "call" else None)
 
-    def pass_on(self, arrays: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-        sent = [x if x.flags.c_contiguous else x.copy("C") for x in arrays]
-        received = [type(x)(x.shape, x.dtype) for x in sent]
-        if adopt(sent[0], "k").device != CPU:
+    def _gather(self, own: bytes) -> list[bytes]:
+        everyone = np.empty((self.ranks, len(own)), np.uint8)
+        self.comm.Allgather(np.frombuffer(own, np.uint8), everyone)
+        return [x.tobytes() for x in everyone]
+
+    def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
+        if adopt(arrays[0], "k").device != CPU:
             import cupy
 
             # sync: MPI reads on its own; what the stream has still to write must be there.
             cupy.cuda.get_current_stream().synchronize()
+        sent = list(arrays)
         requests = []
         try:
-            for tag, (out, into) in enumerate(zip(sent, received, strict=True)):
-                requests.append(self.comm.Irecv(_bytes(into), (self.rank - 1) % self.ranks, tag))
-                requests.append(self.comm.Isend(_bytes(out), (self.rank + 1) % self.ranks, tag))
+            for tag, (out, place) in enumerate(zip(arrays, into, strict=True)):
+                requests.append(self.comm.Irecv(_bytes(place), (self.rank - by) % self.ranks, tag))
+                requests.append(self.comm.Isend(_bytes(out), (self.rank + by) % self.ranks, tag))
         except BaseException:
             for request in requests:
                 request.Cancel()
             ring.all_done(request.Wait for request in requests)
             raise
 
-        def arrived() -> tuple[Any, ...]:
+        def arrived() -> None:
             ring.all_done(request.Wait for request in requests)
-            del sent[:]  # until here MPI reads it
-            return tuple(received)
+            sent.clear()  # until here MPI reads it
 
         return arrived
 
+    def contiguous(self, x: Any) -> Any:
+        return x if x.flags.c_contiguous else x.copy("C")
+
+    def reserve(self, like: Any, count: int, wide: bool) -> Any:
+        return type(like)((count,), self._sum(like) if wide else like.dtype)
+
+    def _sum(self, x: Any) -> str:
+        return "float64" if x.dtype == "float64" else "float32"
+
     def wide(self, x: Any) -> Any:
-        return x.astype("float64" if x.dtype == "float64" else "float32")
+        return x.astype(self._sum(x))
 
     def narrow(self, x: Any, like: Any) -> Any:
         return x.astype(like.dtype, copy=False)
@@ -84,22 +107,26 @@ def _bytes(x: Any) -> Any:
 
 @takes(RingOptions)
 def ring_attention(
-    q: Any, k: Any, v: Any, comm: Any, *, cu_seqlens: Any = None, **options: Unpack[RingOptions]
-) -> tuple[Any, Any]:
+    q: Any, k: Any, v: Any, comm: Any, *,
+    cu_seqlens: Any = None, agreement: Literal["call", "never"] = "call", **options: Unpack[RingOptions],
+) -> tuple[Any, Any]:  # fmt: skip
     """Ring attention: `cupy_flash.attention` over a sequence split over the processes of a communicator.
 
     Parameters
     ----------
     q, k, v : array
-        This process's parts, of one length in all processes: the rows `cupy_flash.ring.positions` names, in
-        that order. The whole sequence attends to itself. NumPy, or CuPy under an MPI that knows CUDA.
+        This process's parts: the rows `cupy_flash.ring.positions` names, in that order. NumPy, or CuPy under
+        an MPI that knows CUDA.
     comm : mpi4py.MPI.Comm
         Every process of it makes the call. The tags 0 and 1 are used.
     cu_seqlens : array of int32, shape (sequences + 1,), optional
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
         (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. On a GPU they are
         read back, which waits for the stream.
-    {options: As in `cupy_flash.attention`.}
+    agreement : {"call", "never"}
+        Whether processes compare their arguments before every call, 32 bytes of each. Without it, processes
+        that differ get wrong results, or the library of the messages ends them.
+    {options}
 
     Returns
     -------
@@ -109,18 +136,20 @@ def ring_attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
-        As in `cupy_flash.attention`; also an odd number of rows with causal.
+        As in `cupy_flash.attention`; also rows that are not those of `cupy_flash.ring.positions`, and
+        arguments that are not the same in all processes.
     """
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    return ring.forward(_Link(comm), q, k, v, every.pop("causal"), every, cu_seqlens)
+    return ring.forward(_Link(comm, agreement), q, k, v, every.pop("causal"), every, cu_seqlens)
 
 
 @takes(RingGradientOptions)
 def ring_attention_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, comm: Any, *,
-    cu_seqlens: Any = None, **options: Unpack[RingGradientOptions],
+    cu_seqlens: Any = None, agreement: Literal["call", "never"] = "call",
+    **options: Unpack[RingGradientOptions],
 ) -> Gradients[Any]:  # fmt: skip
     """Gradients of `ring_attention`.
 
@@ -128,7 +157,7 @@ def ring_attention_backward(
     ----------
     do : array
         Gradient of the loss with respect to this process's o.
-    q, k, v, comm, cu_seqlens
+    q, k, v, comm, cu_seqlens, agreement
         As given to `ring_attention`.
     {options: As given to `ring_attention`.}
     o, lse : array
@@ -139,7 +168,7 @@ def ring_attention_backward(
     Returns
     -------
     Gradients
-        dq, dk and dv of this process's parts.
+        dq, dk and dv of this process's parts; dsinks is its share, to be added up over the processes.
 
     Raises
     ------
@@ -150,4 +179,4 @@ def ring_attention_backward(
     dlse, causal = every.pop("dlse"), every.pop("causal")
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    return ring.backward(_Link(comm), do, q, k, v, o, lse, dlse, causal, every, cu_seqlens)
+    return ring.backward(_Link(comm, agreement), do, q, k, v, o, lse, dlse, causal, every, cu_seqlens)

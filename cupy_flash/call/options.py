@@ -43,6 +43,7 @@ __all__ = [
     "RingGradientOptions",
     "RingOptions",
     "SecondGradientOptions",
+    "ShardOptions",
     "TangentOptions",
     "declared",
     "defaults",
@@ -124,7 +125,7 @@ class _Scores(TypedDict, total=False):
     ]
 
 
-class _Rows(TypedDict, total=False):
+class _Alibi(TypedDict, total=False):
     alibi_slopes: Annotated[
         Any,
         _array(
@@ -133,6 +134,9 @@ class _Rows(TypedDict, total=False):
             ("batch", "heads"),
         ),
     ]
+
+
+class _Sinks(TypedDict, total=False):
     sinks: Annotated[
         Any,
         _array(
@@ -142,6 +146,10 @@ class _Rows(TypedDict, total=False):
             gradient=True,
         ),
     ]
+
+
+class _Rows(_Alibi, _Sinks, total=False):
+    """Arrays with a number for each head."""
 
 
 class _Pairs(TypedDict, total=False):
@@ -240,6 +248,28 @@ class _Reproducible(TypedDict, total=False):
             "those over one: Hopper's own kernels then compute prompts. "
             '"device": as "batch", and the bits are those of every GPU and of the simulator: float32 (with '
             'precision="ieee", which it implies) and float64, in IEEE operations alone, on no tensor core.',
+        ),
+    ]
+
+
+class _Parts(TypedDict, total=False):
+    parts: Annotated[
+        Literal["zigzag", "contiguous"] | None,
+        Option(
+            None,
+            '{"zigzag", "contiguous"}, optional',
+            "Which rows a process holds, as `cupy_flash.ring.positions` names them. Default: zigzag with "
+            "causal, else contiguous. Causal with a window or with unequal lengths takes contiguous parts "
+            "only, and they must be named.",
+        ),
+    ]
+    seqlen: Annotated[
+        int | tuple[int, int] | None,
+        Option(
+            None,
+            "int, or (int, int) of queries and of keys, optional",
+            "Length of the whole sequence; needed where it does not divide into parts of equal length. "
+            "Default: the rows of a part times the number of processes.",
         ),
     ]
 
@@ -509,7 +539,7 @@ class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible
     """Those of attention over a shared prefix where gradients are recorded."""
 
 
-class RingOptions(_Causal, _Scores, _Layout, _Precision, total=False):
+class RingOptions(_Aligned, _Scores, _Sinks, _Layout, _Precision, _Parts, total=False):
     """Those of a sequence that lies in parts."""
 
 
@@ -519,6 +549,10 @@ class RingGradientOptions(_LseGradient, _Reproducible, RingOptions, total=False)
 
 class RecordedRingOptions(RingOptions, _Reproducible, total=False):
     """Those of it where gradients are recorded."""
+
+
+class ShardOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible, total=False):
+    """Those of parts inside JAX's shard_map."""
 
 
 class BandOptions(_Aligned, total=False):

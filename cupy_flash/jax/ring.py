@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from ..call.checks import flag
 from ..call.given import Options
-from ..call.options import RecordedRingOptions
+from ..call.options import ShardOptions
 from ..call.signature import takes
 from ..merge import united
-from ..ring import check_parts, halves
+from ..parts import check_parts, halves
 from .call import alike, backward, forward
 from .functional import check
 
@@ -217,7 +217,7 @@ def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, A
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-@takes(RecordedRingOptions)
+@takes(ShardOptions)
 def ring_attention(
     q: Any,
     k: Any,
@@ -227,7 +227,7 @@ def ring_attention(
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
     return_lse: bool = False,
-    **options: Unpack[RecordedRingOptions],
+    **options: Unpack[ShardOptions],
 ) -> Any:
     """`attention` over a sequence of which every device along a mesh axis holds a part, with gradients.
 

@@ -29,7 +29,6 @@ __all__ = [
     "lse_shape",
     "operator",
     "operators",
-    "refuse_forward_mode",
 ]
 
 _SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
@@ -113,24 +112,24 @@ class _FirstDerivative(torch.autograd.Function):
     """Hands gradients on, and raises when they are differentiated again, where torch would see no graph."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, order: str, *grads_and_inputs: Any) -> tuple[Any, ...]:
-        ctx.order = order
+    def forward(ctx: Any, count: int, what: str, *grads_and_inputs: Any) -> tuple[Any, ...]:
+        ctx.what = what
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads_and_inputs[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise UnsupportedError(f"attention has no {ctx.order} derivative.", hint="create_graph=False")
+        raise UnsupportedError(f"{ctx.what} derivative.", hint="create_graph=False")
 
 
 def first_derivative_only(
-    grads: tuple[Any, ...], inputs: tuple[Any, ...], order: str = "second"
+    grads: tuple[Any, ...], inputs: tuple[Any, ...], order: str = "second", of: str = "attention"
 ) -> tuple[Any, ...]:
     """The gradients, tied to what they depend on if a graph of them is being recorded.
 
-    order: which derivative it is that there is not.
+    order, of: which derivative it is that there is not, and of what.
     """
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        grads = _FirstDerivative.apply(len(grads), order, *grads, *inputs)
+        grads = _FirstDerivative.apply(len(grads), f"{of} has no {order}", *grads, *inputs)
     return grads
 
 
@@ -201,11 +200,3 @@ def in_forward_mode(*tensors: Any) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def refuse_forward_mode(*tensors: Any) -> None:
-    """Raise if a tangent of forward-mode differentiation would be dropped silently."""
-    if in_forward_mode(*tensors):
-        raise UnsupportedError(
-            "attention has no forward-mode derivative.", hint="reverse mode: torch.func.vjp or backward()"
-        )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import ring
+from ..agreement import Agreement
+from ..call.checks import one_of
 from ..call.options import RecordedRingOptions, defaults
 from ..call.reproducible import refuse_reproducible
 from ..call.signature import takes
-from ..errors import UnsupportedError
-from .given import refuse_lost_gradients
-from .ops import first_derivative_only, refuse_forward_mode
+from ..call.spelling import kind_of
+from ..errors import InvalidArgumentsError, UnsupportedError
+from .given import check_tensors, refuse_lost_gradients
+from .ops import first_derivative_only, in_forward_mode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,30 +28,65 @@ if TYPE_CHECKING:
 __all__ = ["ring_attention"]
 
 
+class _History:
+    """The calls of this process in a group: how many it has begun, and which arguments all agreed on."""
+
+    def __init__(self) -> None:
+        self.calls, self.known = 0, set[bytes]()
+
+
+_histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
+
+
 class _Link:
-    """Point-to-point sends within a process group."""
+    """Point-to-point sends within a process group, in one call."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(
+        self, group: Any, device: torch.device, agreement: str | None, forward: int | None = None
+    ) -> None:
+        self._given = group, device, agreement
+        self.group, self._device = group, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        ends = ((self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks)
-        self._next, self._before = ends if group is None else (dist.get_global_rank(group, r) for r in ends)
+        self._of_all = dist.get_process_group_ranks(group)
+        history = _histories.setdefault(group, _History())
+        history.calls += 1
+        self._number = history.calls
+        # why not every call on a GPU: the host would wait for all that runs there.
+        when = agreement or ("call" if device.type == "cpu" else "signature")
+        self.agreement = Agreement(
+            None if when == "never" else self._gather,
+            {"number of the call": self._number, "backward of call": forward},
+            history.known if when == "signature" else None,
+        )
 
-    def pass_on(self, arrays: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-        sent = [x.contiguous() for x in arrays]
-        received = [torch.empty_like(x) for x in sent]
-        sends = [dist.P2POp(dist.isend, x, self._next, self.group) for x in sent]
-        receives = [dist.P2POp(dist.irecv, x, self._before, self.group) for x in received]
+    def returning(self) -> _Link:
+        """That of the backward pass of this call."""
+        return _Link(*self._given, self._number)
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [bytes(x.tolist()) for x in everyone]
+
+    def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
+        to, source = (self._of_all[(self.rank + n) % self.ranks] for n in (by, -by))
+        sends = [dist.P2POp(dist.isend, x, to, self.group) for x in arrays]
+        receives = [dist.P2POp(dist.irecv, x, source, self.group) for x in into]
         works = dist.batch_isend_irecv(sends + receives)
+        return lambda: ring.all_done(work.wait for work in works)
 
-        def arrived() -> tuple[Any, ...]:
-            ring.all_done(work.wait for work in works)
-            return tuple(received)
+    def contiguous(self, x: Any) -> Any:
+        return x.contiguous()
 
-        return arrived
+    def reserve(self, like: Any, count: int, wide: bool) -> Any:
+        return like.new_empty(count, dtype=self._sum(like) if wide else like.dtype)
+
+    def _sum(self, x: Any) -> torch.dtype:
+        return torch.promote_types(x.dtype, torch.float32)
 
     def wide(self, x: Any) -> Any:
-        return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+        return x.to(self._sum(x), copy=True)
 
     def narrow(self, x: Any, like: Any) -> Any:
         return x.to(like.dtype)
@@ -62,28 +102,98 @@ class _Ring(torch.autograd.Function):
         q: Any,
         k: Any,
         v: Any,
-        group: Any,
+        sinks: Any,
+        link: _Link,
+        recorded: list[str],
         causal: bool,
         options: dict[str, Any],
         cut: Any,
     ) -> tuple[Any, Any]:
-        o, lse = ring.forward(_Link(group), q, k, v, causal, options, cut)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.rest = group, causal, options, cut
+        with_sinks = {**options, "sinks": sinks}
+        o, lse = ring.forward(link, q, k, v, causal, with_sinks, cut, {"gradients of": recorded})
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.rest = link, recorded, causal, options, cut
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-        group, causal, options, cut = ctx.rest
-        q, k, v, o, lse = saved = ctx.saved_tensors
+        link, recorded, causal, options, cut = ctx.rest
+        q, k, v, sinks, o, lse = saved = ctx.saved_tensors
         # why even without a gradient: the other processes wait for this one's keys.
         do = torch.zeros_like(o) if do is None else do
         if options["reproducible"] is None and torch.are_deterministic_algorithms_enabled():
             options = {**options, "reproducible": "run"}
         with torch.no_grad():
-            grads = ring.backward(_Link(group), do, q, k, v, o, lse, dlse, causal, options, cut)
-        return *first_derivative_only(grads[:3], (do, dlse, *saved)), None, None, None, None
+            with_sinks = {**options, "sinks": sinks}
+            wanted = "k" in recorded, "v" in recorded
+            grads = ring.backward(
+                link.returning(), do, q, k, v, o, lse, dlse, causal, with_sinks, cut, wanted
+            )
+        firsts = (*grads[:3], grads.dsinks)
+        return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 5
+
+
+def _group(group: Any) -> Any:
+    """The process group that a caller means."""
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ):
+        raise InvalidArgumentsError(
+            f"process {dist.get_rank()} is not in the group.",
+            hint="the call in the processes of the group only",
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        is_mesh = type(group).__name__ == "DeviceMesh"
+        names = getattr(group, "mesh_dim_names", None) or ("cp",)
+        raise InvalidArgumentsError(
+            f"group is {kind_of(group)}, not a process group.",
+            hint=f'group=mesh.get_group("{names[-1]}")' if is_mesh else "torch.distributed.new_group(ranks)",
+        )
+    return group
+
+
+def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every: dict[str, Any]) -> Any:
+    """O and LSE."""
+    if not (agreement is None or one_of(agreement, ("call", "signature", "never"))):
+        raise InvalidArgumentsError(
+            f"agreement is {agreement!r}.", hint='agreement="call", "signature", "never" or None'
+        )
+    link = _Link(_group(group), getattr(q, "device", torch.device("cpu")), agreement)
+    causal, sinks = every.pop("causal"), every.pop("sinks")
+    named = {"q": q, "k": k, "v": v, "sinks": sinks}
+    with link.agreement.refusals():
+        refuse_reproducible(every["reproducible"], "ring_attention")
+        refuse_lost_gradients(**every)
+        check_tensors(("q", "k", "v"), **named)
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(
+                "ring_attention is not supported inside transforms of torch.func: grad, vjp, jvp, vmap.",
+                hint="backward() or torch.autograd.grad; for vmap one call over a larger batch",
+            )
+        if in_forward_mode(q, k, v):
+            raise UnsupportedError(
+                "ring_attention has no forward-mode derivative.", hint="reverse mode: backward()"
+            )
+    recorded = [name for name, x in named.items() if x is not None and x.requires_grad]
+    if not torch.is_grad_enabled():
+        recorded = []
+    return _Ring.apply(q, k, v, sinks, link, recorded, causal, every, cut)
+
+
+def _attend_uncompiled(*call: Any) -> Any:
+    """The same out of sight of torch.compile, which would take the messages for a part of its program."""
+    dynamo = sys.modules.get("torch._dynamo")
+    # why twice: torch's compiler, which breaks its program to come here, would go on inside.
+    return (_attend if dynamo is None else dynamo.disable(_attend))(*call)
+
+
+_attend_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+_attend_uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "ring_attention sends messages between its steps, and is not part of a compiled program: fullgraph=False"
+)
 
 
 @takes(RecordedRingOptions)
@@ -94,6 +204,7 @@ def ring_attention(
     *,
     group: Any = None,
     cu_seqlens: torch.Tensor | None = None,
+    agreement: Literal["call", "signature", "never"] | None = None,
     return_lse: bool = False,
     **options: Unpack[RecordedRingOptions],
 ) -> Any:
@@ -102,40 +213,40 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : Tensor
-        This process's parts, of one length in all processes: the rows `cupy_flash.ring.positions` names, in
-        that order. The whole sequence attends to itself.
+        This process's parts: the rows `cupy_flash.ring.positions` names, in that order.
     group : ProcessGroup, optional
         Default: all processes. Every one of them makes the call, and runs its backward pass.
     cu_seqlens : Tensor of int32, shape (sequences + 1,), optional
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
         (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. They are read back,
         which waits for the stream.
-    {options: As in `attention`.}
+    agreement : {"call", "signature", "never"}, optional
+        When processes compare their arguments, 32 bytes of each: before every call, before the first one with
+        the same arguments, or never. Default: "call" on a CPU, "signature" on a GPU, where it waits for the
+        stream. Without it, processes that differ get wrong results, or the library of the messages ends them.
+    {options}
     return_lse : bool
         As in `attention`.
 
     Returns
     -------
     Tensor, or (Tensor, Tensor) with return_lse
-        This process's rows.
+        This process's rows. The gradient of sinks is this process's share, to be added up over the group.
 
     Raises
     ------
     UnsupportedError
         torch.distributed is not initialised.
     InvalidArgumentsError, CubinNotFoundError
-        As in `attention`; also an odd number of rows with causal.
+        As in `attention`; also rows that are not those of `cupy_flash.ring.positions`, and arguments that are
+        not the same in all processes.
     """
     every: dict[str, Any] = {**defaults(RecordedRingOptions), **options}
-    causal = every.pop("causal")
-    refuse_reproducible(every["reproducible"], "ring_attention")
-    refuse_lost_gradients(**every)
     if not (dist.is_available() and dist.is_initialized()):
         raise UnsupportedError(
             "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"
         )
-    refuse_forward_mode(q, k, v)
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    o, lse = _Ring.apply(q, k, v, group, causal, every, cu_seqlens)
+    o, lse = _attend_uncompiled(q, k, v, group, agreement, cu_seqlens, every)
     return (o, lse) if return_lse else o

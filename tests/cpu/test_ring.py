@@ -15,45 +15,109 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, ring
+from cupy_flash import InvalidArgumentsError, UnsupportedError, mpi, parts, ring
+from cupy_flash.call.masks import Band
 from cupy_flash.mpi import ring_attention, ring_attention_backward
-from cupy_flash.ring import packed_positions, pair, positions
+from cupy_flash.parts import halves, pair, stretches
+from cupy_flash.ring import packed_positions, positions
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
 
+BANDS = [
+    # zigzag?, queries, keys, band
+    (True, None, None, Band(0, None, 0)),
+    (False, None, None, Band()),
+    (False, None, None, Band(0, None, 0)),
+    (False, None, None, Band(0, 3, 0)),
+    (False, None, None, Band(0, 2, 5)),
+    (True, 13, 13, Band(0, None, 0)),
+    (True, 3, 3, Band(0, None, 0)),
+    (False, 13, 13, Band(0, 4, 0)),
+    (False, 7, 19, Band(12, None, 0)),
+    (False, 19, 7, Band(-12, 3, 1)),
+]
+
+
 class TestSchedule:
-    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("case", BANDS, ids=str)
     @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-    def test_every_pair_is_seen_once_by_everybody_in_turn(self, ranks, causal):
-        seqlen = 4 * ranks
-        held = [positions(rank, ranks, seqlen, causal) for rank in range(ranks)]
-        assert sorted(np.concatenate(held)) == list(range(seqlen))
-        seen = np.zeros((seqlen, seqlen), int)
+    def test_every_pair_is_seen_once(self, ranks, case):
+        zigzag, *lengths, band = case
+        lengths = [4 * ranks if n is None else n for n in lengths]
+        queries, keys = ([stretches(r, ranks, n, zigzag) for r in range(ranks)] for n in lengths)
+        rows, columns = (
+            [np.concatenate([*map(np.array, x)]).astype(int) for x in of] for of in (queries, keys)
+        )
+        for held, n in zip((rows, columns), lengths, strict=True):
+            assert sorted(np.concatenate(held)) == list(range(n))
+        seen = np.zeros(lengths, int)
+        for rank, owner in itertools.product(range(ranks), repeat=2):
+            todo = pair(queries[rank], keys[owner], band)
+            if todo is None:
+                continue
+            mine, theirs = rows[rank][todo.queries], columns[owner][todo.keys]
+            behind = np.arange(len(theirs)) - np.arange(len(mine))[:, None] - (todo.align or 0)
+            left, right = todo.window or ((None, 0) if todo.causal else (None, None))
+            square = np.ones(behind.shape, bool)
+            square &= True if left is None else behind >= -left
+            square &= True if right is None else behind <= right
+            seen[np.ix_(mine, theirs)] += square
+        behind = np.arange(lengths[1]) - np.arange(lengths[0])[:, None] - band.offset
+        wanted = np.ones(behind.shape, bool)
+        wanted &= True if band.left is None else behind >= -band.left
+        wanted &= True if band.right is None else behind <= band.right
+        assert np.array_equal(seen, wanted)
+
+    @pytest.mark.parametrize("ranks", [2, 3, 5])
+    def test_a_zigzag_gives_everybody_the_same_work_in_every_step(self, ranks):
+        held = [stretches(rank, ranks, 4 * ranks, True) for rank in range(ranks)]
         work = np.zeros((ranks, ranks), int)
-        for rank in range(ranks):
-            for owner in range(ranks):
-                todo = pair(rank, owner, 4, causal)
-                rows, columns = held[rank][todo.queries], held[owner][todo.keys]
-                square = np.ones((len(rows), len(columns)), int)
-                seen[np.ix_(rows, columns)] += np.tril(square) if todo.causal else square
-                work[rank, (rank - owner) % ranks] = square.sum()
-        assert np.array_equal(seen, np.tril(np.ones_like(seen)) if causal else np.ones_like(seen))
+        for rank, owner in itertools.product(range(ranks), repeat=2):
+            todo = pair(held[rank], held[owner], Band(0, None, 0))
+            work[rank, (rank - owner) % ranks] = len(range(4)[todo.queries]) * len(range(4)[todo.keys])
         assert (work == work[0]).all()
 
-    def test_what_cannot_be_cut_evenly_is_refused(self):
-        with pytest.raises(InvalidArgumentsError, match="10 does not split evenly into 4 chunks"):
-            positions(0, 2, 10, causal=True)
+    def test_parts_of_a_length_that_does_not_divide(self):
+        assert [positions(r, 2, 10, causal=True).tolist() for r in range(2)] == [
+            [0, 1, 2, 9],
+            [3, 4, 5, 6, 7, 8],
+        ]
+        assert [positions(r, 4, 5, causal=False).tolist() for r in range(4)] == [[0, 1], [2, 3], [4], []]
+        assert positions(1, 2, 8, causal=True, parts="contiguous").tolist() == [4, 5, 6, 7]
+
+    @pytest.mark.parametrize(
+        ("wrong", "words"),
+        [
+            ((4, 4, 16, True), "rank is 4, and there are 4 processes"),
+            ((-1, 4, 16, True), "rank is -1"),
+            ((True, 4, 16, True), "rank is True"),
+            ((0, 0, 16, True), "ranks is 0"),
+            ((0, 4, -16, True), "seqlen is -16"),
+            ((0, 4, 16.0, True), "seqlen is 16.0"),
+            ((0, 4, 16, "yes"), "causal is 'yes'"),
+        ],
+    )
+    def test_positions_refuse(self, wrong, words):
+        with pytest.raises(InvalidArgumentsError, match=words):
+            positions(*wrong)
+        if words[:4] == "rank":
+            with pytest.raises(InvalidArgumentsError, match=words):
+                packed_positions(*wrong[:2], [8], True)
+
+    def test_what_is_no_order_of_parts_is_refused(self):
+        with pytest.raises(InvalidArgumentsError, match="parts is 'striped'"):
+            positions(0, 2, 8, causal=True, parts="striped")
         with pytest.raises(InvalidArgumentsError, match="holds 5 rows"):
-            pair(1, 0, 5, causal=True)
+            halves(5)
 
 
 class Communicator:
     """What mpi4py's offers and the ring uses, between threads of one process."""
 
     def __init__(self, rank, ranks, boxes):
-        self.rank, self.ranks, self.boxes, self.sent = rank, ranks, boxes, 0
+        self.rank, self.ranks, self.boxes, self.sent, self.gathered = rank, ranks, boxes, 0, 0
         self.under_way, self.refused = [], None
 
     def Get_rank(self):
@@ -61,6 +125,13 @@ class Communicator:
 
     def Get_size(self):
         return self.ranks
+
+    def Allgather(self, own, everyone):
+        self.gathered += own.nbytes * (self.ranks - 1)
+        for rank in range(self.ranks):
+            self.boxes[self.rank, rank, "all"].put(own.copy())
+        for rank in range(self.ranks):
+            everyone[rank] = self.boxes[rank, self.rank, "all"].get(timeout=60)
 
     def Isend(self, array, dest, tag):
         assert array.dtype == np.uint8
@@ -106,7 +177,7 @@ class Receipt(Request):
 
 def in_threads(ranks, function):
     """What a function of a communicator returns in each thread."""
-    names = [(a, b, tag) for a in range(ranks) for b in range(ranks) for tag in (0, 1)]
+    names = [(a, b, tag) for a in range(ranks) for b in range(ranks) for tag in (0, 1, "all")]
     boxes = {name: queue.SimpleQueue() for name in names}
     results, errors = [None] * ranks, []
 
@@ -197,6 +268,172 @@ def test_packed_sequences(ranks, causal):
     in_threads(ranks, check)
 
 
+# Rows of queries and of keys, and options, where parts are not all of one length or see only some keys.
+WHOLE = [
+    (13, 13, {"causal": True}),
+    (3, 3, {"causal": True}),
+    (13, 13, {}),
+    (24, 24, {"causal": True, "parts": "contiguous"}),
+    (13, 13, {"causal": True, "parts": "contiguous", "window": (3, 0)}),
+    (24, 24, {"causal": True, "parts": "contiguous", "window": (5, None), "layout": "bshd"}),
+    (24, 24, {"window": (3, 2)}),
+    (24, 24, {"window": (None, 1), "softcap": 2.0}),
+    (12, 24, {"causal": True, "parts": "contiguous", "align": "bottom_right"}),
+    (5, 23, {"causal": True, "parts": "contiguous", "align": "bottom_right", "window": (6, 0)}),
+    (24, 12, {"causal": True, "parts": "contiguous", "align": "bottom_right"}),
+    (7, 11, {}),
+]
+
+
+def whole_and_part(comm, seqlen_q, seqlen_k, with_sinks, dtype="float64", **options):
+    """Compare this process's rows with those of one for all: what it sent each time, gradients of sinks."""
+    rng, rank, ranks = np.random.default_rng(0), comm.Get_rank(), comm.Get_size()
+    axis = 1 if options.get("layout") == "bshd" else 2
+    shapes = [(2, 4, seqlen_q, 8), (2, 2, seqlen_k, 8), (2, 2, seqlen_k, 6), (2, 4, seqlen_q, 6)]
+    q, k, v, do = (rng.standard_normal(shape).astype(dtype).swapaxes(axis, 2) for shape in shapes)
+    dlse = rng.standard_normal((2, 4, seqlen_q))
+    one = {name: x for name, x in options.items() if name != "parts"}
+    both = {"sinks": rng.standard_normal(4)} if with_sinks else {}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **one, **both)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=dlse, **one, **both)
+    how = options.get("causal", False), options.get("parts")
+    mine, theirs = (positions(rank, ranks, n, how[0], parts=how[1]) for n in (seqlen_q, seqlen_k))
+    both["seqlen"] = (seqlen_q, seqlen_k)
+    own = q.take(mine, axis), k.take(theirs, axis), v.take(theirs, axis)
+    o_part, lse_part = ring_attention(*own, comm, **options, **both)
+    sent = comm.sent
+    ours = ring_attention_backward(
+        do.take(mine, axis), *own, o_part, lse_part, comm, dlse=dlse[..., mine], **options, **both
+    )
+    np.testing.assert_allclose(lse_part, lse[..., mine], atol=1e-12)
+    wanted = o.take(mine, axis), grads.dq.take(mine, axis), *(x.take(theirs, axis) for x in grads[1:3])
+    for x, y in zip((o_part, *ours[:3]), wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+    return sent, comm.sent - sent, ours.dsinks, grads.dsinks
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_windows_sinks_and_lengths_that_do_not_divide(ranks, case, with_sinks):
+    seqlen_q, seqlen_k, options = case
+    results = in_threads(ranks, lambda comm: whole_and_part(comm, seqlen_q, seqlen_k, with_sinks, **options))
+    if with_sinks:  # each process has its share of their gradient
+        np.testing.assert_allclose(sum(x[2] for x in results), results[0][3], atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_of_packed_sequences(packed):
+    """The same sinks, whether a sequence is packed or not."""
+    rng = np.random.default_rng(0)
+    q, sinks = rng.standard_normal((16, 2, 8)), rng.standard_normal(2)
+    o, lse = cupy_flash.attention(q, q, q, causal=True, layout="bshd", sinks=sinks, return_lse=True)
+
+    def run(comm):
+        mine = positions(comm.rank, 2, 16, causal=True)
+        how = {"cu_seqlens": np.array([0, 8], np.int32)} if packed else {"layout": "bshd"}
+        ours, ours_lse = ring_attention(q[mine], q[mine], q[mine], comm, causal=True, sinks=sinks, **how)
+        np.testing.assert_allclose(ours, o[mine], atol=1e-12)
+        np.testing.assert_allclose(ours_lse, lse[:, mine], atol=1e-12)
+
+    in_threads(2, run)
+
+
+@pytest.mark.parametrize(("window", "steps"), [(0, 0), (1, 1), (8, 1), (9, 2), (16, 2), (25, 4), (None, 4)])
+def test_nothing_is_sent_for_steps_out_of_the_window(window, steps):
+    """Of 5 processes with 8 rows each: the first query of a part sees the 8 keys of the part before."""
+    options = {"causal": True, "parts": "contiguous", "window": (window, 0)}
+    part = 8 * 2 * 2 * (8 + 6) * 8  # bytes of k and v: rows, sequences, heads, columns, float64
+    for forward, backward, *_ in in_threads(5, lambda comm: whole_and_part(comm, 40, 40, False, **options)):
+        assert forward == steps * part
+        assert backward == (2 * steps + 1) * part if steps else backward == 0
+
+
+MISMATCHES = {
+    "rows": ({}, {"rows": 6}, "q, k, v"),
+    "no rows": ({}, {"rows": 0}, "q, k, v"),
+    "dtype": ({}, {"dtype": "float64"}, "q, k, v"),
+    "dtype of the same size": ({"dtype": "float16"}, {"dtype": "bfloat16"}, "q, k, v"),
+    "heads of k": ({"heads_k": 2}, {"heads_k": 1}, "k, v"),
+    "head_dim": ({"dim": 8}, {"dim": 16, "heads": 1, "heads_k": 1}, "q, k, v"),
+    "causal": ({}, {"causal": True}, "causal"),
+    "scale": ({"scale": 0.1}, {"scale": 0.2}, "scale"),
+    "softcap": ({}, {"softcap": 1.0}, "softcap"),
+    "layout": ({"rows": 2}, {"rows": 2, "layout": "bshd"}, "layout"),
+    "window": ({}, {"window": (3, 3)}, "window"),
+    "sinks": ({}, {"sinks": np.zeros(2, np.float32)}, "sinks"),
+    "offsets": ({"cut": [0, 2, 4]}, {"cut": [0, 3, 4]}, "cu_seqlens"),
+    "packed": ({"cut": [0, 4]}, {}, "cu_seqlens, q, k, v, layout"),
+    "the pass": ({}, {"backward": True}, "pass, reproducible"),
+}
+
+
+def some_call(comm, rows=4, dtype="float32", heads=2, heads_k=2, dim=8, cut=None, backward=False, **options):
+    """A call of ones."""
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    shape = (1, rows, heads, dim) if "layout" in options else (1, heads, rows, dim)
+    q, k = np.ones(shape, dtype), np.ones([heads_k if n == heads else n for n in shape], dtype)
+    if heads != heads_k:
+        k = np.ones((1, heads_k, rows, dim), dtype)
+    if cut is not None:
+        q = k = np.ones((rows, heads, dim), dtype)
+        options["cu_seqlens"] = np.array(cut, np.int32)
+    if backward:
+        return ring_attention_backward(q, q, k, k, q, np.ones((1, heads, rows), np.float32), comm, **options)
+    return ring_attention(q, k, k, comm, **options)
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_processes_that_disagree_are_told(name, odd):
+    """All of them, and before the first message; then the group works."""
+    most, other, words = MISMATCHES[name]
+
+    def run(comm):
+        with pytest.raises(InvalidArgumentsError, match=f"make different calls: {words}") as told:
+            some_call(comm, **(other if comm.rank == odd else most))
+        assert f"process {odd}\n" in str(told.value)
+        assert f"process {', '.join(str(r) for r in range(3) if r != odd)}\n" in str(told.value)
+        assert comm.sent == 0
+        some_call(comm)
+
+    in_threads(3, run)
+
+
+def test_processes_are_told_who_refuses(monkeypatch):
+    """A call that one of them refuses, for what reason; too little memory before the first message is one."""
+    threads = {}
+
+    def run(comm):
+        if comm.rank == 1:
+            with pytest.raises(InvalidArgumentsError, match=r"softcap is -1\.0"):
+                some_call(comm, softcap=-1.0)
+        else:
+            with pytest.raises(InvalidArgumentsError, match=r"process 1  softcap is -1\.0"):
+                some_call(comm)
+        threads[comm.rank] = threading.get_ident()
+        with pytest.raises(MemoryError if comm.rank == 2 else InvalidArgumentsError, match="reserve 3"):
+            some_call(comm, backward=True)
+        assert comm.sent == 0
+        some_call(comm)
+
+    failing_once(monkeypatch, "reserve", threads, 2, 3)
+    in_threads(3, run)
+
+
+def test_the_comparison_costs_32_bytes():
+    """Of each process to each, before every call; none where it is turned off."""
+
+    def run(comm):
+        for agreement in ("call", "call", "never"):
+            some_call(comm, agreement=agreement)
+        some_call(comm, backward=True, agreement="never")
+        return comm.gathered
+
+    assert in_threads(3, run) == [2 * 2 * 32] * 3
+
+
 @pytest.mark.parametrize("heads_k", [1, 4])
 def test_heads_of_keys_are_sent_and_not_those_of_queries(heads_k):
     """Forward, k and v go once round but for the last step; that many bytes, whatever the heads of q."""
@@ -220,7 +457,11 @@ def test_packed_parts_that_are_no_zigzag_are_refused():
             ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 3, 9], np.int32))
         with pytest.raises(InvalidArgumentsError, match="packed sequences are"):
             ring_attention(q[0], q[0], q[0], comm, cu_seqlens=np.array([0, 1], np.int32))
-        assert all(box.empty() for box in comm.boxes.values())
+        for name, x in {"window": (2, 0), "parts": "contiguous", "seqlen": 16, "align": 0}.items():
+            with pytest.raises(UnsupportedError, match=f"{name} is not supported for a ring of packed"):
+                ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 8], np.int32), **{name: x})
+        assert comm.sent == 0
+        assert not comm.under_way
 
     in_threads(2, call)
     with pytest.raises(InvalidArgumentsError, match="6 does not split evenly into 4"):
@@ -230,13 +471,33 @@ def test_packed_parts_that_are_no_zigzag_are_refused():
 def test_refusals_come_before_the_first_message():
     def call(comm):
         q = np.ones((1, 1, 6, 8), np.float32)
-        with pytest.raises(InvalidArgumentsError, match="6 queries and 4 keys"):
-            ring_attention(q, q[:, :, :4], q[:, :, :4], comm)
+        with pytest.raises(InvalidArgumentsError, match="causal with 6 queries and 4 keys is ambiguous"):
+            ring_attention(q, q[:, :, :4], q[:, :, :4], comm, causal=True)
+        named = [
+            ({"window": (2, 0)}, "a window takes contiguous parts, which must be named"),
+            ({"window": (2, 0), "parts": "zigzag"}, "a window takes no zigzag parts"),
+            ({"align": 3}, "an offset takes contiguous parts"),
+            ({"seqlen": 13}, "holds 6 queries; of 13 in zigzag parts it holds"),
+            ({"seqlen": "13"}, "seqlen is '13'"),
+            ({"parts": "striped"}, "parts is 'striped'"),
+            ({"causal": False, "parts": "zigzag"}, 'zigzag" is for causal'),
+        ]
+        for options, words in named:
+            with pytest.raises(InvalidArgumentsError, match=words):
+                ring_attention(q, q, q, comm, **{"causal": True, **options})
+        with pytest.raises(InvalidArgumentsError, match="12 queries and 8 keys takes contiguous"):
+            ring_attention(q, q[:, :, :4], q[:, :, :4], comm, causal=True, align="bottom_right")
         with pytest.raises(InvalidArgumentsError, match="q has head_dim 8, k has 4"):
             ring_attention(q, q[..., :4], q, comm)
-        with pytest.raises(InvalidArgumentsError, match="has no option 'window'"):
-            ring_attention(q, q, q, comm, window=(3, 0))
-        assert all(box.empty() for box in comm.boxes.values())
+        with pytest.raises(InvalidArgumentsError, match="has no option 'bias'"):
+            ring_attention(q, q, q, comm, bias=q)
+        for x in (None, 3):
+            with pytest.raises(InvalidArgumentsError, match="comm is"):
+                ring_attention(q, q, q, x)
+        with pytest.raises(InvalidArgumentsError, match="agreement is 'signature'"):
+            ring_attention(q, q, q, comm, agreement="signature")
+        assert comm.sent == 0
+        assert not comm.under_way
 
     in_threads(2, call)
 
@@ -270,14 +531,15 @@ def test_refusals_of_gradients_come_before_the_first_message():
 
 def failing_once(monkeypatch, name, threads, rank, at):
     """Let a function of the ring raise in the thread of one process, at one of its calls."""
-    real, calls = getattr(ring, name), itertools.count()
+    owner = {"merge": ring, "reserve": mpi._Link}.get(name, parts)
+    real, calls = getattr(owner, name), itertools.count()
 
     def failing(*args, **kwargs):
         if threading.get_ident() == threads.get(rank) and next(calls) == at:
             raise MemoryError(f"{name} {at}")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(ring, name, failing)
+    monkeypatch.setattr(owner, name, failing)
 
 
 RANKS = 3
@@ -378,7 +640,7 @@ def test_a_message_of_another_length_leaves_nothing_under_way():
     def run(comm):
         q = np.ones((1, 1, 4 + 2 * comm.rank, 8), np.float32)
         with pytest.raises(OSError, match="truncated"):
-            ring_attention(q, q, q, comm)
+            ring_attention(q, q, q, comm, agreement="never")
         assert not comm.under_way
 
     in_threads(2, run)

@@ -1,6 +1,7 @@
 """Ring attention over torch.distributed: processes that hold parts, beside one that holds the whole."""
 
 import itertools
+import time
 from datetime import timedelta
 
 import pytest
@@ -10,10 +11,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import torch.distributed as dist
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, UnsupportedError, ring
+from cupy_flash import InvalidArgumentsError, UnsupportedError, parts, ring
 from cupy_flash.ring import packed_positions, positions
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 CASES = [
     {"causal": False},
@@ -90,7 +96,8 @@ def check_exceptions(rank, ranks):
         o = None if name != "attention_backward" else cf.ring_attention(q, k, v, causal=True)
         with pytest.MonkeyPatch.context() as patch:
             if rank in who:
-                patch.setattr(ring, name, raising_at(at, getattr(ring, name)))
+                owner = ring if name == "merge" else parts
+                patch.setattr(owner, name, raising_at(at, getattr(owner, name)))
             try:
                 results = (
                     [cf.ring_attention(q, k, v, causal=True)]
@@ -109,31 +116,231 @@ def check_exceptions(rank, ranks):
         check_part(rank, ranks, causal=True)
 
 
+PARTS = [
+    (13, {"causal": True, "seqlen": 13}),
+    (13, {"causal": False, "window": (3, 2), "seqlen": 13}),
+    (16, {"causal": True, "window": (5, 0), "parts": "contiguous", "layout": "bshd"}),
+]
+
+
+def check_parts(rank, ranks, group=None):
+    """Sliding windows, sinks, and lengths that do not divide: gradients too, that of sinks added up."""
+    generator = torch.Generator().manual_seed(2)
+    for seqlen, options in PARTS:
+        axis = 1 if options.get("layout") == "bshd" else 2
+        whole = [
+            torch.randn(1, 2, seqlen, 8, generator=generator, dtype=torch.float64).transpose(axis, 2)
+            for _ in "qkv"
+        ]
+        sinks = torch.randn(2, generator=generator, dtype=torch.float64)
+        mine = torch.from_numpy(positions(rank, ranks, seqlen, options["causal"], parts=options.get("parts")))
+        parts = [x.index_select(axis, mine) for x in whole]
+        one = {name: x for name, x in options.items() if name not in ("parts", "seqlen")}
+        for x in (*whole, *parts, sinks):
+            x.requires_grad_()
+        o = cf.attention(*whole, sinks=sinks, **one)
+        o_part = cf.ring_attention(*parts, sinks=sinks, group=group, **options)
+        torch.testing.assert_close(o_part, o.index_select(axis, mine))
+        *wanted, of_sinks = torch.autograd.grad(o.sin().sum(), (*whole, sinks))
+        *ours, share = torch.autograd.grad(o_part.sin().sum(), (*parts, sinks))
+        for x, y in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(x, y.index_select(axis, mine))
+        dist.all_reduce(share, group=group)
+        torch.testing.assert_close(share, of_sinks)
+
+
+def check_disagreement(rank, ranks):
+    """What differs on one process is told to all before the first message, and the group works afterwards."""
+
+    def refused(words, **options):
+        q = options.pop("q", torch.ones(1, 2, 8, 16))
+        k = options.pop("k", q)
+        with pytest.raises(InvalidArgumentsError, match=words):
+            cf.ring_attention(q, k, k, **options)
+        cf.ring_attention(*[torch.ones(1, 2, 8, 16)] * 3)
+
+    odd, x = rank == 1, torch.ones(1, 2, 8, 16)
+    different = "make different calls: "
+    refused(different + "q, k, v", q=x.repeat(1, 1, 2, 1) if odd else x)
+    refused(different + "q, k, v", q=x[:, :, :4] if odd else x)
+    refused(different + "q, k, v", q=x[:, :, :0] if odd else x)
+    refused(different + "q, k, v", q=x.double() if odd else x)
+    refused(different + "q, k, v", q=x.half() if odd else x.bfloat16())
+    refused(different + "q, k, v", q=x.reshape(1, 1, 16, 16) if odd else x)
+    refused(different + "k, v", k=x[:, :1] if odd else x)
+    refused(different + "causal", causal=odd)
+    refused(different + "scale", scale=0.1 if odd else 0.2)
+    refused(different + "softcap", softcap=1.0 if odd else None)
+    refused(different + "layout", q=torch.ones(1, 8, 8, 16), layout="bshd" if odd else "bhsd")
+    cut = torch.tensor([0, 4, 8] if odd else [0, 2, 8], dtype=torch.int32)
+    refused(different + "cu_seqlens", q=x[0].transpose(0, 1), cu_seqlens=cut, causal=True)
+    refused(different + "gradients of", q=x.clone().requires_grad_(odd), k=x)
+    refused("softcap is -1.0", softcap=-1.0 if odd else None)
+    if odd:
+        with pytest.raises(UnsupportedError, match="reproducible"):
+            cf.ring_attention(x, x, x, reproducible="batch")
+    else:
+        refused_by_others = pytest.raises(InvalidArgumentsError, match='process 1  reproducible="batch"')
+        with refused_by_others:
+            cf.ring_attention(x, x, x)
+    # Backward passes in another order than the others'.
+    q = x.clone().requires_grad_()
+    results = [cf.ring_attention(q, q, q).sum() for _ in range(2)]
+    with pytest.raises(InvalidArgumentsError, match=different + "backward of call"):
+        results[rank].backward()
+    for result in results:
+        result.backward()
+
+
+def check_when_calls_are_compared(rank, ranks):
+    """Every one, each kind once, or none; by default every one, as these tensors are on a CPU."""
+    gathered = []
+    with pytest.MonkeyPatch.context() as patch:
+        gather = dist.all_gather
+        patch.setattr(
+            dist, "all_gather", lambda out, x, **how: gathered.append(x.nbytes) or gather(out, x, **how)
+        )
+        for agreement, wanted in ((None, 4), ("call", 4), ("signature", 2), ("never", 0)):
+            gathered.clear()
+            for _ in range(2):
+                q = torch.ones(1, 1, 4, 8, requires_grad=True)
+                cf.ring_attention(q, q, q, agreement=agreement).sum().backward()
+            assert gathered == [32] * wanted, agreement
+    with pytest.raises(InvalidArgumentsError, match="agreement is True"):
+        cf.ring_attention(q, q, q, agreement=True)
+
+
+def check_what_is_sent(rank, ranks):
+    """Gradients of k and v travel in float32, if somebody asks for them."""
+    real, sent = dist.batch_isend_irecv, []
+
+    def counted(ops):
+        sent.extend(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return real(ops)
+
+    part = 4 * 8 * 2  # bytes of one of k and v, in 16 bits
+    for asked in ("qkv", "q", "v"):
+        q, k, v = (torch.ones(1, 1, 4, 8, dtype=torch.float16, requires_grad=x in asked) for x in "qkv")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "batch_isend_irecv", counted)
+            o = cf.ring_attention(q, k, v)
+            assert sum(sent) == (ranks - 1) * 2 * part
+            sent.clear()
+            o.sum().backward()
+            home = ranks * 2 * part * sum(x in asked for x in "kv")
+            assert sum(sent) == (ranks - 1) * 2 * part + home
+            sent.clear()
+        assert [x.grad is not None for x in (q, k, v)] == [x in asked for x in "qkv"]
+
+
+def check_retries(rank, ranks):
+    """Memory is short on both at different steps; both try again, and the result is right."""
+    whole = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    mine = torch.from_numpy(positions(rank, ranks, 8, causal=True))
+    x = whole[:, :, mine]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "attention", raising_at(rank, parts.attention))
+        with pytest.raises(MemoryError):
+            cf.ring_attention(5 * x, x, 3 * x, causal=True)
+        o = cf.ring_attention(x, x, x, causal=True)
+    torch.testing.assert_close(o, cf.attention(whole, whole, whole, causal=True)[:, :, mine])
+
+
 def process(rank, ranks, rendezvous):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(minutes=1)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
     )
     for case in CASES:
         check_part(rank, ranks, **case)
     check_packed(rank, ranks)
+    check_parts(rank, ranks)
+    check_what_is_sent(rank, ranks)
     if ranks == 2:
         check_exceptions(rank, ranks)
+        check_retries(rank, ranks)
+        check_disagreement(rank, ranks)
+        check_when_calls_are_compared(rank, ranks)
+    q = torch.ones(1, 1, 6, 8, requires_grad=True)
     if ranks == 4:  # two rings of two
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         check_part(rank // 2, 2, group=groups[rank % 2], causal=True)
-    q = torch.ones(1, 1, 6, 8, requires_grad=True)
-    with pytest.raises(InvalidArgumentsError, match="6 queries and 4 keys"):
-        cf.ring_attention(q, q[:, :, :4], q[:, :, :4])
+        with pytest.raises(InvalidArgumentsError, match=f"process {rank} is not in the group"):
+            cf.ring_attention(q, q, q, group=groups[1 - rank % 2])
+    with pytest.raises(InvalidArgumentsError, match="6 queries and 4 keys is ambiguous"):
+        cf.ring_attention(q, q[:, :, :4], q[:, :, :4], causal=True)
     grad = torch.autograd.grad(cf.ring_attention(q, q, q).sum(), q, create_graph=True)[0]
-    with pytest.raises(UnsupportedError, match="no second derivative"):
+    with pytest.raises(UnsupportedError, match="ring_attention has no second derivative"):
         grad.sum().backward()
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_agree_with_one(ranks, tmp_path):
-    torch.multiprocessing.spawn(process, (ranks, tmp_path / "rendezvous"), nprocs=ranks)
+    arguments = ranks, tmp_path / "rendezvous"
+    processes = torch.multiprocessing.spawn(process, arguments, nprocs=ranks, join=False)
+    end = time.monotonic() + 60
+    try:
+        while not processes.join(timeout=1):
+            assert time.monotonic() < end, "the processes wait for each other"
+    finally:
+        for one in processes.processes:
+            one.kill()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_what_is_no_group_is_refused(alone):
+    q = torch.ones(1, 1, 4, 8)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("rows",))
+    with pytest.raises(
+        InvalidArgumentsError, match=r"a DeviceMesh, not a process group\.\nTry: group=mesh.get"
+    ):
+        cf.ring_attention(q, q, q, group=mesh)
+    cf.ring_attention(q, q, q, group=mesh.get_group("rows"))
+    with pytest.raises(InvalidArgumentsError, match="group is a str, not a process group"):
+        cf.ring_attention(q, q, q, group="rows")
+    with pytest.raises(InvalidArgumentsError, match="process 0 is not in the group"):
+        cf.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_transforms_are_refused(alone):
+    q = torch.ones(1, 1, 4, 8)
+
+    def loss(x):
+        return cf.ring_attention(x, x, x).sum()
+
+    transforms = [torch.func.grad(loss), torch.func.vmap(loss), torch.func.hessian(loss)]
+    transforms += [lambda x: torch.func.vjp(loss, x), lambda x: torch.func.jvp(loss, (x,), (x,))]
+    for transform in transforms:
+        with pytest.raises(UnsupportedError, match="ring_attention is not supported inside transforms"):
+            transform(q)
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(UnsupportedError, match="ring_attention has no forward-mode derivative"):
+            loss(x)
+
+
+def test_compiled_programs_break_at_a_ring(alone):
+    """And say why where they may not break; gradients pass through."""
+    q = torch.randn(1, 1, 4, 8)
+
+    def loss(x):
+        return (2 * cf.ring_attention(x * 3, x, x)).sum()
+
+    with pytest.raises(Exception, match="ring_attention sends messages"):
+        torch.compile(loss, backend="eager", fullgraph=True)(q)
+    grads = []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        x = q.clone().requires_grad_()
+        grads += torch.autograd.grad(function(x), x)
+    torch.testing.assert_close(*grads)
 
 
 def test_without_processes_it_says_so():

@@ -1,0 +1,120 @@
+"""Whether the processes of a group make the same call: compared before its first message.
+
+Otherwise one process would silently read the bytes of another in its own dtype, shape or options, or the
+library of the messages would end the program because one is longer than it expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from .errors import InvalidArgumentsError
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """The comparison of one call: a header of 32 bytes, and texts only where headers differ.
+
+    Parameters
+    ----------
+    gather : callable, optional
+        Takes bytes, of one length in all processes, and returns those of all, in the order of ranks. Default:
+        nothing is compared.
+    moment : mapping of str to object
+        What tells a call from others with the same arguments, such as its number.
+    known : set of bytes, optional
+        Digests of arguments that all agreed on, which are not compared again. Default: every call is
+        compared.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[bytes], list[bytes]] | None = None,
+        moment: Mapping[str, Any] | None = None,
+        known: set[bytes] | None = None,
+    ) -> None:
+        self._gather, self._moment, self._known = gather, moment or {}, known
+
+    def reach(self, terms: Mapping[str, Any]) -> None:
+        """Compare a call, given as its arguments by name.
+
+        Raises
+        ------
+        InvalidArgumentsError
+            The processes make different calls, or some refuse theirs.
+        """
+        everyone = self._compare(terms)
+        if everyone is not None:
+            raise _difference(everyone)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Tell the others of an exception inside: this process refuses its call.
+
+        why only where every call is compared: else the others may not ask, and would never answer.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._known is None:
+                with suppress(Exception):  # the first one is on its way out
+                    self._compare({"refused": str(error).partition("\n")[0] or type(error).__name__})
+            raise
+
+    def _compare(self, terms: Mapping[str, Any]) -> list[dict[str, str]] | None:
+        """The terms of every process, or None if they are the same."""
+        if self._gather is None:
+            return None
+        signature = _digest(_text(terms))
+        if self._known is not None and signature in self._known:
+            return None
+        text = _text({**terms, **self._moment})
+        header = _digest(text) + len(text).to_bytes(4, "little")
+        headers = self._gather(header)
+        if all(other == header for other in headers):
+            if self._known is not None:
+                self._known.add(signature)
+            return None
+        longest = max(int.from_bytes(other[-4:], "little") for other in headers)
+        return [json.loads(other) for other in self._gather(text.ljust(longest))]
+
+
+def _text(terms: Mapping[str, Any]) -> bytes:
+    return json.dumps({name: str(value) for name, value in terms.items()}).encode()
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=28).digest()
+
+
+def _difference(everyone: list[dict[str, str]]) -> InvalidArgumentsError:
+    """The error that names what differs, and in which processes."""
+    refusals = [(f"process {rank}", x["refused"]) for rank, x in enumerate(everyone) if "refused" in x]
+    if refusals:
+        return InvalidArgumentsError(
+            "other processes of the group refuse their call.",
+            reasons=refusals,
+            hint="arguments that every process takes",
+        )
+    table = []
+    for name in dict.fromkeys(name for x in everyone for name in x):
+        ranks: dict[str, list[str]] = {}
+        for rank, x in enumerate(everyone):
+            ranks.setdefault(x.get(name, "none"), []).append(str(rank))
+        if len(ranks) > 1:
+            table += [(name, _short(value), f"process {', '.join(who)}") for value, who in ranks.items()]
+    names = ", ".join(dict.fromkeys(name for name, _, _ in table))
+    return InvalidArgumentsError(
+        f"the processes of the group make different calls: {names}.",
+        table,
+        hint="the same arguments and the same order of calls in every process",
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}"

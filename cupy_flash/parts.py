@@ -1,0 +1,371 @@
+"""How a sequence lies in parts on several processes, and which keys of others the queries of a part see.
+
+Causal attention would leave the first process idle most of the time if each held one stretch of the sequence
+[1]_. Instead it is cut into two stretches per process, and process r of n holds the r-th from the front and
+the r-th from the back, known as zigzag: every step is then half a square for everybody. Of packed sequences
+each is cut so by itself. With a sliding window contiguous parts are as even, and see fewer others.
+
+.. [1] W. Brandon et al., "Striped Attention", arXiv:2311.09431, which deals out single rows instead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .api import Gradients, attention, attention_backward
+from .call.checks import flag, integer, one_of
+from .call.masks import Band, resolve_band
+from .call.offsets import longest_length, offsets
+from .errors import InvalidArgumentsError, UnsupportedError
+from .varlen import attention_varlen, attention_varlen_backward
+
+__all__ = [
+    "Packed",
+    "Pair",
+    "Whole",
+    "check_parts",
+    "halves",
+    "packed_positions",
+    "pair",
+    "positions",
+    "stretches",
+]
+
+_ORDERS = ("zigzag", "contiguous")
+
+
+class Pair(NamedTuple):
+    """Which of a process's queries see which of the keys that pass by.
+
+    Attributes
+    ----------
+    queries, keys : slice, or array of int
+        Rows of the parts.
+    causal : bool
+        Row i sees rows up to i only.
+    window, align
+        Where the queries see some of the keys, as in `attention`.
+    """
+
+    queries: Any
+    keys: Any
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    align: int | None = None
+
+
+def stretches(rank: int, ranks: int, seqlen: int, zigzag: bool) -> tuple[range, ...]:
+    """Rows of the whole sequence that a process holds: one stretch, or two of a zigzag.
+
+    All stretches have one length but for the last ones, which are shorter, or empty.
+    """
+    count = 2 * ranks if zigzag else ranks
+    length = -(-seqlen // count)
+    numbers = (rank, count - 1 - rank) if zigzag else (rank,)
+    return tuple(range(min(n * length, seqlen), min((n + 1) * length, seqlen)) for n in numbers)
+
+
+def positions(
+    rank: int,
+    ranks: int,
+    seqlen: int,
+    causal: bool,
+    *,
+    parts: Literal["zigzag", "contiguous"] | None = None,
+) -> np.ndarray[Any, Any]:
+    """Rows of the whole sequence that a process holds, in their order.
+
+    Parameters
+    ----------
+    rank, ranks : int
+        Which process of how many.
+    seqlen : int
+        Of the whole sequence. If it is no multiple of ranks, of 2 * ranks in a zigzag, processes hold
+        different numbers of rows, and `ring_attention` needs its ``seqlen``.
+    causal : bool
+        Decides the default of parts.
+    parts : {"zigzag", "contiguous"}, optional
+        Two stretches, from the front and from the back, or one. Default: zigzag if causal.
+
+    Returns
+    -------
+    ndarray of int64
+
+    Raises
+    ------
+    InvalidArgumentsError
+        There is no such process or length.
+    """
+    _check_rank(rank, ranks)
+    length = integer(seqlen)
+    if length is None or length < 0:
+        raise InvalidArgumentsError(f"seqlen is {seqlen!r}.", hint="an integer, at least 0")
+    zigzag = _order_of(parts, flag(causal, "causal")) == "zigzag"
+    return np.concatenate([np.arange(x.start, x.stop) for x in stretches(rank, ranks, length, zigzag)])
+
+
+def _check_rank(rank: Any, ranks: Any) -> None:
+    """Refuse what is no process of so many."""
+    if (count := integer(ranks)) is None or count < 1:
+        raise InvalidArgumentsError(f"ranks is {ranks!r}.", hint="the number of processes, at least 1")
+    if (number := integer(rank)) is None or not 0 <= number < count:
+        raise InvalidArgumentsError(
+            f"rank is {rank!r}, and there are {count} processes.",
+            hint=f"a rank of the group, from 0 to {count - 1}; a process outside of it has none",
+        )
+
+
+def _order_of(parts: Any, causal: bool) -> str:
+    """How a sequence is cut into parts: "zigzag" or "contiguous"."""
+    if parts is None:
+        return "zigzag" if causal else "contiguous"
+    if not one_of(parts, _ORDERS):
+        raise InvalidArgumentsError(f"parts is {parts!r}.", hint='parts="zigzag" or parts="contiguous"')
+    return str(parts)
+
+
+def packed_positions(rank: int, ranks: int, lengths: Any, causal: bool) -> np.ndarray[Any, Any]:
+    """Rows of all packed sequences that a process holds: of each those that `positions` names.
+
+    Parameters
+    ----------
+    rank, ranks, causal
+        As in `positions`.
+    lengths : sequence of int
+        Of the whole sequences, multiples of ranks, of 2 * ranks if causal. A process holds 1 / ranks of each,
+        and its offsets are those of all rows divided by ranks.
+
+    Returns
+    -------
+    ndarray of int64, shape (sum(lengths) / ranks,)
+
+    Raises
+    ------
+    InvalidArgumentsError
+        A length is no such multiple, or there is no such process.
+    """
+    _check_rank(rank, ranks)
+    count = 2 * ranks if causal else ranks
+    for n in lengths:
+        if n % count:
+            raise InvalidArgumentsError(
+                f"a sequence of {n} does not split evenly into {count} chunks.",
+                hint=f"padding to {-(-n // count) * count}",
+            )
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    each = [start + positions(rank, ranks, int(n), causal) for start, n in zip(starts, lengths, strict=False)]
+    return np.concatenate([starts[:0], *each])
+
+
+def check_parts(queries: int, keys: int) -> None:
+    """Refuse parts of different lengths: the sequence attends to itself."""
+    if queries != keys:
+        raise InvalidArgumentsError(
+            f"a process holds {queries} queries and {keys} keys.", hint="parts of one length everywhere"
+        )
+
+
+def halves(length: int) -> tuple[slice, slice]:
+    """The two stretches of a part whose attention is causal."""
+    if length % 2:
+        raise InvalidArgumentsError(
+            f"a process holds {length} rows: causal parts are two chunks of equal length.",
+            hint="an even number of rows, laid out as cupy_flash.ring.positions says",
+        )
+    return slice(0, length // 2), slice(length // 2, length)
+
+
+def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair | None:
+    """What the queries of a part have to do with the keys of another one; None: nothing.
+
+    Parameters
+    ----------
+    mine, theirs : tuple of range
+        Rows of the queries and of the keys: of one stretch each, or of two if the parts are a zigzag, whose
+        band is causal.
+    band : Band
+        Of the whole sequence.
+    """
+    whole = slice(None)
+    if len(mine) == 2:
+        if mine == theirs:
+            return Pair(whole, whole, causal=True)
+        # Keys of a process nearer to the front: their early half precedes all queries, their late half none.
+        # Of one further to the back: both halves precede the late queries, neither the early ones.
+        if theirs[0].start < mine[0].start:
+            return Pair(whole, slice(0, len(theirs[0])))
+        return Pair(slice(len(mine[0]), None), whole)
+    (queries,), (keys,) = mine, theirs
+    if not queries or not keys:
+        return None
+    offset = band.offset + queries.start - keys.start
+    # How far keys lie behind the positions of queries: from the first key of the last query on.
+    lowest, highest = 1 - len(queries) - offset, len(keys) - 1 - offset
+    left, right = (math.inf if side is None else side for side in (band.left, band.right))
+    if highest < -left or lowest > right:
+        return None
+    if -left <= lowest and highest <= right:
+        return Pair(whole, whole)
+    return Pair(whole, whole, window=(band.left, band.right), align=offset)
+
+
+class Whole:
+    """Parts of one sequence, or of a batch.
+
+    Attributes
+    ----------
+    steps : tuple of int
+        How far the keys have come which some process has something to do with, its own first.
+    """
+
+    def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, options: dict[str, Any]):
+        self._rank, self._ranks = rank, ranks
+        given = dict(options)
+        parts, seqlen, window, align = (given.pop(name) for name in ("parts", "seqlen", "window", "align"))
+        self._options = given
+        order = _order_of(parts, causal)
+        lengths = (rows[0] * ranks, rows[1] * ranks) if seqlen is None else _lengths(seqlen)
+        self._band = resolve_band(causal, window, align, False, *lengths)
+        _check_order(order, parts, causal, self._band, lengths)
+        if order == "zigzag" and seqlen is None and ranks > 1:
+            halves(rows[0])
+        self._queries, self._keys = (
+            [stretches(r, ranks, n, order == "zigzag") for r in range(ranks)] for n in lengths
+        )
+        for what, held, n, length in zip(
+            ("queries", "keys"), (self._queries, self._keys), rows, lengths, strict=True
+        ):
+            if n != (right := sum(map(len, held[rank]))):
+                raise InvalidArgumentsError(
+                    f"process {rank} holds {n} {what}; of {length} in {order} parts it holds {right}.",
+                    hint="the rows that cupy_flash.ring.positions names",
+                )
+        everyone = range(ranks)
+        self.steps = tuple(
+            step
+            for step in everyone
+            if step == 0 or any(self._pair(r, (r - step) % ranks) is not None for r in everyone)
+        )
+
+    def rows(self, owner: int) -> int:
+        """Keys of a process."""
+        return sum(map(len, self._keys[owner]))
+
+    @property
+    def most_rows(self) -> int:
+        """Keys of the process that has most."""
+        return max(self.rows(owner) for owner in range(self._ranks))
+
+    def pair(self, owner: int) -> Pair | None:
+        """What this process has to do with the keys of another; with its own always something."""
+        found = self._pair(self._rank, owner)
+        return Pair(slice(None), slice(0, 0)) if found is None and owner == self._rank else found
+
+    def _pair(self, rank: int, owner: int) -> Pair | None:
+        return pair(self._queries[rank], self._keys[owner], self._band)
+
+    def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        """O and LSE of a pair."""
+        return attention(q, k, v, sinks=sinks, return_lse=True, **self._how(todo))
+
+    def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
+        """Gradients of a pair."""
+        do, q, k, v, o, lse = arrays
+        return attention_backward(do, q, k, v, o, lse, dlse=dlse, sinks=sinks, **self._how(todo))
+
+    def _how(self, todo: Pair) -> dict[str, Any]:
+        return {"causal": todo.causal, "window": todo.window, "align": todo.align, **self._options}
+
+
+def _lengths(seqlen: Any) -> tuple[int, int]:
+    """Queries and keys of the whole sequence."""
+    both = seqlen if isinstance(seqlen, (tuple, list)) and len(seqlen) == 2 else (seqlen, seqlen)
+    queries, keys = (integer(n) for n in both)
+    if queries is None or keys is None or min(queries, keys) < 0:
+        raise InvalidArgumentsError(
+            f"seqlen is {seqlen!r}.", hint="the length of the whole sequence; or those of queries and keys"
+        )
+    return queries, keys
+
+
+def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tuple[int, int]) -> None:
+    """Refuse an order of parts that does not fit, and one that would be a guess."""
+    if order == "contiguous":
+        return
+    if not causal:
+        raise InvalidArgumentsError(
+            'parts="zigzag" is for causal.', hint='parts="contiguous", or causal=True'
+        )
+    if band != (0, None, 0) or lengths[0] != lengths[1]:
+        counts = f"{lengths[0]} queries and {lengths[1]} keys"
+        what = "a window" if band.left is not None else counts if len({*lengths}) > 1 else "an offset"
+        takes = "takes contiguous parts, which must be named" if parts is None else "takes no zigzag parts"
+        raise InvalidArgumentsError(
+            f"causal with {what} {takes}.",
+            hint='parts="contiguous", here and of cupy_flash.ring.positions',
+        )
+
+
+class Packed:
+    """Parts that have their share of several sequences, (rows, heads, head_dim)."""
+
+    def __init__(
+        self, rank: int, ranks: int, cut: Any, q: Any, causal: bool, options: dict[str, Any], beside: Any
+    ):
+        for name in ("parts", "seqlen", "window", "align"):
+            if options[name] is not None:
+                raise UnsupportedError(
+                    f"{name} is not supported for a ring of packed sequences.", hint=f"{name}=None"
+                )
+        if len(q.shape) != 3:
+            raise InvalidArgumentsError(
+                f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
+            )
+        self._rank, self._causal = rank, causal
+        self.steps, self.most_rows = tuple(range(ranks)), int(q.shape[0])
+        view = offsets(cut, "cu_seqlens")
+        self._longest = longest_length(view, "cu_seqlens", q.shape[0], None)
+        self.starts = starts = view.integers().astype(np.int64)
+        self._cuts: dict[bool, Any] = {False: cut}
+        if causal:
+            lengths = np.diff(starts)
+            middles = starts[:-1] + [halves(int(n))[1].start for n in lengths]
+            sides = zip((starts[:-1], middles), (middles, starts[1:]), strict=True)
+            self._early, self._late = (
+                beside(np.concatenate([starts[:0], *map(np.arange, *side)]), q) for side in sides
+            )
+            self._cuts[True] = beside((starts // 2).astype(np.int32), q)
+        unused = ("layout", "parts", "seqlen", "window", "align")
+        self._options = {name: x for name, x in options.items() if name not in unused}
+
+    def rows(self, owner: int) -> int:  # noqa: ARG002
+        """As of `Whole`: the same of all."""
+        return self.most_rows
+
+    def pair(self, owner: int) -> Pair | None:
+        """As of `Whole`."""
+        whole = slice(None)
+        if not self._causal or self._rank == owner:
+            return Pair(whole, whole, self._causal)
+        return Pair(whole, self._early) if owner < self._rank else Pair(self._late, whole)
+
+    def _how(self, todo: Pair) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """Offsets of the queries and keys of a pair, and options."""
+        half = [not isinstance(rows, slice) for rows in (todo.queries, todo.keys)]
+        q, k = (self._longest >> n for n in half)
+        cuts = self._cuts[half[0]], self._cuts[half[1]]
+        return cuts, {"max_seqlen_q": q, "max_seqlen_k": k, "causal": todo.causal, **self._options}
+
+    def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        """As of `Whole`."""
+        (cut_q, cut_k), how = self._how(todo)
+        return attention_varlen(q, k, v, cut_q, cut_k, sinks=sinks, return_lse=True, **how)
+
+    def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
+        """As of `Whole`."""
+        (cut_q, cut_k), how = self._how(todo)
+        do, q, k, v, o, lse = arrays
+        return attention_varlen_backward(do, q, k, v, o, lse, cut_q, cut_k, dlse=dlse, sinks=sinks, **how)
