@@ -212,7 +212,7 @@ def unset(in_pairs: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unset")
 def test_amx_multiplies_what_fills_its_tiles() -> None:
-    """Not decode, nor what must have its bits; nor few rows, which take decode's loops, nor their gradients."""
+    """Not decode, nor what must have its bits, nor few rows, of which decode's loops compute the LSE."""
     for free in ({}, {"direction": "backward"}, {"reproducible": "run"}, {"cache": Cache("bfloat16")}):
         assert choose.choose(PAIRED._replace(**free)).library.part == sources.AMX
     for bound in ({"reproducible": "batch"}, {"reproducible": "prefill"}, {"seqlen_q": 1}, {"dropout": 0.5},
