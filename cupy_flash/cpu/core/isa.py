@@ -152,7 +152,7 @@ def amx_is_permitted() -> bool:
     if host().system != "linux":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def name_of(override: str) -> str:
