@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Prove the wheels of scripts/build_wheels.py: install, use and remove them in clean environments.
 
-First what a package index will show of them, by twine. Then, for each Python: the core brings the CPU core
-of this platform from the same folder, and computes on NumPy arrays; both CUDA packages install and uninstall
-in either order without harm; every cubin has its manifest's SHA-256; a damaged one is refused by name; a
-truncated wheel changes nothing; and installing, importing and explaining are quick.
+First what a package index will show of them, by twine, and which of them pip takes on each platform. Then,
+for each Python: the core brings the CPU core of this platform from the same folder, and computes on NumPy
+arrays; both CUDA packages install and uninstall in either order without harm; every cubin has its
+manifest's SHA-256; a damaged one is refused by name; a truncated wheel changes nothing; and installing,
+importing and explaining are quick.
 
 Limits are of processor time, which other work on the machine hardly lengthens; clock time is printed.
 """
@@ -28,6 +29,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 MINORS = range(10, 15)
 PLACEHOLDER = "https://github.com/OWNER"
+
+# Of docs/install.md, as pip calls them; the last two have no CPU core of their own.
+PLATFORMS = (
+    "manylinux2014_x86_64", "manylinux2014_aarch64", "macosx_11_0_arm64", "win_amd64",
+    "musllinux_1_2_x86_64", "win_arm64",
+)  # fmt: skip
 
 # Seconds of a processor.
 INSTALL = 10.0  # the core and one CUDA package, from local files
@@ -190,6 +197,29 @@ def check_descriptions(files: list[Path]) -> None:
                 )
 
 
+def tagged(folder: Path) -> list[tuple[str, str]]:
+    """Package and platform of each wheel in a folder."""
+    parts = [wheel.stem.split("-") for wheel in folder.glob("*.whl")]
+    return sorted((one[0], one[-1]) for one in parts)
+
+
+def check_platforms(wheels: Path) -> None:
+    """Ask pip for every package on each platform: for any, but for the CPU core where it has a wheel."""
+    packages = sorted({package for package, _ in tagged(wheels)})
+    tags = {tag for _, tag in tagged(wheels)}
+    local = ["--quiet", "--no-deps", "--no-index", "--find-links", str(wheels), "--only-binary=:all:"]
+    for platform in PLATFORMS:
+        with tempfile.TemporaryDirectory() as folder:
+            wanted = [*packages, "--platform", platform, "--dest", folder]
+            command = [sys.executable, "-m", "pip", "download", *local, *wanted]
+            done = subprocess.run(command, capture_output=True, text=True)
+            taken = tagged(Path(folder))
+        core = platform if platform in tags else "any"
+        if done.returncode or taken != [(x, core if x == "cupy_flash_cpu" else "any") for x in packages]:
+            raise SystemExit(f"pip on {platform} takes {taken}\n{done.stderr}")
+        print(f"pip on {platform} takes all packages; the CPU core is for {core}")
+
+
 def pythons() -> list[str]:
     """A command for each Python that there is: on the path, or where pyenv keeps those that are not."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -218,6 +248,7 @@ def main() -> int:
                         help="may repeat (default: those of 3.10 to 3.14 that are there)")  # fmt: skip
     arguments = parser.parse_args()
     check_descriptions(sorted(arguments.wheels.glob("cupy_flash*")))
+    check_platforms(arguments.wheels)
     (core,) = arguments.wheels.glob("cupy_flash-*.whl")
     data = sorted(arguments.wheels.glob("cupy_flash_cuda*.whl"))
     commands = arguments.python or pythons()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -18,6 +19,7 @@ from cupy_flash.errors import InvalidArgumentsError
 from tests.cpu import fake_cupy
 from tests.cpu.fake_libcuda import CONTEXTS, MEMORY, FakeLibcuda, forget, use
 from tests.cpu.stub_kernels import stub
+from tests.paths import ROOT
 
 SMALL, LARGE = stub(), stub(head_dim=128, shared_bytes=100 * 1024)
 ONE = (1, 1, 1)
@@ -197,6 +199,26 @@ def unsupported(match: str) -> str:
 def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_map, "LIBRARY", "no such library")
     assert "driver of version 525" in unsupported("the CUDA driver does not load: no such library")
+
+
+ON_WINDOWS = """
+import importlib, sys, pytest
+from cupy_flash.device import cuda, tensor_map
+from tests.cpu.fake_libcuda import FakeLibcuda, use
+sys.platform = "win32"
+importlib.reload(tensor_map)
+with pytest.MonkeyPatch.context() as monkeypatch:
+    fake = use(monkeypatch, FakeLibcuda())
+    cuda.clear(0x100, 64, 0, 0)
+    print(tensor_map.LIBRARY, [device.arch for device in cuda.devices()], fake.log[-1][0])
+"""
+
+
+def test_windows_calls_its_own_library() -> None:
+    """As far as that shows elsewhere: the stub answers to the name of the library alone."""
+    done = subprocess.run([sys.executable, "-c", ON_WINDOWS], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split(" ", 1)[0] == "nvcuda.dll", done.stderr
+    assert done.stdout.split(" ", 1)[1] == "['sm_80', 'sm_86'] cuMemsetD8Async\n"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from cupy_flash.cpu.core import build
 from cupy_flash.cpu.core import locate as library
 from cupy_flash.cpu.core.isa import host, runnable
 from cupy_flash.cubins import locate, nvrtc, sass
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan import families
+from cupy_flash.plan.catalog import architecture
 from cupy_flash.version import __version__
 from tests.cpu.stub_kernels import requires_nvrtc
 from tests.paths import KERNELS_CU, ROOT
@@ -100,6 +102,25 @@ def test_every_platform_of_the_cpu_core_has_a_tag(build_wheels):
     assert set(build_wheels.PLATFORM_TAGS) == {"none", *build.ZIG_TARGETS}
     for name in build.ZIG_TARGETS:
         assert build.libraries_of(name)
+
+
+def test_the_page_has_a_row_for_every_platform(build_wheels):
+    """With the tag of its CPU core, and for GPUs without kernels of their own those that they take."""
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.search(r"^## Platforms\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1].splitlines()
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.startswith("|")][2:]
+    assert {tag for row in rows for tag in re.findall(r"`(\w+)`", row[1])} == {
+        *build_wheels.PLATFORM_TAGS.values()
+    }
+    taken = [row for row in rows if "which are those of" in row[3]]
+    assert len(taken) == 2
+    for row in taken:
+        gpus, targets = (re.findall(r"sm_\d+", row[column]) for column in (0, 3))
+        assert [architecture(gpu).target for gpu in gpus] == targets
+    (thor,) = (row for row in rows if "sm_110" in row[0])
+    assert "not supported" in thor[3]
+    with pytest.raises(UnsupportedError):
+        architecture("sm_110")
 
 
 # What Python calls machines.
