@@ -69,7 +69,8 @@ void backward_job(void* what, int64_t number) {
         x.take(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
         x.take(space, most_panels * GradientPanel<Entry>::reals(p)), x.take(dq, most_panels * panel * d);
         x.take(k_space, of_k.space_of_rows(kBlock)), x.take(v_space, of_v.space_of_rows(kBlock));
-        x.take(k_columns_space, of_k.space_of_finite_columns(kBlock)), x.take(ds_space, depth > 1 ? kKeys * panel : 0);
+        x.take(k_columns_space, of_k.space_of_finite_columns(kBlock)),
+            x.take(ds_space, depth > 1 ? kKeys * panel : 0);
         x.take(row, up(dv, w)), x.take(panels, most_panels);
         tiles.take(x, p, kKeys);
     });

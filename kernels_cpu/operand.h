@@ -59,8 +59,7 @@ struct Operand {
             const Entry* columns = turned(given, count, space, step);
             if (hides_pairs(keys.p)) make_finite(reinterpret_cast<Entry*>(space), turned_space(count));
             return columns;
-        }
-        else {
+        } else {
             keys.rows(j, count, space, step, up(keys.width, W<Real>));
             finite_rows<Real>(keys.p, space, count, keys.width, step, space);
             return down<Entry>(space, space, count, keys.width, *step);
@@ -84,6 +83,7 @@ INLINE void product_of_keys(const Entry* columns, int64_t step, int64_t first, c
                             int64_t rows, int64_t keys, bool add) {
     constexpr int64_t depth = kDepth<Entry>;
     first /= depth, keys = blocks_of(keys, depth);
-    if constexpr (Operand<Entry>::kTurned) product<Along::depth, n>(columns + first, step, b, c, rows, keys, add);
+    if constexpr (Operand<Entry>::kTurned)
+        product<Along::depth, n>(columns + first, step, b, c, rows, keys, add);
     else product<Along::rows, n>(columns + first * step, step, b, c, rows, keys, add);
 }

@@ -95,9 +95,8 @@ INLINE void tile_rows(const Pair* a, int64_t step, const Pair* b, int64_t b_step
     if (rows || of_tile % kTile) TileShapes::set(kTile, kTile);
 }
 template <int n>
-INLINE void strip_of_tiles(const Pair* a, int64_t step, const Pair* b, int64_t b_step,
-                                              float* c, int64_t c_step, int64_t rows, int64_t depth,
-                                              bool add) {
+INLINE void strip_of_tiles(const Pair* a, int64_t step, const Pair* b, int64_t b_step, float* c,
+                           int64_t c_step, int64_t rows, int64_t depth, bool add) {
     int64_t whole = depth / kTile * kTile;
     if (whole || depth == 0) tile_rows<n>(a, step, b, b_step, c, c_step, rows, whole, add);
     if (whole < depth)
@@ -106,10 +105,11 @@ INLINE void strip_of_tiles(const Pair* a, int64_t step, const Pair* b, int64_t b
 }
 
 // Rows of pairs that lie along the features become rows along the keys, `to_step` pairs apart: up(width, 2) of them.
-inline __attribute__((noinline)) void turn(const Pair* rows, int64_t step, int64_t count, int64_t width, Pair* to, int64_t to_step) {
-    alignas(64) static constexpr uint16_t low_halves[32] = {
-        0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-        32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+inline __attribute__((noinline)) void turn(const Pair* rows, int64_t step, int64_t count, int64_t width,
+                                           Pair* to, int64_t to_step) {
+    alignas(64) static constexpr uint16_t low_halves[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
+                                                            22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
+                                                            44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
     const __m512i low = _mm512_load_si512(low_halves), high = _mm512_add_epi16(low, _mm512_set1_epi16(1));
     constexpr int w = W<float>;
     int64_t pairs = blocks_of(width, 2);
@@ -120,8 +120,8 @@ inline __attribute__((noinline)) void turn(const Pair* rows, int64_t step, int64
             for (int half = 0; half < 2; ++half) {
                 for (int i = 0; i < w; ++i) {
                     int64_t key = j + half * w + i;
-                    x[half][i] = (V<float>)_mm512_maskz_loadu_epi32(key < count ? there : 0,
-                                                                    rows + key * step + c);
+                    x[half][i] =
+                        (V<float>)_mm512_maskz_loadu_epi32(key < count ? there : 0, rows + key * step + c);
                 }
                 transpose<float>(x[half]);
             }

@@ -477,7 +477,7 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
     libraries = {
         f"{isa}{part}.so" for isa in ("v2", "v3", "v4") for part in ("", "_functions", "_second_order")
     }
-    assert held == {"manifest.json", "v4_bfloat16.so", *libraries}
+    assert held == {"manifest.json", "v4_amx.so", "v4_bfloat16.so", *libraries}
     windows = names_in(tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-win_amd64.whl")
     assert {f"cupy_flash_cpu/_core/windows-x86_64/{name}" for name in held} <= windows
     assert not [name for name in names_in(core) if name.endswith(".so")]
