@@ -124,8 +124,9 @@ def _readable(report: str) -> str:
     if shutil.which("addr2line") is None:
         return re.sub(r" \{[0-9a-fx ]*\}", "", report)
     regions: list[tuple[int, int, str]] = []
+    folder = str(cache_folder())
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if str(cache_folder()) in line:
+        if folder in line:
             low, high = (int(x, 16) for x in line.split()[0].split("-"))
             regions.append((low, high, line.split()[-1]))
 
