@@ -84,7 +84,7 @@ def positions(
         Which process of how many.
     seqlen : int
         Of the whole sequence. If it is no multiple of ranks, of 2 * ranks in a zigzag, processes hold
-        different numbers of rows, and `ring_attention` needs its ``seqlen``.
+        different numbers of rows, and ``ring_attention`` needs its ``seqlen``.
     causal : bool
         Decides the default of parts.
     parts : {"zigzag", "contiguous"}, optional
