@@ -131,7 +131,7 @@ class Communicator:
         for rank in range(self.ranks):
             self.boxes[self.rank, rank, "all"].put(own.copy())
         for rank in range(self.ranks):
-            everyone[rank] = self.boxes[rank, self.rank, "all"].get(timeout=60)
+            everyone[rank] = self.boxes[rank, self.rank, "all"].get(timeout=20)
 
     def Isend(self, array, dest, tag):
         assert array.dtype == np.uint8
@@ -169,7 +169,7 @@ class Receipt(Request):
     def Wait(self):
         super().Wait()
         if not self.cancelled:
-            arrived = self.box.get(timeout=60)
+            arrived = self.box.get(timeout=20)
             if len(arrived) != len(self.array):
                 raise OSError("message truncated")
             self.array[:] = arrived
