@@ -53,6 +53,8 @@ NO_MESSAGES = {
 CORE = ("", "derivatives", "functions", "quantized", "spans")
 OWN = {
     "ring.py": ("ring",),
+    "mpi.py": ("mpi",),
+    "parts.py": ("mpi",),
     "torch/": ("torch",),
     "jax/": ("jax", "jax.flax"),
     "flash_attn/": ("torch", "flash_attn", "flash_attn.modules.mha", "flash_attn.bert_padding"),
@@ -79,6 +81,7 @@ ALLOWED = {
     "create_block_mask": "torch",
     "create_graph": "torch",
     "device": "torch",
+    "fullgraph": "torch",
     "output_attentions": "transformers",
     "register_flash_attention_impl": "torch",
     "rngs": "flax",

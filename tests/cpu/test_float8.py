@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import InvalidArgumentsError, UnsupportedError, ring, testing
+from cupy_flash.agreement import Agreement
 from cupy_flash.plan import choose
 from cupy_flash.testing import reference
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
@@ -106,9 +108,9 @@ def test_refused(error: type[Exception], first_line: str, changes: dict[str, Any
 
 def test_no_ring() -> None:
     """Its result would be rounded to 8 bits, which nobody asked for."""
-    options = {"scale": None, "softcap": None, "layout": "bhsd", "precision": None}
+    options = {"scale": None, "softcap": None, "sinks": None, "layout": "bhsd", "precision": None}
     with pytest.raises(UnsupportedError, match="a ring adds up results in the dtype of q"):
-        ring.forward(None, ONE, ONE, ONE, False, options)  # type: ignore[arg-type]
+        ring.forward(SimpleNamespace(agreement=Agreement()), ONE, ONE, ONE, False, options)
 
 
 def test_no_gradient_and_no_textbook() -> None:
