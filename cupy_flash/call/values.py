@@ -59,7 +59,7 @@ def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tupl
     if not axes:
         raise InvalidArgumentsError(
             f"scale has shape {shape}, and q {q}.",
-            hint="a scale of one element, (heads_q,), or (batch, heads_q) if q has a batch",
+            hint="a scale of one element; or of each head: (heads_q,), or with a batch (batch, heads_q)",
         )
     return tuple([n if axis in axes else 1 for axis, n in enumerate(q)])
 

@@ -150,9 +150,17 @@ def _group(group: Any) -> Any:
         names = getattr(group, "mesh_dim_names", None) or ("cp",)
         raise InvalidArgumentsError(
             f"group is {kind_of(group)}, not a process group.",
-            hint=f'group=mesh.get_group("{names[-1]}")' if is_mesh else "torch.distributed.new_group(ranks)",
+            hint=f'group=mesh.get_group("{names[-1]}")'
+            if is_mesh
+            else "one from torch.distributed.new_group",
         )
     return group
+
+
+def _refuse(every: dict[str, Any]) -> None:
+    """Refuse options that a ring does not have."""
+    refuse_reproducible(every["reproducible"], "ring_attention")
+    refuse_lost_gradients(**every)
 
 
 def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every: dict[str, Any]) -> Any:
@@ -165,13 +173,12 @@ def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every:
     causal, sinks = every.pop("causal"), every.pop("sinks")
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     with link.agreement.refusals():
-        refuse_reproducible(every["reproducible"], "ring_attention")
-        refuse_lost_gradients(**every)
+        _refuse(every)
         check_tensors(("q", "k", "v"), **named)
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedError(
                 "ring_attention is not supported inside transforms of torch.func: grad, vjp, jvp, vmap.",
-                hint="backward() or torch.autograd.grad; for vmap one call over a larger batch",
+                hint="the call outside of it, then backward(); for vmap one call over a larger batch",
             )
         if in_forward_mode(q, k, v):
             raise UnsupportedError(
@@ -243,6 +250,7 @@ def ring_attention(
     """
     every: dict[str, Any] = {**defaults(RecordedRingOptions), **options}
     if not (dist.is_available() and dist.is_initialized()):
+        _refuse(every)
         raise UnsupportedError(
             "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"
         )

@@ -184,6 +184,16 @@ def ring_of_one(**given):
         return derivatives_of_ring(**given)
 
 
+def ring_with(**given):
+    with one_process():
+        return cf.ring_attention(Q, K, V, **given)
+
+
+def ring_in_a_transform():
+    with one_process():
+        return torch.func.grad(lambda q: cf.ring_attention(q, K, V).sum())(Q)
+
+
 def derivatives_of_ring(create_graph=True):
     x = Q.double().requires_grad_()
     (grad,) = torch.autograd.grad(cf.ring_attention(x, x, x).sin().sum(), x, create_graph=create_graph)
@@ -482,6 +492,10 @@ CASES = {
         [],
     ),
     "ring: forward mode": (ring_in_forward_mode, {}, 0, [lambda: ring_of_one(create_graph=False)]),
+    "ring: transform": (ring_in_a_transform, {}, 0, [lambda: ring_of_one(create_graph=False)]),
+    "ring: no member": (ring_with, {"group": dist.GroupMember.NON_GROUP_MEMBER}, 0, [ring_with]),
+    "ring: no group": (ring_with, {"group": "cp"}, 0, [ring_with]),
+    "ring: agreement": (ring_with, {"agreement": True}, 0, [lambda: ring_with(agreement="never")]),
     "ring: second": (ring_of_one, {}, 1, []),
     "ring: not initialised": (
         lambda: cf.ring_attention(Q, K, V),
