@@ -43,9 +43,7 @@ struct Operand {
     // What `product_of_keys` takes: row i is key j + i, or two of them, or a feature.
     const Entry* columns(int64_t j, int64_t count, Real* space, int64_t* step) const {
         if constexpr (kTurned) {
-            int64_t rows_step;
-            const Entry* from = rows(j, count, space + turned_space(count), &rows_step);
-            *step = rows_step;
+            const Entry* from = rows(j, count, space + turned_space(count), step);
             return turned(from, count, space, step);
         }
         const Real* rows = keys.rows(j, count, space, step, kPairs ? up(keys.width, W<Real>) : 0);
@@ -69,6 +67,7 @@ struct Operand {
   private:
     int64_t turned_step(int64_t count) const { return up(count, 2 * kTile) / 2; }
     int64_t turned_space(int64_t count) const { return up(keys.width, 2) * turned_step(count); }
+    // Of rows *step apart, which becomes that of the result.
     const Entry* turned(const Entry* rows, int64_t count, Real* space, int64_t* step) const {
         Entry* to = reinterpret_cast<Entry*>(space);
         turn(rows, *step, count, keys.width, to, turned_step(count));
