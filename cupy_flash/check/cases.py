@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.random import default_rng  # here: NumPy loads it at first use, and an interrupt then gets lost
 
 from .. import api, blocks, spans, testing, varlen
 from ..call.arrays import numpy_dtype
@@ -41,7 +42,7 @@ class Case(Protocol):
 
 def drawing(case: Case, seed: int) -> np.random.Generator:
     """What a case draws its data from: the seed, and what the case is."""
-    return np.random.default_rng((seed, zlib.crc32(str(case).encode())))
+    return default_rng((seed, zlib.crc32(str(case).encode())))
 
 
 def precision_of(dtype: str, asked: str | None, place: Place) -> str | None:

@@ -359,6 +359,29 @@ def test_paths_go(text: str, found: str) -> None:
 # ---- as a command of a shell
 
 
+IMPORTED = """
+import sys
+from cupy_flash.check.places import find
+from cupy_flash.check.run import run_case
+from tests.cpu.test_check import SMALL
+
+places, _ = find("cpu")
+before = set(sys.modules)
+for case in SMALL:
+    run_case(case, places, 0)
+sys.exit(" ".join(set(sys.modules) - before))
+"""
+
+
+def test_cases_import_nothing() -> None:
+    """Compiled modules, numpy.random among them, lose an interrupt that comes while they are imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE,
+        text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.stderr == "\n"  # the names of what is new
+
+
 INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell runs in the background
