@@ -28,7 +28,7 @@ from .plan.choose import choose
 from .program.function import Program
 from .ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, load, ready
 
-__all__ = ["Prepared", "forget", "kernels", "lifted", "prepared"]
+__all__ = ["REPEATED", "Prepared", "forget", "kernels", "lifted", "prepared"]
 
 Views = Mapping[str, ArrayView]
 
@@ -71,9 +71,11 @@ class Prepared:
     ----------
     problem : Problem
         But for the seed.
+    results : tuple of (str, tuple of int, str)
+        Name, shape and dtype of what a call allocates.
     """
 
-    __slots__ = ("_addressed", "_extents", "_make", "_ready", "_results", "_seen", "problem")
+    __slots__ = ("_addressed", "_extents", "_make", "_ready", "_seen", "problem", "results")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -93,7 +95,7 @@ class Prepared:
             )
         self.problem = problem
         self._make = outputs.zeros if problem.packed else outputs.empty  # rows of no sequence are 0
-        self._results = tuple((name, x.shape, x.dtype) for name, x in made.items())
+        self.results = tuple((name, x.shape, x.dtype) for name, x in made.items())
         self._ready = ready(problem, {**views, **seen}, driver)
         names = {name: name if name in raw else _SOURCES[name] for name in views}
         names |= {name: "out" if out is not None and name == "o" else name for name in seen}
@@ -154,7 +156,7 @@ class Prepared:
         if workspace is not None and isinstance(ready, OnDevice):
             given = workspace_address(workspace, q, ready.plan.workspace_bytes)
         if results is None:  # not by new_results: a function call is a hundredth of what a call costs
-            results = {name: self._make(q, shape, dtype) for name, shape, dtype in self._results}
+            results = {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
         every = {**raw, **results}
         if not isinstance(ready, OnCpu):
             numbers = {name: every[array].pointer for name, array in self._addressed}
@@ -174,15 +176,34 @@ class Prepared:
         return results
 
     @property
+    def only_addresses_differ(self) -> bool:
+        """Whether calls of these kinds differ only in where q, k, v, o and lse are; `run_at` takes them."""
+        p = self.problem
+        looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._extents
+        named = all(name == array and name in _PLAIN for name, array in self._addressed)
+        return named and not looked_at and not isinstance(self._ready, OnCpu)
+
+    def run_at(self, addresses: Mapping[str, int], keep: object, library: str) -> None:
+        """Compute a call of which only addresses differ, from and into arrays of this library."""
+        numbers = {**addresses, SEED: 0}
+        if isinstance(self._ready, OnCore):
+            self._ready.run(numbers, keep, library)
+        else:
+            assert isinstance(self._ready, OnDevice)
+            self._ready.run(numbers, library)
+
+    @property
     def kernels(self) -> tuple[str, ...]:
         """What computes, by name."""
         return self._ready.kernels
 
     def new_results(self, q: ArrayView) -> dict[str, ArrayView]:
         """Allocate the results of a call with this q."""
-        return {name: self._make(q, shape, dtype) for name, shape, dtype in self._results}
+        return {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
 
 
+# The arrays of a call without any but these.
+_PLAIN = frozenset(("q", "k", "v", "o", "lse"))
 # Views that a call's arrays have under another name.
 _SOURCES = {
     "block_table": "cache_batch_idx", "v": "k",
@@ -266,11 +287,14 @@ _OWNER = ArrayView._fields.index("owner")
 # why: programs repeat their calls, and a look at one is twenty times as long as remembering it.
 _KNOWN: dict[tuple[Any, ...], Prepared] = {}
 _MOST_KNOWN = 1024
+# What an adapter remembers of calls by keys of its own.
+REPEATED: dict[Hashable, Any] = {}
 
 
 def forget() -> None:
     """Look anew at every call and plan and load anew, after a change of what they are made from."""
     _KNOWN.clear()
+    REPEATED.clear()
     choose.cache_clear()
     load.cache_clear()
 

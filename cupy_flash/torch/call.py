@@ -80,9 +80,10 @@ def deterministic(options: Options) -> Options:
 
 def adopted_call(call: Call, **more: Any) -> tuple[Views, Packing | None]:
     """The arrays of a call by name, and the packing of packed ones."""
-    named = dict(zip(TENSORS, call.tensors, strict=True))
-    cuts = named.pop("cu_seqlens_q"), named.pop("cu_seqlens_k")
-    used = named.pop("seqused_k"), named.pop("seqused_q")
+    # why no keyword for each: most are None, and a short call is mostly such words
+    named = {name: x for name, x in zip(TENSORS, call.tensors, strict=True) if x is not None}
+    cuts = named.pop("cu_seqlens_q", None), named.pop("cu_seqlens_k", None)
+    used = named.pop("seqused_k", None), named.pop("seqused_q", None)
     raw = adopted(**named, **more)
     return raw, None if cuts[0] is None else pack(raw, cuts, call.longest, *used)
 

@@ -1,0 +1,286 @@
+"""Repeated calls take a short way to the same bits; whatever else could differ goes the whole way."""
+
+import itertools
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArgumentsError, UnsupportedError, prepare, progress
+from cupy_flash.torch import functional
+
+# torch compiles with, and warns of, its own torch.jit.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+
+@pytest.fixture(autouse=True)
+def whole(monkeypatch):
+    """How many calls went the whole way, beginning with nothing remembered."""
+    prepare.forget()
+    calls = []
+    real = functional._attend
+    monkeypatch.setattr(functional, "_attend", lambda *given: (calls.append(given), real(*given))[1])
+    yield calls
+    prepare.forget()
+
+
+def qkv(*, heads=(4, 2), lengths=(5, 9), dtype=torch.float32, seed=0, layout="bhsd"):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(2, heads[x > 0], lengths[x > 0], 8) for x in range(3)]
+    if layout == "bshd":
+        shapes = [(b, s, h, d) for b, h, s, d in shapes]
+    return [torch.randn(shape, generator=rng).to(dtype) for shape in shapes]
+
+
+def same(given, wanted):
+    pairs = zip(given, wanted, strict=True) if isinstance(wanted, tuple) else [(given, wanted)]
+    return all(torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride() for x, y in pairs)
+
+
+OPTIONS = [
+    {},
+    {"causal": True, "align": "bottom_right"},
+    {"causal": True, "align": 2},
+    {"scale": 0.3, "softcap": 5.0},
+    {"layout": "bshd"},
+    {"reproducible": "batch"},
+    {"dropout": 0.0, "mask": None, "bias": None},
+    {"return_lse": True},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_another_call_of_the_same_kinds_has_the_bits_of_the_whole_way(options, dtype, whole):
+    layout = options.get("layout", "bhsd")
+    first, second = (qkv(dtype=dtype, layout=layout, seed=seed) for seed in (0, 1))
+    before = cf.attention(*first, **options)
+    short = cf.attention(*second, **options)
+    assert len(whole) == 1
+    prepare.forget()
+    assert same(short, cf.attention(*second, **options))
+    assert same(before, cf.attention(*first, **options)), "the first result was written over"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rank", [3, 4])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_torchs_function_repeats_too(causal, rank, grouped, whole):
+    first, second = (qkv(heads=(4, 2 if grouped else 4), seed=seed) for seed in (0, 1))
+    if rank == 3:
+        first, second = ([x[0] for x in xs] for xs in (first, second))
+    given = {"is_causal": causal, "enable_gqa": grouped}
+    cf.scaled_dot_product_attention(*first, **given)
+    short = cf.scaled_dot_product_attention(*second, **given)
+    assert len(whole) == 1
+    prepare.forget()
+    assert same(short, cf.scaled_dot_product_attention(*second, **given))
+    wanted = torch.nn.functional.scaled_dot_product_attention(*second, **given)
+    torch.testing.assert_close(short, wanted)
+
+
+def test_heads_that_are_broadcast_are_not_taken_for_all_of_them(whole):
+    q, k, v = qkv(heads=(4, 1))
+    for _ in range(2):
+        given = cf.scaled_dot_product_attention(q, k, v)
+        torch.testing.assert_close(given, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    q, k, v = (torch.stack([x, x]) for x in qkv(heads=(2, 2)))
+    for _ in range(2):
+        given = cf.scaled_dot_product_attention(q, k, v)
+        torch.testing.assert_close(given, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert len(whole) == 2, "attention itself repeats them"
+
+
+def moved(x, by):
+    """The same values at an address that many bytes off a boundary."""
+    room = torch.empty(x.numel() + by // x.element_size(), dtype=x.dtype)
+    return room[by // x.element_size() :].view(x.shape).copy_(x)
+
+
+LATER = {
+    "one query less": lambda q, k, v: ((q[:, :, :-1], k, v), {}),
+    "one key less": lambda q, k, v: ((q, k[:, :, :-1], v[:, :, :-1]), {}),
+    "one of the batch": lambda q, k, v: ((q[:1], k[:1], v[:1]), {}),
+    "other strides": lambda q, k, v: ((q.mT.contiguous().mT, k, v), {}),
+    "one head less of k": lambda q, k, v: ((q, k[:, :1].contiguous(), v[:, :1].contiguous()), {}),
+    "off a boundary": lambda q, k, v: ((q, moved(k, 4), v), {}),
+    "double": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
+    "lse": lambda q, k, v: ((q, k, v), {"return_lse": True}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": 0.25}),
+    "window": lambda q, k, v: ((q, k, v), {"window": (2, 2), "align": 0}),
+    "mask": lambda q, k, v: ((q, k, v), {"mask": torch.ones(5, 9, dtype=torch.bool).tril()}),
+    "bias": lambda q, k, v: ((q, k, v), {"bias": torch.ones(5, 9).tril()}),
+    "tensor as scale": lambda q, k, v: ((q, k, v), {"scale": torch.tensor(0.5)}),
+    "a function": lambda q, k, v: ((q, k, v), {"mask": near}),
+    "grad": lambda q, k, v: ((q, k.clone().requires_grad_(), v), {}),
+    "parameter": lambda q, k, v: ((q, torch.nn.Parameter(k), v), {}),
+    "negated": lambda q, k, v: ((torch.complex(q, -q).conj().imag, k, v), {}),
+}
+
+
+def near(b, h, i, j):
+    return j <= i + 2
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_other_kinds_go_the_whole_way(name, whole):
+    import cupy_flash
+
+    q, k, v = qkv()
+    cf.attention(q, k, v)
+    given, options = LATER[name](q, k, v)
+    if callable(options.get("mask")) and not isinstance(options["mask"], torch.Tensor):
+        options = {"mask": cupy_flash.mask(options["mask"])}
+    prepare.forget()
+    wanted = cf.attention(*given, **options)
+    prepare.forget()
+    whole.clear()
+    cf.attention(q, k, v)
+    assert same(cf.attention(*given, **options), wanted)
+    assert len(whole) == 1 + ("mask" not in options or isinstance(options["mask"], torch.Tensor))
+
+
+def test_gradients_are_recorded_after_a_call_without(whole):
+    q, k, v = qkv()
+    with torch.no_grad():
+        cf.attention(q.requires_grad_(), k, v)
+    cf.attention(q, k, v).sum().backward()
+    assert q.grad is not None
+    assert len(whole) == 2
+    with torch.inference_mode():
+        assert not cf.attention(q, k, v).requires_grad
+    assert len(whole) == 2
+
+
+def test_transforms_and_modes_see_the_operator():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = qkv()
+    wanted = cf.attention(q, k, v)
+    torch.testing.assert_close(torch.func.vmap(cf.attention)(q[None], k[None], v[None])[0], wanted)
+    _, tangent = torch.func.jvp(lambda q: cf.attention(q, k, v), (q,), (q,))
+    assert tangent.abs().max() > 0
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        o = torch.autograd.forward_ad.unpack_dual(cf.attention(dual, k, v))
+        torch.testing.assert_close(o.tangent, tangent)
+    with FlopCounterMode(display=False) as counted:
+        cf.attention(q, k, v)
+    assert counted.get_total_flops() > 0
+    on_meta = [x.to("meta") for x in (q, k, v)]
+    for _ in range(2):
+        assert cf.attention(*on_meta).is_meta
+
+
+def test_autocast_counts():
+    q, k, v = qkv()
+    assert cf.attention(q, k, v).dtype == torch.float32
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert cf.attention(q, k, v).dtype == torch.bfloat16
+    assert cf.attention(q, k, v).dtype == torch.float32
+
+
+def test_the_environment_counts(monkeypatch):
+    q, k, v = qkv()
+    wanted = cf.attention(q, k, v)
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+    for _ in range(2):
+        torch.testing.assert_close(cf.attention(q, k, v), wanted)
+        assert "NumPy" in prepare.kernels()
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "nobody")
+    with pytest.raises(InvalidArgumentsError, match="CUPY_FLASH_DRIVER"):
+        cf.attention(q, k, v)
+
+
+@pytest.mark.parametrize("options", [{"causal": 1}, {"return_lse": 1}, {"scale": "1"}, {"windw": 1}])
+def test_what_is_refused_is_refused_again(options):
+    q, k, v = qkv(lengths=(9, 9))
+    cf.attention(q, k, v, causal=True)
+    cf.attention(q, k, v, return_lse=True)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentsError):
+            cf.attention(q, k, v, **options)
+    for wrong in [
+        (q, k[:, :, 1:], v),
+        (q, k, v[:, :, 1:]),
+        (q, k.half(), v),
+        (q, k, v.half()),
+        (q[..., 1:], k, v),
+    ]:
+        with pytest.raises(InvalidArgumentsError):
+            cf.attention(*wrong, causal=True)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="float8"):
+            cf.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)))
+
+
+def test_options_count(whole):
+    q, k, v = qkv()
+    for scale in (0.5, 0.25, 0.5):
+        torch.testing.assert_close(
+            cf.attention(q, k, v, scale=scale), cf.attention(q * scale, k, v, scale=1.0)
+        )
+    assert len(whole) == 3
+
+
+def test_each_call_drops_others(whole):
+    q, k, v = qkv()
+    results = [cf.attention(q, k, v, dropout=0.5) for _ in range(4)]
+    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(results))
+    assert len(whole) == 4
+
+
+def test_progress_is_told():
+    q, k, v = qkv()
+    cf.attention(q, k, v)
+    told = []
+    with progress(told.append):
+        cf.attention(q, k, v)
+    assert told
+
+
+def test_it_forgets(whole):
+    q, k, v = qkv()
+    cf.attention(q, k, v)
+    assert prepare.REPEATED
+    prepare.forget()
+    assert not prepare.REPEATED
+    cf.attention(q, k, v)
+    assert len(whole) == 2
+
+
+def test_it_remembers_so_many(monkeypatch):
+    from cupy_flash.torch import repeat
+
+    monkeypatch.setattr(repeat, "_MOST_KNOWN", 2)
+    for n in range(5):
+        q, k, v = qkv(lengths=(n + 1, n + 1))
+        for _ in range(2):
+            torch.testing.assert_close(
+                cf.attention(q, k, v, scale=1.0),
+                cf.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=True),
+            )
+        assert len(prepare.REPEATED) <= 2
+
+
+def test_threads_share_it():
+    q, k, v = qkv(lengths=(64, 64))
+    cf.attention(q, k, v)
+    cases = [[x + n for x in (q, k, v)] for n in range(8)]
+    wanted = [cf.attention(*case) for case in cases]
+    wrong = []
+
+    def repeat(n):
+        for _ in range(50):
+            if not torch.equal(cf.attention(*cases[n]), wanted[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=repeat, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
