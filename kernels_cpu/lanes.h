@@ -153,10 +153,29 @@ INLINE V<Real> split(V<Real> x, V<Real>* f) {
     return t;
 }
 
-// e^x; exactly 0 where it is no normal number. With `any_sign` infinite above the largest number, else x <= 0.
+#if defined(__AMX_BF16__)
+// e^x = 2^t: one instruction takes floor(t) away, one multiplies by 2^floor(t). why only here: beside products of
+// floats it gains nothing, beside those of AMX up to 7 %.
+INLINE V<float> scaled_exp(V<float> x) {
+    // 2^f on [0, 1) to 8e-8 of itself, fitted
+    constexpr float fast[] = {
+        1.f, 6.931513117e-1f, 2.401644466e-1f, 5.579992974e-2f, 9.017007156e-3f, 1.867140335e-3f};
+    constexpr __mmask16 all = 0xffff;    // why: without a mask GCC warns of its own headers
+    V<float> t = x * splat<float>(float(kLog2e)), p = splat<float>(fast[5]);
+    V<float> f = (V<float>)_mm512_maskz_reduce_ps(all, (__m512)t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    UNROLL for (int i = 4; i >= 0; --i) p = p * f + splat<float>(fast[i]);
+    return (V<float>)_mm512_maskz_scalef_ps(all, (__m512)p, (__m512)t);
+}
+#endif
+
+// e^x; exactly 0 where it is no normal number, but by scaled_exp. With `any_sign` infinite above the largest number, else
+// x <= 0.
 template <class Real, bool any_sign = false>
 INLINE V<Real> exp_(V<Real> x) {
     using E = Exponential<Real>;
+#if defined(__AMX_BF16__)
+    if constexpr (sizeof(Real) == 4) return scaled_exp(x);
+#endif
     constexpr int terms = sizeof(E::kFast) / sizeof(Real);
     // why not split(x log2 e): fused, the sums need no product.
     const V<Real> magic = splat<Real>(E::kMagic), log2e = splat<Real>(Real(kLog2e));
