@@ -21,7 +21,8 @@ from .plan.choose import Plan, choose
 if TYPE_CHECKING:
     from .cpu.core.family import Core
 
-__all__ = ["OnCore", "OnCpu", "OnDevice", "chosen_by_environment", "driver_of", "load", "ready"]
+__all__ = ["OnCore", "OnCpu", "OnDevice", "chosen_by_environment", "driver_of", "load", "ready",
+           "refuse_tensor_cores"]  # fmt: skip
 
 Views = Mapping[str, ArrayView]
 

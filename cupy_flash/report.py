@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import adopted
 from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
+from .call.cache_parts import cache_parts
 from .call.cache_problem import adopt_cache, describe_cache, pack_queries
 from .call.checks import flag, integer, one_of
-from .call.compound import cache_parts, unquantized
+from .call.compound import unquantized
 from .call.given import Options, split, split_flat
 from .call.masks import resolve_band
 from .call.opaque import opaque
@@ -24,7 +25,7 @@ from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .naive import naive_bytes
 from .plan.catalog import architecture
 from .plan.choose import Plan, choose
-from .ready import driver_of
+from .ready import driver_of, refuse_tensor_cores
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,6 +152,7 @@ def explain(
         problem, views = _describe_cache(q, k, v, options, kv_cache)
     driver = driver_of(views["q"].device, views["q"].library)
     if arch is None and driver is None:
+        refuse_tensor_cores(problem)
         return _cpu_text(problem, views["q"].library)
     if arch is None:
         device = views["q"].device[1]

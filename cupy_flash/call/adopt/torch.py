@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InvalidArgumentsError
 from ..arrays import TORCH_DTYPES, ArrayView
+from ..options import WITH_GRADIENT
 from ..spelling import spelled
 
 __all__ = ["refuse_wrapper", "way_to_see_torch"]
@@ -35,8 +36,6 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
 
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-        from ..options import WITH_GRADIENT  # why here: options are declared over what adopts arrays
-
         name = spelled(name)
         recorded = "cupy_flash.torch.attention, which does; or " * (name in WITH_GRADIENT)
         raise InvalidArgumentsError(

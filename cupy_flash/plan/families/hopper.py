@@ -16,7 +16,7 @@ from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 from . import f16x3, flash, simple
 from .grouping import rows_of_tiles
 
-__all__ = ["NAME", "plan", "refusals", "variants"]
+__all__ = ["NAME", "foreign", "plan", "refusals", "variants"]
 
 NAME = "hopper"
 
