@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .call import outputs
-from .call.arrays import ArrayView, numpy_view
+from .call.arrays import ArrayView
 from .call.blocks import check_blocks
 from .call.cache_kinds import lies_in
 from .call.cache_problem import describe_cache
@@ -18,48 +18,17 @@ from .call.operands import lower_shape
 from .call.options import DIFFERENTIABLE
 from .call.outputs import check_out, check_overlap, workspace_address
 from .call.problem import Problem, describe
-from .call.progress import Tell, telling
 from .call.spans import check_spans
 from .call.tangents import tangent_operand
 from .call.values import OF_NO_CALL, Moment
-from .device.abi import LENGTH, SEED
 from .device.run import Driver
 from .plan.choose import choose
 from .program.function import Program
-from .ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, load, ready
+from .ready import Seen, chosen_by_environment, driver_of, load, ready
 
 __all__ = ["Prepared", "forget", "kernels", "lifted", "prepared"]
 
 Views = Mapping[str, ArrayView]
-
-
-class _Seen(NamedTuple):
-    """How an array of a call is seen where it is computed on.
-
-    Attributes
-    ----------
-    name : str
-        As in abi.cuh.
-    array : str
-        Which of the call's arrays it is.
-    shape, byte_strides, dtype
-        As of `ArrayView`.
-    as_it_is : bool
-        Whether these are those of the array.
-    """
-
-    name: str
-    array: str
-    shape: tuple[int, ...]
-    byte_strides: tuple[int, ...]
-    dtype: str
-    as_it_is: bool
-
-    def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
-        """The array of one call, as NumPy's."""
-        if self.as_it_is and type(x.owner) is np.ndarray:
-            return x.owner
-        return numpy_view(x, self.shape, self.byte_strides, self.dtype)
 
 
 class Prepared:
@@ -73,7 +42,7 @@ class Prepared:
         But for the seed.
     """
 
-    __slots__ = ("_addressed", "_extents", "_make", "_ready", "_results", "_seen", "problem")
+    __slots__ = ("_backend", "_extents", "_make", "_results", "problem")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -94,15 +63,14 @@ class Prepared:
         self.problem = problem
         self._make = outputs.zeros if problem.packed else outputs.empty  # rows of no sequence are 0
         self._results = tuple((name, x.shape, x.dtype) for name, x in made.items())
-        self._ready = ready(problem, {**views, **seen}, driver)
         names = {name: name if name in raw else _SOURCES[name] for name in views}
         names |= {name: "out" if out is not None and name == "o" else name for name in seen}
         every = {**raw, **made}
-        self._seen = tuple(
-            _Seen(name, names[name], x.shape, x.byte_strides(), x.dtype, x[1:4] == every[names[name]][1:4])
+        table = tuple(
+            Seen(name, names[name], x.shape, x.byte_strides(), x.dtype, x[1:4] == every[names[name]][1:4])
             for name, x in {**views, **seen}.items()
         )
-        self._addressed = tuple((x.name, x.array) for x in self._seen)
+        self._backend = ready(problem, {**views, **seen}, driver, table)
         self._extents = None if out is None else tuple(
             (n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items()
         )  # fmt: skip
@@ -113,7 +81,6 @@ class Prepared:
         moment: Moment = OF_NO_CALL,
         workspace: ArrayView | None = None,
         length: int | None = None,
-        tell: Tell | None = None,
         results: dict[str, ArrayView] | None = None,
     ) -> dict[str, ArrayView]:
         """Allocate the results and compute them.
@@ -128,8 +95,6 @@ class Prepared:
             The caller's.
         length : int, optional
             Keys in use of every sequence in a cache, if no array says it.
-        tell : callable, optional
-            Gets the share that is done.
         results : dict of str to ArrayView, optional
             What `new_results` gave.
 
@@ -138,45 +103,27 @@ class Prepared:
         dict of str to ArrayView
             What was allocated, by name.
         """
-        q, ready = raw["q"], self._ready
-        if moment.progress is not None and not isinstance(ready, OnDevice):
-            with telling(moment.progress) as tell:
-                return self.run(raw, moment._replace(progress=None), workspace, length, tell, results)
-        if self.problem.spans is not None:
-            check_spans(self.problem.spans, raw)
-        if self.problem.blocks is not None:
-            check_blocks(self.problem.blocks, raw)
-        if self.problem.function is not None and not isinstance(ready, OnDevice):
-            check_integers(self.problem.function, self.problem.extents, ready.integer_bits, raw)
+        q, problem, backend = raw["q"], self.problem, self._backend
+        if problem.spans is not None:
+            check_spans(problem.spans, raw)
+        if problem.blocks is not None:
+            check_blocks(problem.blocks, raw)
+        if problem.function is not None and backend.integer_bits:
+            check_integers(problem.function, problem.extents, backend.integer_bits, raw)
         if self._extents is not None:
             check_overlap(raw, self._extents)
         given = None
-        if workspace is not None and isinstance(ready, OnDevice):
-            given = workspace_address(workspace, q, ready.plan.workspace_bytes)
+        if workspace is not None and backend.workspace_bytes is not None:
+            given = workspace_address(workspace, q, backend.workspace_bytes)
         if results is None:  # not by new_results: a function call is a hundredth of what a call costs
             results = {name: self._make(q, shape, dtype) for name, shape, dtype in self._results}
-        every = {**raw, **results}
-        if not isinstance(ready, OnCpu):
-            numbers = {name: every[array].pointer for name, array in self._addressed}
-            numbers[SEED] = moment.seed
-            if isinstance(ready, OnCore):
-                ready.run(numbers, every, q.library, length, tell)
-            else:
-                if length is not None:
-                    # why no array: its memory would go to somebody else while a recorded graph reads it.
-                    numbers[LENGTH] = max(length, 0)
-                ready.run(numbers, q.library, workspace=given)
-        else:
-            seen = {seen.name: seen.numpy(every[seen.array]) for seen in self._seen}
-            if length is not None:
-                seen["cache_seqlens"] = np.full(self.problem.batch, length, np.int32)
-            ready.run(seen, moment.seed, tell)
+        backend.run({**raw, **results}, moment, length=length, workspace=given)
         return results
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """What computes, by name."""
-        return self._ready.kernels
+        return self._backend.kernels
 
     def new_results(self, q: ArrayView) -> dict[str, ArrayView]:
         """Allocate the results of a call with this q."""

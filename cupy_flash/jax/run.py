@@ -18,13 +18,13 @@ from ..call.functions import check_integers
 from ..call.given import Options, Packing
 from ..call.offsets import check_counts, longest_length
 from ..call.problem import OFFSETS, Problem, describe
-from ..call.progress import telling, told_anywhere
+from ..call.progress import told_anywhere
 from ..call.spans import check_spans
-from ..device.abi import SEED
+from ..call.values import Moment
 from ..device.run import Driver
 from ..errors import UnsupportedError
 from ..prepare import lifted
-from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
+from ..ready import Backend, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
 
 __all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "held", "run"]
@@ -147,7 +147,7 @@ def run(
         }
         seed = int.from_bytes(bytes(known.pop("seed", b"")), "little")
         read = tuple((name, float(x[0])) for name, x in known.items())
-        call, problem, places = _ready(config, own, residues, device, driver, environment, read)
+        backend, problem, places = _ready(config, own, residues, device, driver, environment, read)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
@@ -155,19 +155,11 @@ def run(
             _check_cuts(views, config.cached.packed)
         check_spans(problem.spans, views)
         check_blocks(problem.blocks, views)
-        if not isinstance(call, OnDevice):
-            check_integers(problem.function, problem.extents, call.integer_bits, views)
+        if backend.integer_bits:
+            check_integers(problem.function, problem.extents, backend.integer_bits, views)
         if config.cached and config.cached.checked(device):
             check_values(problem, _as_given(views, problem))
-        addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}
-        if isinstance(call, OnDevice):
-            call.run(addresses, "jax", stream)
-            continue
-        with telling(told_anywhere()) as tell:
-            if isinstance(call, OnCore):
-                call.run(addresses, views, "jax", tell=tell)
-            else:
-                call.run({name: view.numpy() for name, view in views.items()}, seed, tell)
+        backend.run(views, Moment(seed, told_anywhere()), stream=stream)
 
 
 def _check_cuts(views: dict[str, ArrayView], packed: tuple[int, int] | None) -> None:
@@ -229,7 +221,7 @@ def _ready(
     driver: Driver | None,
     _environment: Hashable,
     read: tuple[tuple[str, float], ...],
-) -> tuple[OnCpu | OnCore | OnDevice, Problem, dict[str, tuple[int, ArrayView]]]:
+) -> tuple[Backend, Problem, dict[str, tuple[int, ArrayView]]]:
     """A call, what it computes, and by name the number of each buffer and how to see it, but for its address.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
@@ -252,8 +244,11 @@ def _ready(
     for name, source in _OTHERWISE:
         if name in views:
             places.setdefault(name, places.get(source, 0))
-    call = ready(problem, views, driver)
-    return call, problem, {name: (places[name], view) for name, view in views.items()}
+    return (
+        ready(problem, views, driver),
+        problem,
+        {name: (places[name], view) for name, view in views.items()},
+    )
 
 
 def described(
