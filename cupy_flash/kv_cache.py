@@ -14,7 +14,7 @@ from .call.cache_problem import PACKED, adopt_cache, pack_queries
 from .call.cache_values import check_values
 from .call.checks import flag
 from .call.compound import LatentCache, QuantizedCache
-from .call.given import split_flat
+from .call.given import split_of_cache
 from .call.opaque import opaque
 from .call.options import CacheOptions
 from .call.progress import TOLD
@@ -142,11 +142,8 @@ def attend_over_cache(
     if shared is not None:
         whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
         own = dict(options)
-    interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
-    unrotated = options.pop("rotate_cache", False)
-    longest, most_keys = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
-    arrays, values = split_flat(options)
+    arrays, values, asked = split_of_cache(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
     space = None if workspace is None else adopt(workspace, "workspace")
@@ -156,12 +153,12 @@ def attend_over_cache(
         )
     want_lse = flag(return_lse, "return_lse")
     packing = None
-    if longest is not None or not PACKED.isdisjoint(raw):
-        packing = pack_queries(raw, values.layout, longest, most_keys, length)
+    if asked.longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, asked, length)
     needs_lse = want_lse or shared is not None
     progress = TOLD.get()
     moment = OF_NO_CALL if progress is None else Moment(0, progress)
-    call = prepared("decode", raw, values, interleaved, splits, needs_lse, packing, most_keys, unrotated)
+    call = prepared("decode", raw, values, needs_lse, packing, asked)
     if raw["q"].device == CPU if check is None else flag(check, "tuning.check"):
         check_values(call.problem, raw, length)
     if shared is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from .call.blocks import check_blocks
 from .call.cache_kinds import lies_in
 from .call.cache_problem import describe_cache
 from .call.functions import check_integers, learned_of
-from .call.given import Options
+from .call.given import CacheCall, Options, Packing
 from .call.operands import lower_shape
 from .call.options import DIFFERENTIABLE
 from .call.outputs import check_out, check_overlap, workspace_address
@@ -167,7 +167,14 @@ def lifted(name: str, x: ArrayView, layout: str) -> ArrayView:
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> Prepared:
+def prepared(
+    direction: str,
+    raw: Views,
+    options: Options,
+    want_lse: bool = True,
+    packing: Packing | None = None,
+    cache: CacheCall | None = None,
+) -> Prepared:
     """What is remembered of calls like this one; where there is none, what is found out now.
 
     Parameters
@@ -177,8 +184,11 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
         The caller's arrays; ``out`` if it was given.
     options : Options
         Without seed.
-    *flags
-        What `describe`, or for "decode" `describe_cache`, takes besides.
+    want_lse : bool
+    packing : Packing, optional
+        Of packed sequences, or of packed queries over a cache.
+    cache : CacheCall, optional
+        With "decode".
 
     Raises
     ------
@@ -187,21 +197,21 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     device = raw["q"].device
     driver = driver_of(device, raw["q"].library)
     kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
-    # why types: 1 is True, and some options take only one of them.
-    types = map(type, (*options, *flags))
+    given = options if cache is None else (*options, *cache)
     # why: arrays of these kinds are two, or latents and their first columns.
-    latents: Any = direction == "decode" and raw["v_cache"].pointer == raw["k_cache"].pointer
+    latents: Any = cache is not None and raw["v_cache"].pointer == raw["k_cache"].pointer
     if latents:
         latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k")
     chosen = chosen_by_environment(driver, device)
-    call = (direction, driver, chosen, latents, flags, options, *types, *raw, *kinds)
+    # why types: 1 is True, and some options take only one of them.
+    call = (direction, driver, chosen, latents, want_lse, packing, given, *map(type, given), *raw, *kinds)
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option that is no key of anything
-        return _prepare(direction, raw, options, flags, driver)
+        return _prepare(direction, raw, options, want_lse, packing, cache, driver)
     if known is None:
-        known = _prepare(direction, raw, options, flags, driver)
-        if all(map(_constant, (*options, *flags))):
+        known = _prepare(direction, raw, options, want_lse, packing, cache, driver)
+        if all(map(_constant, given)):
             if len(_KNOWN) >= _MOST_KNOWN:
                 _KNOWN.clear()
             _KNOWN[call] = known
@@ -235,12 +245,18 @@ def _constant(option: Any) -> bool:
 
 
 def _prepare(
-    direction: str, raw: Views, options: Options, flags: tuple[Any, ...], driver: Driver | None
+    direction: str,
+    raw: Views,
+    options: Options,
+    want_lse: bool,
+    packing: Packing | None,
+    cache: CacheCall | None,
+    driver: Driver | None,
 ) -> Prepared:
     inputs = {name: x for name, x in raw.items() if name != "out"}
-    if direction == "decode":
-        problem, views = describe_cache(inputs, options, *flags)
+    if cache is None:
+        problem, views, _ = describe(direction, inputs, options, want_lse, packing)
     else:
-        problem, views, _ = describe(direction, inputs, options, *flags)
+        problem, views = describe_cache(inputs, options, cache, want_lse, packing)
     # Packed queries are (rows, heads, head_dim), however a cache lies.
     return Prepared(problem, views, raw, "bshd" if problem.packed else options.layout, driver)

@@ -12,7 +12,7 @@ from .call.cache_parts import cache_parts
 from .call.cache_problem import adopt_cache, describe_cache, pack_queries
 from .call.checks import flag, integer, one_of
 from .call.compound import unquantized
-from .call.given import Options, split, split_flat
+from .call.given import Options, split, split_of_cache
 from .call.masks import resolve_band
 from .call.opaque import opaque
 from .call.operands import FLOATS
@@ -198,17 +198,14 @@ def _describe_cache(
             "a call with a shared prefix is two calls, and explain shows one.",
             hint="kv_cache without a prefix; and explain(all queries in a row, *prefix)",
         )
-    interleaved, splits = flat.pop("rotary_interleaved", False), flat.pop("splits", None)
-    longest, most_keys = flat.pop("max_seqlen_q", None), flat.pop("max_seqlen_k", None)
-    unrotated = flat.pop("rotate_cache", False)
     for name in ("check", "workspace"):  # of the run, not of the plan
         flat.pop(name, None)
-    arrays, values = split_flat(flat)
+    arrays, values, call = split_of_cache(flat)
     check_options(values)
     # why here: an integer is no array, and None is refused by name
     raw, length = adopt_cache(_detached({"q": q, "cache_seqlens": seqlens, **arrays}))
-    packing = pack_queries(raw, values.layout, longest, most_keys, length)
-    return describe_cache(raw, values, interleaved, splits, False, packing, most_keys, unrotated)
+    packing = pack_queries(raw, values.layout, call, length)
+    return describe_cache(raw, values, call, packing=packing)
 
 
 def _absent(x: Any) -> bool:

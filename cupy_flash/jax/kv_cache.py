@@ -13,7 +13,7 @@ from ..call.cache_parts import cache_parts
 from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
-from ..call.given import Options, split_flat
+from ..call.given import Options, Packing, split_of_cache
 from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..cascade import Prefix
@@ -159,28 +159,30 @@ def _over_cache(
     if columns is not None:
         # why: a view of an array is a copy in JAX, and the program of the call makes its own.
         del options["v_cache"]
-    interleaved = flag(options.pop("rotary_interleaved", False), "rotary.interleaved")
-    splits, check = options.pop("splits", None), options.pop("check", None)
-    unrotated = flag(options.pop("rotate_cache", False), "rotary.on_read")
-    longest, room = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
-    optional, values = split_flat(options)
+    check = options.pop("check", None)
+    optional, values, call = split_of_cache(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
-    packed = _packed(arrays, longest)
+    packing = _packing(arrays, call.longest)
     if arrays["cache_seqlens"].ndim == 0:
         lengths = arrays["cache_seqlens"].astype(jnp.int32)
-        batch = packed[0] if packed else arrays["q"].shape[0]
+        batch = packing.batch if packing else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
     look = None if check is None else flag(check, "tuning.check")
-    cached = Cached((interleaved, splits, asked), look, packed, room, unrotated, columns)
-    # why tuples: what is static has to be a key.
+    # why flags and tuples: what is static has to be a key, and 1 is True.
+    call = call._replace(
+        interleaved=flag(call.interleaved, "rotary.interleaved"),
+        unrotated=flag(call.unrotated, "rotary.on_read"),
+        longest=None,  # as the packing has it
+    )
+    cached = Cached(call, asked, look, packing, columns)
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
     made: tuple[Any, ...] = _attend(arrays, numbers_apart(arrays, values), cached)
     return made
 
 
-def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
-    """Sequences of packed queries and the longest one's queries: all rows, if nobody says fewer."""
+def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
+    """Of packed queries; the longest one has all rows, if nobody says fewer."""
     refuse_ragged(arrays)
     if "cu_seqlens_q" not in arrays:
         if longest is not None or "seqused_q" in arrays:
@@ -197,7 +199,7 @@ def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
         raise InvalidArgumentsError(
             f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit"
         )
-    return cut.shape[0] - 1, q.shape[0] if longest is None else int(longest)
+    return Packing(cut.shape[0] - 1, q.shape[0] if longest is None else int(longest), 0, False)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -15,7 +15,7 @@ from ..call.blocks import check_blocks
 from ..call.cache_problem import describe_cache
 from ..call.cache_values import check_values
 from ..call.functions import check_integers
-from ..call.given import Options, Packing
+from ..call.given import CacheCall, Options, Packing
 from ..call.offsets import check_counts, longest_length
 from ..call.problem import OFFSETS, Problem, describe
 from ..call.progress import told_anywhere
@@ -40,36 +40,30 @@ class Cached(NamedTuple):
 
     Attributes
     ----------
-    flags : tuple
-        What `describe_cache` takes after the options.
+    call : CacheCall
+    want_lse : bool
     check : bool or None
         As in `attention_with_kv_cache`.
-    packed : (int, int) or None
-        Sequences of packed queries, and the longest one's queries.
-    room : int or None
-        Keys of a sequence at most.
-    unrotated : bool
-        Keys of the cache are rotated when they are read.
+    packing : Packing, optional
+        Of packed queries.
     head_dim_v : int or None
         Of latents, columns of k_cache that are the values; there is no v_cache then.
     """
 
-    flags: tuple[bool, int | None, bool]
+    call: CacheCall
+    want_lse: bool
     check: bool | None
-    packed: tuple[int, int] | None = None
-    room: int | None = None
-    unrotated: bool = False
+    packing: Packing | None = None
     head_dim_v: int | None = None
 
     def described(
         self, views: dict[str, ArrayView], options: Options
     ) -> tuple[Problem, dict[str, ArrayView]]:
         """The call over arrays, or over stand-ins of them."""
-        packing = None if self.packed is None else Packing(*self.packed, 0, False)
         if self.head_dim_v:
             keys = views["k_cache"]
             views = {**views, "v_cache": keys._replace(shape=(*keys.shape[:-1], self.head_dim_v))}
-        return describe_cache(views, options, *self.flags, packing, self.room, self.unrotated)
+        return describe_cache(views, options, self.call, self.want_lse, self.packing)
 
     def checked(self, device: tuple[str, int]) -> bool:
         """Whether the host looks at lengths and tables."""
@@ -152,7 +146,7 @@ def run(
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
         if config.cached and device == CPU:
-            _check_cuts(views, config.cached.packed)
+            _check_cuts(views, config.cached.packing)
         check_spans(problem.spans, views)
         check_blocks(problem.blocks, views)
         if backend.integer_bits:
@@ -162,12 +156,12 @@ def run(
         backend.run(views, Moment(seed, told_anywhere()), stream=stream)
 
 
-def _check_cuts(views: dict[str, ArrayView], packed: tuple[int, int] | None) -> None:
+def _check_cuts(views: dict[str, ArrayView], packing: Packing | None) -> None:
     """Refuse wrong offsets of queries and of new keys, which nothing could make up for."""
     if "cu_seqlens_k_new" in views:
         longest_length(views["cu_seqlens_k_new"], "cu_seqlens_k_new", views["k"].shape[2], None)
-    if packed is not None:
-        longest_length(views["cu_seqlens_q"], "cu_seqlens_q", views["q"].shape[2], packed[1])
+    if packing is not None:
+        longest_length(views["cu_seqlens_q"], "cu_seqlens_q", views["q"].shape[2], packing.seqlen_q)
         if "seqused_q" in views:
             check_counts(views, "seqused_q", "cu_seqlens_q", "queries")
 
@@ -238,7 +232,7 @@ def _ready(
         problem, views = described(config.direction, given, options, config.longest)
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
         if name not in views:  # a cache is seen as its input is, which it is
-            layout = "bshd" if config.cached and config.cached.packed else options.layout
+            layout = "bshd" if config.cached and config.cached.packing else options.layout
             views[name] = lifted(name, view, layout)
     places = {name: i for i, name in enumerate((*config.names, *(name for name, _, _ in config.results)))}
     for name, source in _OTHERWISE:
