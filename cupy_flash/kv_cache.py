@@ -15,14 +15,15 @@ from .call.cache_values import check_values
 from .call.checks import flag
 from .call.compound import LatentCache, QuantizedCache
 from .call.given import split_of_cache
+from .call.head_scale import HeadScale
 from .call.opaque import opaque
 from .call.options import CacheOptions
+from .call.outputs import namespace
 from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
 from .call.values import OF_NO_CALL, Moment
 from .cascade import Prefix
 from .errors import InvalidArgumentsError
-from .merge import namespace
 from .prepare import prepared
 
 if TYPE_CHECKING:
@@ -129,6 +130,11 @@ def attention_with_kv_cache(
     ((1, 8, 1, 64), 1.0)
     """
     every = cache_parts(k_cache, v_cache, options)
+    if getattr(every.get("scale"), "shape", None):
+        layout = "bshd" if every.get("cu_seqlens_q") is not None else every.get("layout", "bhsd")
+        by_head = HeadScale.of(every["scale"], q, layout)
+        if by_head is not None:
+            q, every["scale"] = by_head.times(q), 1.0
     return attend_over_cache(q, cache_seqlens, every, return_lse, out)
 
 

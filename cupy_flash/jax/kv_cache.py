@@ -14,6 +14,7 @@ from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
 from ..call.given import Options, Packing, split_of_cache
+from ..call.head_scale import scale_shape, times
 from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..cascade import Prefix
@@ -56,7 +57,7 @@ def attention_with_kv_cache(
     max_seqlen_q, max_seqlen_k : int, optional
         Static under jit. Default: all rows of q, and the capacity of a sequence.
     scale, softcap : float or Array of shape (), optional
-        As in `cupy_flash.jax.attention`; without gradients here.
+        As in `cupy_flash.jax.attention`, scale also of each head; without gradients here.
     mask
         As in `cupy_flash.attention_with_kv_cache`; a `cupy_flash.RaggedMask` raises: its size depends on
         lengths, and a program is compiled for fixed sizes.
@@ -107,6 +108,11 @@ def attention_with_kv_cache(
         )
     columns = k_cache.head_dim_v if isinstance(k_cache, LatentCache) else None
     flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
+    if getattr(flat.get("scale"), "ndim", 0):
+        layout = "bshd" if flat.get("cu_seqlens_q") is not None else flat.get("layout", "bhsd")
+        q = jnp.asarray(q)
+        factor = scale_shape(flat["scale"].shape, q.shape, layout)
+        q, flat["scale"] = times(q, flat["scale"].reshape(factor)), 1.0
     asked, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
     whole = {**flat, "cache_seqlens": cache_seqlens}

@@ -43,11 +43,11 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Who may import a framework, inside functions: driver launches through CuPy; protocols makes CuPy's arrays of
-# others; outputs makes results in the caller's library; merge and naive_attention compute with it.
+# others; outputs makes results in the caller's library; naive_attention computes with it.
 MAY_IMPORT = {
     "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "mpi", "check"},
     "torch": {"call.untraced", "torch", "testing", "flash_attn", "flash_attn_3", "transformers", "check"},
-    "jax": {"call.outputs", "merge", "jax"},
+    "jax": {"call.outputs", "jax"},
     "transformers": {"transformers"},
     "ml_dtypes": {"call.arrays", "testing"},
 }
