@@ -22,9 +22,9 @@ from .call.outputs import namespace
 from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
 from .call.values import OF_NO_CALL, Moment
-from .cascade import Prefix
 from .errors import InvalidArgumentsError
 from .prepare import prepared
+from .shared_prefix import Prefix
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,8 +17,8 @@ from ..call.given import Options, Packing, split_of_cache
 from ..call.head_scale import scale_shape, times
 from ..call.options import CacheOptions
 from ..call.signature import takes
-from ..cascade import Prefix
 from ..errors import InvalidArgumentsError, UnsupportedError
+from ..shared_prefix import Prefix
 from .call import alike
 from .functional import attention, refuse_ragged
 from .numbers import numbers_apart

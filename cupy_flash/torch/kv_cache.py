@@ -17,7 +17,7 @@ from ..call.spelling import spelled
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..namespace import NAMESPACE
 from .eager import is_plain
-from .given import check_one_device, check_parts, refuse_lost_gradients, scaled, widen
+from .inputs import check_one_device, check_parts, refuse_lost_gradients, scaled, widen
 from .ops import library, lse_shape, operators
 from .schema import Argument, arguments_of, array_names, schema
 

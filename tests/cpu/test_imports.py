@@ -27,9 +27,9 @@ LAYERS = (
     ("cubins",),
     ("device",),
     ("naive", "merge", "info", "ready", "agreement"),
-    ("prepare", "cascade", "quantized"),
+    ("prepare", "quantized", "shared_prefix"),
     ("api",),
-    ("blocks", "config", "functions", "kv_cache", "paper", "report", "spans"),
+    ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("parts", "second_order"),
     ("ring",),
