@@ -9,9 +9,9 @@ import numpy as np
 from .api import attention, results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
-from .call.cache_parts import cache_parts
-from .call.cache_problem import PACKED, adopt_cache, pack_queries
-from .call.cache_values import check_values
+from .call.cache.describe import PACKED, adopt_cache, pack_queries
+from .call.cache.parts import cache_parts
+from .call.cache.values import check_values
 from .call.checks import flag
 from .call.compound import LatentCache, QuantizedCache
 from .call.given import split_of_cache

@@ -10,8 +10,8 @@ import numpy as np
 from .call import outputs
 from .call.arrays import ArrayView
 from .call.blocks import check_blocks
-from .call.cache_kinds import lies_in
-from .call.cache_problem import describe_cache
+from .call.cache.describe import describe_cache
+from .call.cache.kinds import lies_in
 from .call.functions import check_integers, learned_of
 from .call.given import CacheCall, Options, Packing
 from .call.operands import lower_shape

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import adopted
 from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
-from .call.cache_parts import cache_parts
-from .call.cache_problem import adopt_cache, describe_cache, pack_queries
+from .call.cache.describe import adopt_cache, describe_cache, pack_queries
+from .call.cache.parts import cache_parts
 from .call.checks import flag, integer, one_of
 from .call.compound import unquantized
 from .call.given import Options, split, split_of_cache

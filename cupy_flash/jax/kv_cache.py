@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
-from ..call.cache_parts import cache_parts
+from ..call.cache.parts import cache_parts
 from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.blocks import check_blocks
-from ..call.cache_problem import describe_cache
-from ..call.cache_values import check_values
+from ..call.cache.describe import describe_cache
+from ..call.cache.values import check_values
 from ..call.functions import check_integers
 from ..call.given import CacheCall, Options, Packing
 from ..call.offsets import check_counts, longest_length

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .. import kv_cache
-from ..call.cache_parts import cache_parts
+from ..call.cache.parts import cache_parts
 from ..call.codes import kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
 from ..call.options import CacheOptions

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArgumentsError, UnsupportedError
-from ..program.function import Bound, Program
-from .adopt import adopt
-from .blocks import BlockMask
-from .compound import LatentCache, QuantizedArray, QuantizedCache, Rotary, mask_parts, masks_of, tuning_of
-from .spelling import kind_of
+from ...errors import InvalidArgumentsError, UnsupportedError
+from ...program.function import Bound, Program
+from ..adopt import adopt
+from ..blocks import BlockMask
+from ..compound import LatentCache, QuantizedArray, QuantizedCache, Rotary, mask_parts, masks_of, tuning_of
+from ..spelling import kind_of
 
 __all__ = ["cache_parts"]
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArgumentsError
-from .adopt import adopt
-from .arrays import CPU
-from .cache_kinds import Views, check_kinds, check_scales, check_writable, lies_in, wrong
-from .cache_sizes import codes_of, lifted_codes, sizes_of, turned_features
-from .checks import flag, integer
-from .codes import kind_of_codes
-from .given import CacheCall, Options, Packing
-from .masks import resolve_band
-from .offsets import check_counts, counts, flat_mask, longest_length, offsets
-from .operands import lift, row_operand, score_operand
-from .problem import OFFSETS, Cache, Problem, head_operands
-from .spans import Intervals, span_operand
-from .values import check_options, finite_number
+from ...errors import InvalidArgumentsError
+from ..adopt import adopt
+from ..arrays import CPU
+from ..checks import flag, integer
+from ..codes import kind_of_codes
+from ..given import CacheCall, Options, Packing
+from ..masks import resolve_band
+from ..offsets import check_counts, counts, flat_mask, longest_length, offsets
+from ..operands import lift, row_operand, score_operand
+from ..problem import OFFSETS, Cache, Problem, head_operands
+from ..spans import Intervals, span_operand
+from ..values import check_options, finite_number
+from .kinds import Views, check_kinds, check_scales, check_writable, lies_in, wrong
+from .sizes import codes_of, lifted_codes, sizes_of, turned_features
 
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
 
