@@ -16,8 +16,8 @@ from .call.arrays import numpy_dtype
 from .call.options import PER_HEAD
 from .call.reproducible import MODES
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
+from .explain_cli import BROADCASTS, arguments_of_explain
 from .functions import ScoreFunction
-from .paper import BROADCASTS, arguments_of_explain
 from .report import MemoryReport, explain, memory_report
 from .version import __version__
 

@@ -11,6 +11,7 @@ from .call.checks import flag
 from .call.compound import QuantizedArray, unquantized
 from .call.functions import argument_views
 from .call.given import Options, Packing, split
+from .call.head_scale import HeadScale
 from .call.opaque import opaque
 from .call.operands import Views, check_scales
 from .call.options import DenseOptions, GradientOptions, declared
@@ -19,7 +20,8 @@ from .call.signature import Array, documented, takes
 from .call.values import moment_apart
 from .prepare import prepared
 
-__all__ = ["Gradients", "attention", "attention_backward"]
+__all__ = ["Gradients", "adopted", "attention", "attention_backward", "results_of_forward", "run_backward",
+           "run_forward", "scaled", "with_scale"]  # fmt: skip
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
         dbias: Any = None
         dsinks: Any = None
         dscore: tuple[Any, ...] | None = None
+        dscale: Any = None
 
 else:
     _OPTIONAL = {f"d{name}": option for name, option in declared(DenseOptions).items() if option.gradient}
     Gradients = namedtuple(
-        "Gradients", ("dq", "dk", "dv", *_OPTIONAL, "dscore"), defaults=[None] * (len(_OPTIONAL) + 1)
+        "Gradients",
+        ("dq", "dk", "dv", *_OPTIONAL, "dscore", "dscale"),
+        defaults=[None] * (len(_OPTIONAL) + 2),
     )
     Gradients.__doc__ = documented(
         """What `attention_backward` returns: arrays of the library, device and dtype of their inputs.
@@ -51,6 +56,8 @@ else:
     dscore : tuple of (array or None), or None
         Of the arrays bound to the score function, None for those that are not learned; None itself if
         none is.
+    dscale : array or None
+        Of a scale of each head: its shape and dtype.
     """,
         _OPTIONAL,
     )
@@ -150,6 +157,8 @@ def attention(
     if QuantizedArray in kinds:
         arrays |= unquantized(q=q, k=k, v=v)
         q, k, v = (arrays.pop(name) for name in "qkv")
+    if getattr(values.scale, "shape", None):  # a call of numbers pays nothing for arrays of them
+        q, values, _ = scaled(q, values)
     return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out)
 
 
@@ -188,7 +197,25 @@ def attention_backward(
     .. [1] T. Dao, "FlashAttention-2", arXiv:2307.08691, Algorithm 2.
     """
     arrays, values = split(options)
-    return run_backward(adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays), values)
+    product, by_head = q, None
+    if getattr(values.scale, "shape", None):
+        product, values, by_head = scaled(q, values)
+    grads = run_backward(adopted(do=do, q=product, k=k, v=v, o=o, lse=lse, **arrays), values)
+    return grads if by_head is None else with_scale(grads, q, by_head)
+
+
+def scaled(q: Any, options: Options) -> tuple[Any, Options, HeadScale | None]:
+    """Q times a scale of each head, and options without it; as they are if the scale is a number."""
+    by_head = HeadScale.of(options.scale, q, options.layout)
+    if by_head is None:
+        return q, options, None
+    return by_head.times(q), options._replace(scale=1.0), by_head
+
+
+def with_scale(grads: Gradients[Any], q: Any, by_head: HeadScale) -> Gradients[Any]:
+    """The gradients of q and of a scale of each head, from that of their product."""
+    dq, dscale = by_head.gradients(grads.dq, q)
+    return grads._replace(dq=dq, dscale=dscale)
 
 
 def adopted(**named: Any) -> Views:

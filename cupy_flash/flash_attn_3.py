@@ -26,7 +26,7 @@ from .flash_attn import flash_attn_interface as second
 from .flash_attn.words import OF_3, by_their_names
 from .merge import united
 from .torch import attention, attention_varlen, attention_with_kv_cache
-from .torch.given import check_tensors
+from .torch.inputs import check_tensors
 
 __all__ = [
     "flash_attn_combine",

@@ -9,20 +9,22 @@ import numpy as np
 from .api import attention, results_of_forward
 from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
-from .call.cache_problem import PACKED, adopt_cache, pack_queries
-from .call.cache_values import check_values
+from .call.cache.describe import PACKED, adopt_cache, pack_queries
+from .call.cache.parts import cache_parts
+from .call.cache.values import check_values
 from .call.checks import flag
-from .call.compound import LatentCache, QuantizedCache, cache_parts
-from .call.given import split_flat
+from .call.compound import LatentCache, QuantizedCache
+from .call.given import split_of_cache
+from .call.head_scale import HeadScale
 from .call.opaque import opaque
 from .call.options import CacheOptions
+from .call.outputs import namespace
 from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
 from .call.values import OF_NO_CALL, Moment
-from .cascade import Prefix
 from .errors import InvalidArgumentsError
-from .merge import namespace
 from .prepare import prepared
+from .shared_prefix import Prefix
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,6 +130,11 @@ def attention_with_kv_cache(
     ((1, 8, 1, 64), 1.0)
     """
     every = cache_parts(k_cache, v_cache, options)
+    if getattr(every.get("scale"), "shape", None):
+        layout = "bshd" if every.get("cu_seqlens_q") is not None else every.get("layout", "bhsd")
+        by_head = HeadScale.of(every["scale"], q, layout)
+        if by_head is not None:
+            q, every["scale"] = by_head.times(q), 1.0
     return attend_over_cache(q, cache_seqlens, every, return_lse, out)
 
 
@@ -141,11 +148,8 @@ def attend_over_cache(
     if shared is not None:
         whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
         own = dict(options)
-    interleaved, splits = options.pop("rotary_interleaved", False), options.pop("splits", None)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
-    unrotated = options.pop("rotate_cache", False)
-    longest, most_keys = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
-    arrays, values = split_flat(options)
+    arrays, values, asked = split_of_cache(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
     space = None if workspace is None else adopt(workspace, "workspace")
@@ -155,12 +159,12 @@ def attend_over_cache(
         )
     want_lse = flag(return_lse, "return_lse")
     packing = None
-    if longest is not None or not PACKED.isdisjoint(raw):
-        packing = pack_queries(raw, values.layout, longest, most_keys, length)
+    if asked.longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, asked, length)
     needs_lse = want_lse or shared is not None
     progress = TOLD.get()
     moment = OF_NO_CALL if progress is None else Moment(0, progress)
-    call = prepared("decode", raw, values, interleaved, splits, needs_lse, packing, most_keys, unrotated)
+    call = prepared("decode", raw, values, needs_lse, packing, asked)
     if raw["q"].device == CPU if check is None else flag(check, "tuning.check"):
         check_values(call.problem, raw, length)
     if shared is None:

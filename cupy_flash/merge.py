@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
-
-import numpy as np
 
 from .call.adopt import adopt
 from .call.arrays import device_name
 from .call.checks import one_of
 from .call.opaque import opaque
 from .call.operands import FLOATS, table_of
+from .call.outputs import namespace
 from .call.signature import Array, takes
 from .call.values import LAYOUTS
 from .errors import InvalidArgumentsError
 
-__all__ = ["merge", "namespace", "united"]
-
-
-def namespace(library: str) -> ModuleType:
-    """The functions of a library on its arrays."""
-    if library == "jax":
-        import jax.numpy
-
-        functions: ModuleType = jax.numpy
-        return functions
-    return np if library in ("numpy", "dlpack") else sys.modules[library]
+__all__ = ["merge", "united"]
 
 
 @takes()

@@ -10,6 +10,7 @@ from .call.arrays import ITEM_BYTES, numpy_dtype
 from .call.blocks import PARTIAL, WHOLE, Blocks, check_blocks
 from .call.functions import argument_views, check_integers
 from .call.given import split
+from .call.head_scale import HeadScale
 from .call.opaque import opaque
 from .call.operands import lower_shape
 from .call.options import NaiveOptions
@@ -72,6 +73,9 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
         Arrays of another library.
     """
     arrays, values = split(options)
+    by_head = HeadScale.of(values.scale, q, values.layout)
+    if by_head is not None:
+        q, values = by_head.times(q), values._replace(scale=1.0)
     given = {"q": q, "k": k, "v": v, **arrays}
     problem, views, raw = describe("forward", given, values)
     if problem.of_float8:

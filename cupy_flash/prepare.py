@@ -3,63 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .call import outputs
-from .call.arrays import ArrayView, numpy_view
+from .call.arrays import ArrayView
 from .call.blocks import check_blocks
-from .call.cache_kinds import lies_in
-from .call.cache_problem import describe_cache
+from .call.cache.describe import describe_cache
+from .call.cache.kinds import lies_in
 from .call.functions import check_integers, learned_of
-from .call.given import Options
+from .call.given import CacheCall, Options, Packing
 from .call.operands import lower_shape
 from .call.options import DIFFERENTIABLE
 from .call.outputs import check_out, check_overlap, workspace_address
 from .call.problem import Problem, describe
-from .call.progress import Tell, telling
 from .call.spans import check_spans
 from .call.tangents import tangent_operand
 from .call.values import OF_NO_CALL, Moment
-from .device.abi import LENGTH, SEED
+from .device.abi import SEED
 from .device.run import Driver
 from .plan.choose import choose
 from .program.function import Program
-from .ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, load, ready
+from .ready import Seen, chosen_by_environment, driver_of, load, ready
 
 __all__ = ["REPEATED", "Prepared", "forget", "kernels", "lifted", "prepared"]
 
 Views = Mapping[str, ArrayView]
-
-
-class _Seen(NamedTuple):
-    """How an array of a call is seen where it is computed on.
-
-    Attributes
-    ----------
-    name : str
-        As in abi.cuh.
-    array : str
-        Which of the call's arrays it is.
-    shape, byte_strides, dtype
-        As of `ArrayView`.
-    as_it_is : bool
-        Whether these are those of the array.
-    """
-
-    name: str
-    array: str
-    shape: tuple[int, ...]
-    byte_strides: tuple[int, ...]
-    dtype: str
-    as_it_is: bool
-
-    def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
-        """The array of one call, as NumPy's."""
-        if self.as_it_is and type(x.owner) is np.ndarray:
-            return x.owner
-        return numpy_view(x, self.shape, self.byte_strides, self.dtype)
 
 
 class Prepared:
@@ -75,7 +45,7 @@ class Prepared:
         Name, shape and dtype of what a call allocates.
     """
 
-    __slots__ = ("_addressed", "_extents", "_make", "_ready", "_seen", "problem", "results")
+    __slots__ = ("_backend", "_extents", "_make", "problem", "results")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -96,15 +66,14 @@ class Prepared:
         self.problem = problem
         self._make = outputs.zeros if problem.packed else outputs.empty  # rows of no sequence are 0
         self.results = tuple((name, x.shape, x.dtype) for name, x in made.items())
-        self._ready = ready(problem, {**views, **seen}, driver)
         names = {name: name if name in raw else _SOURCES[name] for name in views}
         names |= {name: "out" if out is not None and name == "o" else name for name in seen}
         every = {**raw, **made}
-        self._seen = tuple(
-            _Seen(name, names[name], x.shape, x.byte_strides(), x.dtype, x[1:4] == every[names[name]][1:4])
+        table = tuple(
+            Seen(name, names[name], x.shape, x.byte_strides(), x.dtype, x[1:4] == every[names[name]][1:4])
             for name, x in {**views, **seen}.items()
         )
-        self._addressed = tuple((x.name, x.array) for x in self._seen)
+        self._backend = ready(problem, {**views, **seen}, driver, table)
         self._extents = None if out is None else tuple(
             (n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items()
         )  # fmt: skip
@@ -115,7 +84,6 @@ class Prepared:
         moment: Moment = OF_NO_CALL,
         workspace: ArrayView | None = None,
         length: int | None = None,
-        tell: Tell | None = None,
         results: dict[str, ArrayView] | None = None,
     ) -> dict[str, ArrayView]:
         """Allocate the results and compute them.
@@ -130,8 +98,6 @@ class Prepared:
             The caller's.
         length : int, optional
             Keys in use of every sequence in a cache, if no array says it.
-        tell : callable, optional
-            Gets the share that is done.
         results : dict of str to ArrayView, optional
             What `new_results` gave.
 
@@ -140,62 +106,39 @@ class Prepared:
         dict of str to ArrayView
             What was allocated, by name.
         """
-        q, ready = raw["q"], self._ready
-        if moment.progress is not None and not isinstance(ready, OnDevice):
-            with telling(moment.progress) as tell:
-                return self.run(raw, moment._replace(progress=None), workspace, length, tell, results)
-        if self.problem.spans is not None:
-            check_spans(self.problem.spans, raw)
-        if self.problem.blocks is not None:
-            check_blocks(self.problem.blocks, raw)
-        if self.problem.function is not None and not isinstance(ready, OnDevice):
-            check_integers(self.problem.function, self.problem.extents, ready.integer_bits, raw)
+        q, problem, backend = raw["q"], self.problem, self._backend
+        if problem.spans is not None:
+            check_spans(problem.spans, raw)
+        if problem.blocks is not None:
+            check_blocks(problem.blocks, raw)
+        if problem.function is not None and backend.integer_bits:
+            check_integers(problem.function, problem.extents, backend.integer_bits, raw)
         if self._extents is not None:
             check_overlap(raw, self._extents)
         given = None
-        if workspace is not None and isinstance(ready, OnDevice):
-            given = workspace_address(workspace, q, ready.plan.workspace_bytes)
+        if workspace is not None and backend.workspace_bytes is not None:
+            given = workspace_address(workspace, q, backend.workspace_bytes)
         if results is None:  # not by new_results: a function call is a hundredth of what a call costs
             results = {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
-        every = {**raw, **results}
-        if not isinstance(ready, OnCpu):
-            numbers = {name: every[array].pointer for name, array in self._addressed}
-            numbers[SEED] = moment.seed
-            if isinstance(ready, OnCore):
-                ready.run(numbers, every, q.library, length, tell)
-            else:
-                if length is not None:
-                    # why no array: its memory would go to somebody else while a recorded graph reads it.
-                    numbers[LENGTH] = max(length, 0)
-                ready.run(numbers, q.library, workspace=given)
-        else:
-            seen = {seen.name: seen.numpy(every[seen.array]) for seen in self._seen}
-            if length is not None:
-                seen["cache_seqlens"] = np.full(self.problem.batch, length, np.int32)
-            ready.run(seen, moment.seed, tell)
+        backend.run({**raw, **results}, moment, length=length, workspace=given)
         return results
 
     @property
     def only_addresses_differ(self) -> bool:
         """Whether calls of these kinds differ only in where q, k, v, o and lse are; `run_at` takes them."""
-        p = self.problem
+        p, addressed = self.problem, self._backend.addressed
         looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._extents
-        named = all(name == array and name in _PLAIN for name, array in self._addressed)
-        return named and not looked_at and not isinstance(self._ready, OnCpu)
+        plain = all(name == array and name in _PLAIN for name, array in addressed)
+        return bool(addressed) and plain and not looked_at
 
     def run_at(self, addresses: Mapping[str, int], keep: object, library: str) -> None:
         """Compute a call of which only addresses differ, from and into arrays of this library."""
-        numbers = {**addresses, SEED: 0}
-        if isinstance(self._ready, OnCore):
-            self._ready.run(numbers, keep, library)
-        else:
-            assert isinstance(self._ready, OnDevice)
-            self._ready.run(numbers, library)
+        self._backend.run_at({**addresses, SEED: 0}, keep, library)
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """What computes, by name."""
-        return self._ready.kernels
+        return self._backend.kernels
 
     def new_results(self, q: ArrayView) -> dict[str, ArrayView]:
         """Allocate the results of a call with this q."""
@@ -241,7 +184,14 @@ def lifted(name: str, x: ArrayView, layout: str) -> ArrayView:
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> Prepared:
+def prepared(
+    direction: str,
+    raw: Views,
+    options: Options,
+    want_lse: bool = True,
+    packing: Packing | None = None,
+    cache: CacheCall | None = None,
+) -> Prepared:
     """What is remembered of calls like this one; where there is none, what is found out now.
 
     Parameters
@@ -251,8 +201,11 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
         The caller's arrays; ``out`` if it was given.
     options : Options
         Without seed.
-    *flags
-        What `describe`, or for "decode" `describe_cache`, takes besides.
+    want_lse : bool
+    packing : Packing, optional
+        Of packed sequences, or of packed queries over a cache.
+    cache : CacheCall, optional
+        With "decode".
 
     Raises
     ------
@@ -261,21 +214,21 @@ def prepared(direction: str, raw: Views, options: Options, *flags: Hashable) -> 
     device = raw["q"].device
     driver = driver_of(device, raw["q"].library)
     kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
-    # why types: 1 is True, and some options take only one of them.
-    types = map(type, (*options, *flags))
+    given = options if cache is None else (*options, *cache)
     # why: arrays of these kinds are two, or latents and their first columns.
-    latents: Any = direction == "decode" and raw["v_cache"].pointer == raw["k_cache"].pointer
+    latents: Any = cache is not None and raw["v_cache"].pointer == raw["k_cache"].pointer
     if latents:
         latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k")
     chosen = chosen_by_environment(driver, device)
-    call = (direction, driver, chosen, latents, flags, options, *types, *raw, *kinds)
+    # why types: 1 is True, and some options take only one of them.
+    call = (direction, driver, chosen, latents, want_lse, packing, given, *map(type, given), *raw, *kinds)
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option that is no key of anything
-        return _prepare(direction, raw, options, flags, driver)
+        return _prepare(direction, raw, options, want_lse, packing, cache, driver)
     if known is None:
-        known = _prepare(direction, raw, options, flags, driver)
-        if all(map(_constant, (*options, *flags))):
+        known = _prepare(direction, raw, options, want_lse, packing, cache, driver)
+        if all(map(_constant, given)):
             if len(_KNOWN) >= _MOST_KNOWN:
                 _KNOWN.clear()
             _KNOWN[call] = known
@@ -312,12 +265,18 @@ def _constant(option: Any) -> bool:
 
 
 def _prepare(
-    direction: str, raw: Views, options: Options, flags: tuple[Any, ...], driver: Driver | None
+    direction: str,
+    raw: Views,
+    options: Options,
+    want_lse: bool,
+    packing: Packing | None,
+    cache: CacheCall | None,
+    driver: Driver | None,
 ) -> Prepared:
     inputs = {name: x for name, x in raw.items() if name != "out"}
-    if direction == "decode":
-        problem, views = describe_cache(inputs, options, *flags)
+    if cache is None:
+        problem, views, _ = describe(direction, inputs, options, want_lse, packing)
     else:
-        problem, views, _ = describe(direction, inputs, options, *flags)
+        problem, views = describe_cache(inputs, options, cache, want_lse, packing)
     # Packed queries are (rows, heads, head_dim), however a cache lies.
     return Prepared(problem, views, raw, "bshd" if problem.packed else options.layout, driver)

@@ -26,8 +26,8 @@ from .call.checks import one_of
 from .call.codes import BLOCK, GROUPS, packed, packed_e2m1, packed_e4m3, rounded_int8, unpacked, unpacked_e2m1
 from .call.compound import QuantizedCache
 from .call.operands import FLOATS, table_of
+from .call.outputs import namespace
 from .errors import InvalidArgumentsError
-from .merge import namespace
 
 __all__ = ["dequantize", "float8", "int4", "int8", "nvfp4"]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .call.arrays import ArrayView
+from .call.arrays import ArrayView, numpy_view
 from .call.problem import Problem
-from .call.progress import Tell
-from .device.abi import SEED
+from .call.progress import telling
+from .call.values import Moment
+from .device.abi import LENGTH, SEED
 from .device.choice import gpu_driver
 from .device.run import Driver, Kernel, Program
 from .errors import InvalidArgumentsError, UnsupportedError
@@ -21,7 +24,7 @@ from .plan.choose import Plan, choose
 if TYPE_CHECKING:
     from .cpu.core.family import Core
 
-__all__ = ["OnCore", "OnCpu", "OnDevice", "chosen_by_environment", "driver_of", "load", "ready"]
+__all__ = ["Backend", "Seen", "chosen_by_environment", "driver_of", "load", "ready", "refuse_tensor_cores"]
 
 Views = Mapping[str, ArrayView]
 
@@ -55,116 +58,211 @@ def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Has
     return driver.arch(device[1]), driver.multiprocessors(device[1])
 
 
-class OnCpu(NamedTuple):
-    """A problem ready for the NumPy path."""
+class Seen(NamedTuple):
+    """How an array of a call is seen where it is computed on.
 
-    problem: Problem
-    path: Callable[[Problem, dict[str, np.ndarray[Any, Any]]], None]
+    Attributes
+    ----------
+    name : str
+        As in abi.cuh.
+    array : str
+        Which of the call's arrays it is.
+    shape, byte_strides, dtype
+        As of `ArrayView`.
+    as_it_is : bool
+        Whether these are those of the array.
+    """
+
+    name: str
+    array: str
+    shape: tuple[int, ...]
+    byte_strides: tuple[int, ...]
+    dtype: str
+    as_it_is: bool
+
+    def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
+        """The array of one call, as NumPy's."""
+        if self.as_it_is and type(x.owner) is np.ndarray:
+            return x.owner
+        return numpy_view(x, self.shape, self.byte_strides, self.dtype)
+
+
+class Backend(ABC):
+    """A problem ready to run, whoever computes it.
+
+    Attributes
+    ----------
+    integer_bits : int
+        Of integers in score functions, if their arguments are looked at in each call; else 0.
+    addressed : tuple of (str, str)
+        What it has to know the address of, by the names of abi.cuh, and which array of the call that is; none
+        if it looks at the arrays themselves.
+    """
+
+    integer_bits: ClassVar[int] = 0
+    addressed: tuple[tuple[str, str], ...] = ()
 
     @property
+    def workspace_bytes(self) -> int | None:
+        """What it asks of a caller's workspace; None if it takes none."""
+        return None
+
+    @property
+    @abstractmethod
     def kernels(self) -> tuple[str, ...]:
         """What computes, by name."""
-        return ("NumPy",)
 
-    @property
-    def integer_bits(self) -> int:
-        """Of integers in score functions."""
-        return 64
-
-    def run(
-        self, inputs_and_outputs: dict[str, np.ndarray[Any, Any]], seed: int, tell: Tell | None = None
-    ) -> None:
-        """Compute, and tell how much is done; arrays by the names of abi.cuh."""
-        problem = self.problem._replace(seed=seed) if seed else self.problem
-        if tell is None:
-            self.path(problem, inputs_and_outputs)
-            return
-        from .cpu.progress import Count, counting, pairs
-
-        with counting(Count(pairs(problem, inputs_and_outputs), tell)):
-            self.path(problem, inputs_and_outputs)
-
-
-class OnCore(NamedTuple):
-    """A problem ready for the compiled core of the CPU."""
-
-    core: Core
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """What computes, by name."""
-        return tuple(f"core {name}" for name in self.core.names)
-
-    @property
-    def integer_bits(self) -> int:
-        """Of integers in score functions."""
-        return 32
-
+    @abstractmethod
     def run(
         self,
-        numbers: dict[str, int],
-        keep: object,
-        library: str,
+        arrays: Views,
+        moment: Moment,
+        *,
         length: int | None = None,
-        tell: Tell | None = None,
+        workspace: int | None = None,
+        stream: int | None = None,
     ) -> None:
-        """Compute.
+        """Compute; on a GPU launch.
+
+        Parameters
+        ----------
+        arrays : mapping of str to ArrayView
+            The call's inputs and outputs.
+        moment : Moment
+        length : int, optional
+            Keys in use of every sequence in a cache, if no array says it.
+        workspace : int, optional
+            Address of the caller's; default is one from the pool of the library.
+        stream : int, optional
+            CUDA stream handle; default is the current one of the library.
+        """
+
+    def run_at(self, numbers: dict[str, int], keep: object, library: str) -> None:
+        """`run` a call of which nothing is known but addresses, of what is `addressed`, and `abi.SEED`.
 
         Parameters
         ----------
         numbers : dict of str to int
-            Addresses of inputs and outputs, by the names of abi.cuh, and `abi.SEED`.
         keep : object
             What keeps the arrays alive.
         library : str
             Whose arrays they are.
-        length : int, optional
-            Of all sequences in a cache, where no array gives them.
-        tell : callable, optional
-            Gets the share that is done.
         """
-        if length is None:
-            self.core.run(numbers, numbers[SEED], keep, tell, library)
-        else:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OnCpu(Backend):
+    """A problem ready for the NumPy path."""
+
+    problem: Problem
+    path: Callable[[Problem, dict[str, np.ndarray[Any, Any]]], None]
+    seen: tuple[Seen, ...]
+
+    integer_bits = 64
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """As of `Backend`."""
+        return ("NumPy",)
+
+    def run(
+        self, arrays: Views, moment: Moment, *, length: int | None = None, **_of_gpus: int | None
+    ) -> None:
+        """As of `Backend`."""
+        problem = self.problem._replace(seed=moment.seed) if moment.seed else self.problem
+        seen = {x.name: x.numpy(arrays[x.array]) for x in self.seen}
+        if length is not None:
+            seen["cache_seqlens"] = np.full(problem.batch, length, np.int32)
+        with telling(moment.progress) as tell:
+            if tell is None:
+                self.path(problem, seen)
+                return
+            from .cpu.progress import Count, counting, pairs
+
+            with counting(Count(pairs(problem, seen), tell)):
+                self.path(problem, seen)
+
+
+@dataclass(frozen=True)
+class OnCore(Backend):
+    """A problem ready for the compiled core of the CPU."""
+
+    core: Core
+    addressed: tuple[tuple[str, str], ...] = ()
+
+    integer_bits = 32
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """As of `Backend`."""
+        return tuple(f"core {name}" for name in self.core.names)
+
+    def run(
+        self, arrays: Views, moment: Moment, *, length: int | None = None, **_of_gpus: int | None
+    ) -> None:
+        """As of `Backend`."""
+        numbers = {name: arrays[array].pointer for name, array in self.addressed}
+        keep: object = arrays
+        if length is not None:
             of_all = np.array([length], np.int32)
-            addresses = {**numbers, "cache_seqlens": of_all.ctypes.data}
-            self.core.run(addresses, numbers[SEED], (keep, of_all), tell, library)
+            numbers["cache_seqlens"], keep = of_all.ctypes.data, (arrays, of_all)
+        library = arrays["q"].library
+        if moment.progress is None:  # a context manager costs a hundredth of a short call
+            self.core.run(numbers, moment.seed, keep, None, library)
+            return
+        with telling(moment.progress) as tell:
+            self.core.run(numbers, moment.seed, keep, tell, library)
+
+    def run_at(self, numbers: dict[str, int], keep: object, library: str) -> None:
+        """As of `Backend`."""
+        self.core.run(numbers, numbers[SEED], keep, None, library)
 
 
-class OnDevice(NamedTuple):
+@dataclass(frozen=True)
+class OnDevice(Backend):
     """A problem ready for kernels: planned, located and loaded."""
 
     plan: Plan
     program: Program
     driver: Driver
     device: int
+    addressed: tuple[tuple[str, str], ...] = ()
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """What computes, by name."""
+        """As of `Backend`."""
         return tuple(launch.variant.name for launch in self.plan.launches)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """As of `Backend`."""
+        return self.plan.workspace_bytes
 
     def run(
         self,
-        numbers: dict[str, int],
-        library: str,
-        stream: int | None = None,
+        arrays: Views,
+        moment: Moment,
+        *,
+        length: int | None = None,
         workspace: int | None = None,
+        stream: int | None = None,
     ) -> None:
-        """Launch.
+        """As of `Backend`; a launch tells nobody of its progress."""
+        numbers = {name: arrays[array].pointer for name, array in self.addressed}
+        numbers[SEED] = moment.seed
+        if length is not None:
+            # why no array: its memory would go to somebody else while a recorded graph reads it.
+            numbers[LENGTH] = max(length, 0)
+        self._launch(numbers, arrays["q"].library, workspace, stream)
 
-        Parameters
-        ----------
-        numbers : dict of str to int
-            Addresses of inputs and outputs, by the names of abi.cuh, `abi.SEED` and `abi.LENGTH`; those of
-            the workspace are added.
-        library : str
-            Whose arrays they are.
-        stream : int, optional
-            CUDA stream handle; default is the current one of the library.
-        workspace : int, optional
-            Address of the caller's; default is one from the pool of the library.
-        """
+    def run_at(self, numbers: dict[str, int], keep: object, library: str) -> None:  # noqa: ARG002
+        """As of `Backend`; memory that goes back to a library is used in the order of the stream."""
+        self._launch(numbers, library)
+
+    def _launch(
+        self, numbers: dict[str, int], library: str, workspace: int | None = None, stream: int | None = None
+    ) -> None:
         if stream is None:
             stream = self.driver.current_stream(self.device, library)
         if workspace is not None or not self.plan.workspace_bytes:
@@ -174,7 +272,9 @@ class OnDevice(NamedTuple):
         self.program.run(numbers, own.pointer, stream)
 
 
-def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnCore | OnDevice:
+def ready(
+    problem: Problem, views: Views, driver: Driver | None, seen: tuple[Seen, ...] | None = None
+) -> Backend:
     """Choose, locate and load: everything that can refuse a described problem.
 
     Parameters
@@ -184,8 +284,13 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnCo
         Inputs and outputs by the names of abi.cuh; their addresses do not matter.
     driver : Driver or None
         Who runs kernels there.
+    seen : tuple of Seen, optional
+        How a call's own arrays are these views; default: they are.
     """
     problem = problem._replace(seed=0)
+    if seen is None:
+        seen = tuple(Seen(n, n, x.shape, x.byte_strides(), x.dtype, True) for n, x in views.items())
+    addressed = tuple((x.name, x.array) for x in seen)
     if driver is None:
         refuse_tensor_cores(problem)
         # why here: the CPU path is a fifth of what the package takes to import
@@ -196,14 +301,16 @@ def ready(problem: Problem, views: Views, driver: Driver | None) -> OnCpu | OnCo
         if chosen.library is not None:
             from .cpu.core.family import Core
 
-            return OnCore(Core.of(problem, views, chosen.library, functions=chosen.functions))
-        return OnCpu(problem, cpu.each_sequence if problem.packed else getattr(cpu, problem.direction))
+            return OnCore(Core.of(problem, views, chosen.library, functions=chosen.functions), addressed)
+        path = cpu.each_sequence if problem.packed else getattr(cpu, problem.direction)
+        return OnCpu(problem, path, seen)
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
     from .log import LOG
 
     LOG.debug("planned %s: %s", problem.summary(), ", ".join(x.variant.name for x in plan.launches))
-    return OnDevice(plan, Program(plan, problem, load(plan, driver, device), views), driver, device)
+    program = Program(plan, problem, load(plan, driver, device), views)
+    return OnDevice(plan, program, driver, device, addressed)
 
 
 def refuse_tensor_cores(problem: Problem) -> None:

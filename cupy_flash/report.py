@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .api import adopted
 from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
-from .call.cache_problem import adopt_cache, describe_cache, pack_queries
+from .call.cache.describe import adopt_cache, describe_cache, pack_queries
+from .call.cache.parts import cache_parts
 from .call.checks import flag, integer, one_of
-from .call.compound import cache_parts, unquantized
-from .call.given import Options, split, split_flat
+from .call.compound import unquantized
+from .call.given import Options, split, split_of_cache
+from .call.head_scale import HeadScale
 from .call.masks import resolve_band
 from .call.opaque import opaque
 from .call.operands import FLOATS
@@ -24,7 +26,7 @@ from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .naive import naive_bytes
 from .plan.catalog import architecture
 from .plan.choose import Plan, choose
-from .ready import driver_of
+from .ready import driver_of, refuse_tensor_cores
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -140,25 +142,36 @@ def explain(
     _check_arch(arch)
     if kv_cache is None:
         arrays, values = split(options)
-        named = adopted(**_detached({**unquantized(q=q, k=k, v=v), **arrays}))
-        problem, views, _ = describe(direction, named, values)
+        given = _detached({**unquantized(q=q, k=k, v=v), **arrays})
+        values, notes = _without_head_scale(values, given["q"], values.layout)
+        problem, views, _ = describe(direction, adopted(**given), values)
     else:
         if direction == "backward":
             raise InvalidArgumentsError(
                 "attention_with_kv_cache() has no backward pass.",
                 hint="kv_cache=None, for attention_backward()",
             )
-        problem, views = _describe_cache(q, k, v, options, kv_cache)
+        problem, views, notes = _describe_cache(q, k, v, options, kv_cache)
     driver = driver_of(views["q"].device, views["q"].library)
     if arch is None and driver is None:
-        return _cpu_text(problem, views["q"].library)
+        refuse_tensor_cores(problem)
+        return "\n".join((_cpu_text(problem, views["q"].library), *notes))
     if arch is None:
         device = views["q"].device[1]
         assert driver is not None
         plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
     else:
         plan = choose(problem, arch)
-    return plan_text(problem, plan)
+    return "\n".join((plan_text(problem, plan), *notes))
+
+
+def _without_head_scale(values: Options, q: Any, layout: str) -> tuple[Options, list[str]]:
+    """Options with one number as scale, and a line that says so if it was of each head."""
+    (scale,) = _detached({"scale": values.scale}).values()
+    if HeadScale.of(scale, q, layout) is None:
+        return values, []
+    line = "scale     of each head: q is multiplied by it first, and rounded to its dtype"
+    return values._replace(scale=1.0), [line]
 
 
 def _detached(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,8 +181,8 @@ def _detached(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _describe_cache(
     q: Any, k_cache: Any, v_cache: Any, options: Mapping[str, Any], kv_cache: Mapping[str, Any]
-) -> tuple[Problem, dict[str, ArrayView]]:
-    """Describe attention over a cache, of options that `attention` has too and of its own."""
+) -> tuple[Problem, dict[str, ArrayView], list[str]]:
+    """Describe attention over a cache, of options that `attention` has too and of its own; and notes."""
     if not isinstance(kv_cache, Mapping):
         raise InvalidArgumentsError(f"kv_cache is {kind_of(kv_cache)}.", hint="a dictionary of options")
     own = ("cache_seqlens", *defaults(CacheOptions))
@@ -196,17 +209,16 @@ def _describe_cache(
             "a call with a shared prefix is two calls, and explain shows one.",
             hint="kv_cache without a prefix; and explain(all queries in a row, *prefix)",
         )
-    interleaved, splits = flat.pop("rotary_interleaved", False), flat.pop("splits", None)
-    longest, most_keys = flat.pop("max_seqlen_q", None), flat.pop("max_seqlen_k", None)
-    unrotated = flat.pop("rotate_cache", False)
     for name in ("check", "workspace"):  # of the run, not of the plan
         flat.pop(name, None)
-    arrays, values = split_flat(flat)
+    arrays, values, call = split_of_cache(flat)
+    (q,) = _detached({"q": q}).values()
+    values, notes = _without_head_scale(values, q, "bshd" if "cu_seqlens_q" in arrays else values.layout)
     check_options(values)
     # why here: an integer is no array, and None is refused by name
     raw, length = adopt_cache(_detached({"q": q, "cache_seqlens": seqlens, **arrays}))
-    packing = pack_queries(raw, values.layout, longest, most_keys, length)
-    return describe_cache(raw, values, interleaved, splits, False, packing, most_keys, unrotated)
+    packing = pack_queries(raw, values.layout, call, length)
+    return *describe_cache(raw, values, call, packing=packing), notes
 
 
 def _absent(x: Any) -> bool:

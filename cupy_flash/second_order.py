@@ -20,10 +20,10 @@ from .call.progress import TOLD, part_of, telling
 from .call.reproducible import refuse_reproducible
 from .call.spans import check_spans
 from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
-from .device.abi import SEED
+from .call.values import Moment
 from .errors import InvalidArgumentsError, UnsupportedError
 from .plan.choose import choose
-from .ready import OnDevice, driver_of, ready, refuse_tensor_cores
+from .ready import driver_of, ready, refuse_tensor_cores
 
 __all__ = [
     "compute",
@@ -222,10 +222,7 @@ def compute(
         forward()
     for one in each:
         every = {**asked.views, **one}
-        on_device = ready(asked.problem, every, driver)
-        assert isinstance(on_device, OnDevice)
-        numbers = {name: view.pointer for name, view in every.items()}
-        on_device.run({**numbers, SEED: asked.problem.seed}, every["q"].library, stream)
+        ready(asked.problem, every, driver).run(every, Moment(asked.problem.seed), stream=stream)
 
 
 def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:

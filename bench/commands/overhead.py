@@ -142,7 +142,7 @@ def _core() -> list[Row]:
         {
             "adopt": lambda: adopt(q, "q"),
             "describe": lambda: describe("forward", arrays, options),
-            "again": lambda: prepare.prepared("forward", raw, options, False, False, None),
+            "again": lambda: prepare.prepared("forward", raw, options, False),
             "plan": lambda: choose(problem, "sm_80", 108),
             "call": lambda: cupy_flash.attention(q, k, v),
         }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .compound import functions_of, mask_parts, tuning_of
 from .options import DenseOptions, declared
 
-__all__ = ["Options", "Packing", "split", "split_flat"]
+__all__ = ["CacheCall", "Options", "Packing", "split", "split_of_cache"]
 
 _VALUES = {
     "tile" if name == "tuning" else name: option.default
@@ -77,10 +77,47 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
     return arrays, Options(**values)
 
 
-def split_flat(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
-    """`split` of options that `compound.cache_parts` has taken apart already."""
-    arrays = {name: x for name, x in given.items() if name not in _VALUES and x is not None}
-    return arrays, Options(**{name: x for name, x in given.items() if name in _VALUES})
+class CacheCall(NamedTuple):
+    """What a call over a KV cache was given besides arrays and `Options`.
+
+    Attributes
+    ----------
+    interleaved : bool
+        Which features a rotation pairs.
+    unrotated : bool
+        Keys of the cache are rotated when they are read.
+    splits : int, optional
+    longest : int, optional
+        Queries of the longest packed sequence, as the caller claims it.
+    most_keys : int, optional
+        Room of a sequence, if that is to be less than the cache has.
+    """
+
+    interleaved: bool = False
+    unrotated: bool = False
+    splits: int | None = None
+    longest: int | None = None
+    most_keys: int | None = None
+
+
+# Its fields by the names of the options.
+_OF_CACHE = {
+    "rotary_interleaved": "interleaved", "rotate_cache": "unrotated", "splits": "splits",
+    "max_seqlen_q": "longest", "max_seqlen_k": "most_keys",
+}  # fmt: skip
+
+
+def split_of_cache(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options, CacheCall]:
+    """`split` of options that `cache_parts` has taken apart already, and what is of a cache alone."""
+    arrays, values, own = {}, {}, {}
+    for name, x in given.items():
+        if name in _VALUES:
+            values[name] = x
+        elif name in _OF_CACHE:
+            own[_OF_CACHE[name]] = x
+        elif x is not None:
+            arrays[name] = x
+    return arrays, Options(**values), CacheCall(**own)
 
 
 class Packing(NamedTuple):

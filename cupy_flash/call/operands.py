@@ -21,6 +21,7 @@ __all__ = [
     "aligned",
     "cast",
     "check_kinds",
+    "check_place",
     "check_scales",
     "check_sizes",
     "heads_hint",
@@ -112,12 +113,7 @@ def check_kinds(raw: Views, direction: str) -> None:
         kinds = ", ".join((*FLOATS, FLOAT8))
         raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, cast("q", q, "float32"))
     for name, view in raw.items():
-        if view.library != q.library:
-            headline = f"{spelled(name)} is a {view.library} array, q a {q.library} array."
-            raise wrong(headline, raw, f"arrays of one library: from_dlpack({spelled(name)})")
-        if view.device != q.device:
-            headline = f"{spelled(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
-            raise wrong(headline, raw, "all arrays on one device")
+        check_place(name, raw)
         if name in MAIN:
             if view.dtype != q.dtype:
                 headline = f"{name} has dtype {view.dtype}, q has {q.dtype}."
@@ -125,6 +121,17 @@ def check_kinds(raw: Views, direction: str) -> None:
             if len(view.shape) != rank:
                 headline = f"{name} has rank {len(view.shape)}, q {rank}."
                 raise wrong(headline, raw, "the same rank for q, k and v")
+
+
+def check_place(name: str, raw: Views) -> None:
+    """Library and device of an array, which are those of q."""
+    view, q = raw[name], raw["q"]
+    if view.library != q.library:
+        headline = f"{spelled(name)} is a {view.library} array, q a {q.library} array."
+        raise wrong(headline, raw, f"arrays of one library: from_dlpack({spelled(name)})")
+    if view.device != q.device:
+        headline = f"{spelled(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
+        raise wrong(headline, raw, "all arrays on one device")
 
 
 def layout_that_fits(views: Views, layout: str | None, k: str = "k", v: str = "v") -> str | None:

@@ -118,7 +118,16 @@ class _Aligned(_Band, total=False):
 
 class _Scores(TypedDict, total=False):
     # why SupportsFloat: NumPy's numbers are none of Python's, and tensors of one number are taken too.
-    scale: Annotated[SupportsFloat | None, Option(None, "float, optional", "Default head_dim ** -0.5.")]
+    scale: Annotated[
+        SupportsFloat | None,
+        Option(
+            None,
+            "float or array, optional",
+            "Default head_dim ** -0.5. Calls of dense and packed arrays and over a cache also take an array "
+            "of a number for each head, (heads_q,) or, of sequences that are not packed, (batch, heads_q), "
+            "float32 (float64 for float64 inputs): q is multiplied by it, and rounded to its own dtype.",
+        ),
+    ]
     softcap: Annotated[
         SupportsFloat | None,
         Option(None, "float, optional", "scores become softcap * tanh(scores / softcap)."),

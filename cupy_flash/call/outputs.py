@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,28 @@ from .operands import RESULTS_OF_FLOAT8, table_of
 from .problem import Problem
 from .spelling import spelled
 
-__all__ = ["check_out", "check_overlap", "empty", "finished", "strides_of_new", "workspace_address", "zeros"]
+__all__ = [
+    "check_out",
+    "check_overlap",
+    "empty",
+    "finished",
+    "namespace",
+    "strides_of_new",
+    "workspace_address",
+    "zeros",
+]
 
 Views = Mapping[str, ArrayView]
+
+
+def namespace(library: str) -> ModuleType:
+    """The functions of a library on its arrays."""
+    if library == "jax":
+        import jax.numpy
+
+        functions: ModuleType = jax.numpy
+        return functions
+    return np if library in ("numpy", "dlpack") else sys.modules[library]
 
 
 def strides_of_new(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:  # noqa: ARG001  (tests need it)

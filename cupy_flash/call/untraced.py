@@ -18,7 +18,7 @@ __all__ = ["stop"]
 # Everything but what cupy_flash.torch and those above it need while they are compiled.
 for _name in (
     "agreement", "api", "blocks", "call.adopt.jax", "call.adopt.numpy_cupy", "call.adopt.protocols",
-    "call.arrays", "call.cache_kinds", "call.cache_problem", "call.cache_sizes", "call.cache_values",
+    "call.arrays", "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values",
     "call.functions", "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem",
     "call.spans", "cpu", "device", "functions", "kv_cache", "naive", "parts", "plan", "prepare", "program",
     "ready", "report", "ring", "second_order", "spans", "torch.functions", "varlen", "with_jvp",

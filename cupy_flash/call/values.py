@@ -12,7 +12,7 @@ from .given import Options
 from .progress import TOLD
 from .reproducible import check_reproducible
 
-__all__ = ["LAYOUTS", "OF_NO_CALL", "Moment", "check_options", "finite_number", "moment_apart", "scale_shape"]
+__all__ = ["LAYOUTS", "OF_NO_CALL", "Moment", "check_options", "finite_number", "moment_apart"]
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LAYOUTS = ("bhsd", "bshd")
@@ -38,30 +38,6 @@ def finite_number(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
     return number
-
-
-def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The shape in which a scale of (heads,) or (batch, heads) multiplies q.
-
-    Parameters
-    ----------
-    shape, q : tuple of int
-        Of both as they are given.
-    layout : {"bhsd", "bshd"}
-        That of q; packed rows are "bshd".
-    """
-    of_heads = len(q) - (2 if layout == "bshd" else 3)
-    axes: tuple[int, ...] = ()
-    if of_heads >= 0 and shape == (q[of_heads],):
-        axes = (of_heads,)
-    elif len(q) == 4 and shape == (q[0], q[of_heads]):
-        axes = (0, of_heads)
-    if not axes:
-        raise InvalidArgumentsError(
-            f"scale has shape {shape}, and q {q}.",
-            hint="a scale of one element; or of each head: (heads_q,), or with a batch (batch, heads_q)",
-        )
-    return tuple([n if axis in axes else 1 for axis, n in enumerate(q)])
 
 
 def _checked_seed(seed: Any) -> int:

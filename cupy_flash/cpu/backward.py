@@ -21,8 +21,8 @@ import numpy as np
 
 from ..call.options import DERIVATIVES
 from . import tiles
-from .again import drop, gradient_rows, row_lse, weights_again
 from .progress import count
+from .recompute import drop, gradient_rows, row_lse, weights_again
 from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from ..call.options import DERIVATIVES
 from . import tiles
-from .again import drop, gradient_rows, row_lse, weights_again
 from .backward import add_to_dbias
 from .directions import Direction, grouped_direction
+from .recompute import drop, gradient_rows, row_lse, weights_again
 from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tiles
-from .again import RowLse, drop, row_lse, weights_again
 from .directions import Direction, grouped_direction
+from .recompute import RowLse, drop, row_lse, weights_again
 from .scores import Scores, cut_out, finite_rows, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:

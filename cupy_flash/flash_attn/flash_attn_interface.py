@@ -10,7 +10,7 @@ from ..call.compound import Rotary, Tuning
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..torch import attention, attention_varlen, attention_with_kv_cache
-from ..torch.given import check_tensors
+from ..torch.inputs import check_tensors
 from .words import OF_2, by_their_names
 
 __all__ = [

@@ -8,10 +8,11 @@
 from . import trees as trees
 from .ffi import export_target
 from .flax import attention_fn
-from .functional import attention, attention_varlen, dot_product_attention
+from .functional import attention, dot_product_attention
 from .kv_cache import attention_with_kv_cache
 from .prefix import attention_with_shared_prefix
 from .ring import ring_attention
+from .varlen import attention_varlen
 
 __all__ = [
     "attention",

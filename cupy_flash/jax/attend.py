@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call.given import Options
+from ..call.head_scale import times
 from .call import alike
 from .primitives import attention
 
@@ -39,7 +40,7 @@ def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:
     """
     if scale.ndim:  # one for each head
         number = jnp.ones((), scale.dtype)
-        instead = (q * scale).astype(q.dtype)
+        instead = times(q, scale)
     else:
         usable = jnp.isfinite(scale) & (scale != 0)
         number = jax.lax.stop_gradient(jnp.where(usable, scale, 1))

@@ -47,7 +47,7 @@ def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fix
         **fixed,
     )
     # Rows that belong to no sequence are never written: their memory is XLA's zeros.
-    packed = config.longest or (config.cached and config.cached.packed)
+    packed = config.longest or (config.cached and config.cached.packing)
     zeros = [jnp.zeros(x.shape, x.dtype) for name, x in results.items() if packed and name not in names]
     aliases = {len(inputs) + i: i for i in range(len(zeros))}
     aliases |= {names.index(name): i for i, name in enumerate(results) if name in names}
@@ -127,8 +127,8 @@ def forward(
 
 def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
     """O, LSE if it is wanted, and what is written if keys are appended: caches, scales of codes; by name."""
-    results = results_of(arrays, "bshd" if cached.packed else options.layout, cached.head_dim_v)
-    if not cached.flags[2]:
+    results = results_of(arrays, "bshd" if cached.packing else options.layout, cached.head_dim_v)
+    if not cached.want_lse:
         del results["lse"]
     if "k" in arrays:
         written = ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(arrays), ()))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from ..call.arrays import CPU
-from ..call.given import Options
+from ..call.given import CacheCall, Options, Packing
 from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
 from .run import Cached, Config, run
@@ -195,7 +195,10 @@ def _config(text: bytes) -> Config:
     """What `foreign` was given."""
     fixed = {name: _as_key(x) for name, x in json.loads(text).items()}
     fixed["options"] = Options(**{name: _as_key(x) for name, x in fixed["options"].items()})
-    fixed["cached"] = fixed["cached"] and Cached(*fixed["cached"])
+    if fixed["cached"]:
+        cached = Cached(*fixed["cached"])
+        packing = cached.packing and Packing(*cached.packing)
+        fixed["cached"] = cached._replace(call=CacheCall(*cached.call), packing=packing)
     return Config(**fixed)
 
 

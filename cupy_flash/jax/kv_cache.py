@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.cache.parts import cache_parts
 from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
-from ..call.compound import LatentCache, QuantizedCache, cache_parts
-from ..call.given import Options, split_flat
+from ..call.compound import LatentCache, QuantizedCache
+from ..call.given import Options, Packing, split_of_cache
+from ..call.head_scale import scale_shape, times
 from ..call.options import CacheOptions
 from ..call.signature import takes
-from ..cascade import Prefix
 from ..errors import InvalidArgumentsError, UnsupportedError
+from ..shared_prefix import Prefix
 from .call import alike
 from .functional import attention, refuse_ragged
 from .numbers import numbers_apart
@@ -55,7 +57,7 @@ def attention_with_kv_cache(
     max_seqlen_q, max_seqlen_k : int, optional
         Static under jit. Default: all rows of q, and the capacity of a sequence.
     scale, softcap : float or Array of shape (), optional
-        As in `cupy_flash.jax.attention`; without gradients here.
+        As in `cupy_flash.jax.attention`, scale also of each head; without gradients here.
     mask
         As in `cupy_flash.attention_with_kv_cache`; a `cupy_flash.RaggedMask` raises: its size depends on
         lengths, and a program is compiled for fixed sizes.
@@ -106,6 +108,11 @@ def attention_with_kv_cache(
         )
     columns = k_cache.head_dim_v if isinstance(k_cache, LatentCache) else None
     flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
+    if getattr(flat.get("scale"), "ndim", 0):
+        layout = "bshd" if flat.get("cu_seqlens_q") is not None else flat.get("layout", "bhsd")
+        q = jnp.asarray(q)
+        factor = scale_shape(flat["scale"].shape, q.shape, layout)
+        q, flat["scale"] = times(q, flat["scale"].reshape(factor)), 1.0
     asked, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
     whole = {**flat, "cache_seqlens": cache_seqlens}
@@ -158,28 +165,30 @@ def _over_cache(
     if columns is not None:
         # why: a view of an array is a copy in JAX, and the program of the call makes its own.
         del options["v_cache"]
-    interleaved = flag(options.pop("rotary_interleaved", False), "rotary.interleaved")
-    splits, check = options.pop("splits", None), options.pop("check", None)
-    unrotated = flag(options.pop("rotate_cache", False), "rotary.on_read")
-    longest, room = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
-    optional, values = split_flat(options)
+    check = options.pop("check", None)
+    optional, values, call = split_of_cache(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
     arrays = {name: jnp.asarray(x) for name, x in given.items()}
-    packed = _packed(arrays, longest)
+    packing = _packing(arrays, call.longest)
     if arrays["cache_seqlens"].ndim == 0:
         lengths = arrays["cache_seqlens"].astype(jnp.int32)
-        batch = packed[0] if packed else arrays["q"].shape[0]
+        batch = packing.batch if packing else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
     look = None if check is None else flag(check, "tuning.check")
-    cached = Cached((interleaved, splits, asked), look, packed, room, unrotated, columns)
-    # why tuples: what is static has to be a key.
+    # why flags and tuples: what is static has to be a key, and 1 is True.
+    call = call._replace(
+        interleaved=flag(call.interleaved, "rotary.interleaved"),
+        unrotated=flag(call.unrotated, "rotary.on_read"),
+        longest=None,  # as the packing has it
+    )
+    cached = Cached(call, asked, look, packing, columns)
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
     made: tuple[Any, ...] = _attend(arrays, numbers_apart(arrays, values), cached)
     return made
 
 
-def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
-    """Sequences of packed queries and the longest one's queries: all rows, if nobody says fewer."""
+def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
+    """Of packed queries; the longest one has all rows, if nobody says fewer."""
     refuse_ragged(arrays)
     if "cu_seqlens_q" not in arrays:
         if longest is not None or "seqused_q" in arrays:
@@ -196,7 +205,7 @@ def _packed(arrays: dict[str, Any], longest: Any) -> tuple[int, int] | None:
         raise InvalidArgumentsError(
             f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit"
         )
-    return cut.shape[0] - 1, q.shape[0] if longest is None else int(longest)
+    return Packing(cut.shape[0] - 1, q.shape[0] if longest is None else int(longest), 0, False)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

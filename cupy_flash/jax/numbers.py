@@ -10,7 +10,8 @@ import numpy as np
 
 from ..call.checks import integer
 from ..call.given import Options
-from ..call.values import finite_number, scale_shape
+from ..call.head_scale import scale_shape
+from ..call.values import finite_number
 from ..errors import InvalidArgumentsError
 from .run import NUMBERS
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..call.options import RecordedPrefixOptions
 from ..call.signature import takes
-from ..cascade import over_keys
+from ..shared_prefix import over_keys
 from .functional import attention
 
 if TYPE_CHECKING:

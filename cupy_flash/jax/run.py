@@ -12,19 +12,19 @@ import numpy as np
 
 from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.blocks import check_blocks
-from ..call.cache_problem import describe_cache
-from ..call.cache_values import check_values
+from ..call.cache.describe import describe_cache
+from ..call.cache.values import check_values
 from ..call.functions import check_integers
-from ..call.given import Options, Packing
+from ..call.given import CacheCall, Options, Packing
 from ..call.offsets import check_counts, longest_length
 from ..call.problem import OFFSETS, Problem, describe
-from ..call.progress import telling, told_anywhere
+from ..call.progress import told_anywhere
 from ..call.spans import check_spans
-from ..device.abi import SEED
+from ..call.values import Moment
 from ..device.run import Driver
 from ..errors import UnsupportedError
 from ..prepare import lifted
-from ..ready import OnCore, OnCpu, OnDevice, chosen_by_environment, driver_of, ready
+from ..ready import Backend, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
 
 __all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "held", "run"]
@@ -40,36 +40,30 @@ class Cached(NamedTuple):
 
     Attributes
     ----------
-    flags : tuple
-        What `describe_cache` takes after the options.
+    call : CacheCall
+    want_lse : bool
     check : bool or None
         As in `attention_with_kv_cache`.
-    packed : (int, int) or None
-        Sequences of packed queries, and the longest one's queries.
-    room : int or None
-        Keys of a sequence at most.
-    unrotated : bool
-        Keys of the cache are rotated when they are read.
+    packing : Packing, optional
+        Of packed queries.
     head_dim_v : int or None
         Of latents, columns of k_cache that are the values; there is no v_cache then.
     """
 
-    flags: tuple[bool, int | None, bool]
+    call: CacheCall
+    want_lse: bool
     check: bool | None
-    packed: tuple[int, int] | None = None
-    room: int | None = None
-    unrotated: bool = False
+    packing: Packing | None = None
     head_dim_v: int | None = None
 
     def described(
         self, views: dict[str, ArrayView], options: Options
     ) -> tuple[Problem, dict[str, ArrayView]]:
         """The call over arrays, or over stand-ins of them."""
-        packing = None if self.packed is None else Packing(*self.packed, 0, False)
         if self.head_dim_v:
             keys = views["k_cache"]
             views = {**views, "v_cache": keys._replace(shape=(*keys.shape[:-1], self.head_dim_v))}
-        return describe_cache(views, options, *self.flags, packing, self.room, self.unrotated)
+        return describe_cache(views, options, self.call, self.want_lse, self.packing)
 
     def checked(self, device: tuple[str, int]) -> bool:
         """Whether the host looks at lengths and tables."""
@@ -147,35 +141,27 @@ def run(
         }
         seed = int.from_bytes(bytes(known.pop("seed", b"")), "little")
         read = tuple((name, float(x[0])) for name, x in known.items())
-        call, problem, places = _ready(config, own, residues, device, driver, environment, read)
+        backend, problem, places = _ready(config, own, residues, device, driver, environment, read)
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
         if config.cached and device == CPU:
-            _check_cuts(views, config.cached.packed)
+            _check_cuts(views, config.cached.packing)
         check_spans(problem.spans, views)
         check_blocks(problem.blocks, views)
-        if not isinstance(call, OnDevice):
-            check_integers(problem.function, problem.extents, call.integer_bits, views)
+        if backend.integer_bits:
+            check_integers(problem.function, problem.extents, backend.integer_bits, views)
         if config.cached and config.cached.checked(device):
             check_values(problem, _as_given(views, problem))
-        addresses = {name: view.pointer for name, view in views.items()} | {SEED: seed}
-        if isinstance(call, OnDevice):
-            call.run(addresses, "jax", stream)
-            continue
-        with telling(told_anywhere()) as tell:
-            if isinstance(call, OnCore):
-                call.run(addresses, views, "jax", tell=tell)
-            else:
-                call.run({name: view.numpy() for name, view in views.items()}, seed, tell)
+        backend.run(views, Moment(seed, told_anywhere()), stream=stream)
 
 
-def _check_cuts(views: dict[str, ArrayView], packed: tuple[int, int] | None) -> None:
+def _check_cuts(views: dict[str, ArrayView], packing: Packing | None) -> None:
     """Refuse wrong offsets of queries and of new keys, which nothing could make up for."""
     if "cu_seqlens_k_new" in views:
         longest_length(views["cu_seqlens_k_new"], "cu_seqlens_k_new", views["k"].shape[2], None)
-    if packed is not None:
-        longest_length(views["cu_seqlens_q"], "cu_seqlens_q", views["q"].shape[2], packed[1])
+    if packing is not None:
+        longest_length(views["cu_seqlens_q"], "cu_seqlens_q", views["q"].shape[2], packing.seqlen_q)
         if "seqused_q" in views:
             check_counts(views, "seqused_q", "cu_seqlens_q", "queries")
 
@@ -229,7 +215,7 @@ def _ready(
     driver: Driver | None,
     _environment: Hashable,
     read: tuple[tuple[str, float], ...],
-) -> tuple[OnCpu | OnCore | OnDevice, Problem, dict[str, tuple[int, ArrayView]]]:
+) -> tuple[Backend, Problem, dict[str, tuple[int, ArrayView]]]:
     """A call, what it computes, and by name the number of each buffer and how to see it, but for its address.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
@@ -246,14 +232,17 @@ def _ready(
         problem, views = described(config.direction, given, options, config.longest)
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
         if name not in views:  # a cache is seen as its input is, which it is
-            layout = "bshd" if config.cached and config.cached.packed else options.layout
+            layout = "bshd" if config.cached and config.cached.packing else options.layout
             views[name] = lifted(name, view, layout)
     places = {name: i for i, name in enumerate((*config.names, *(name for name, _, _ in config.results)))}
     for name, source in _OTHERWISE:
         if name in views:
             places.setdefault(name, places.get(source, 0))
-    call = ready(problem, views, driver)
-    return call, problem, {name: (places[name], view) for name, view in views.items()}
+    return (
+        ready(problem, views, driver),
+        problem,
+        {name: (places[name], view) for name, view in views.items()},
+    )
 
 
 def described(

@@ -42,7 +42,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         No family fits; the error lists each one's reasons.
     """
     # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
-    from .families import CACHE_FAMILIES, FAMILIES
+    from .families import CACHE_FAMILIES, FAMILIES, order
 
     unread = [(name, True) for name in problem.per_head if name not in _PER_HEAD]
     for name, asked in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask), *unread):
@@ -59,7 +59,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     for family in families:
         if family.NAME not in row.families:
             continue
-        reasons = family.refusals(problem, row)
+        reasons = family.refusals(problem, row) + order.refusals(family.NAME, problem, row)
         if not reasons:
             planned = family.plan(problem, row)
             blocks = max((launch.grid[0] for launch in planned.launches), default=0)

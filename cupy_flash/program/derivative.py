@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from .graph import Graph
 from .operations import OPERATIONS
-from .tape import Tape
-from .values import Value
+from .tape import Tape, Value
 
 __all__ = ["Derivative", "differentiated", "slope_and_bend"]
 

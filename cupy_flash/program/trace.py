@@ -10,8 +10,7 @@ import numpy as np
 
 from .errors import captured_here, refused
 from .graph import POSITIONS, Argument, Graph
-from .tape import Tape
-from .values import Elements, Value
+from .tape import Elements, Tape, Value
 
 __all__ = ["trace"]
 

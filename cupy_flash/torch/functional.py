@@ -15,7 +15,7 @@ from .blocks import has_function, ours
 from .call import NO_GRADIENTS, TENSORS, Call
 from .eager import are_tensors, attend_eagerly, is_plain
 from .functions import attend_by_function
-from .given import (
+from .inputs import (
     as_operands,
     cast_by_context,
     causal_alignment,

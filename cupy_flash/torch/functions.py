@@ -17,7 +17,7 @@ from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_untouched
-from .given import cast_by_context, check_parts, widen
+from .inputs import cast_by_context, check_parts, widen
 from .ops import first_derivative_only
 
 __all__ = ["attend_by_function"]

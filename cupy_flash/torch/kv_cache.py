@@ -8,15 +8,16 @@ import numpy as np
 import torch
 
 from .. import kv_cache
+from ..call.cache.parts import cache_parts
 from ..call.codes import kind_of_codes
-from ..call.compound import LatentCache, QuantizedCache, cache_parts
+from ..call.compound import LatentCache, QuantizedCache
 from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..call.spelling import spelled
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..namespace import NAMESPACE
 from .eager import is_plain
-from .given import check_one_device, check_parts, refuse_lost_gradients, widen
+from .inputs import check_one_device, check_parts, refuse_lost_gradients, scaled, widen
 from .ops import library, lse_shape, operators
 from .schema import Argument, arguments_of, array_names, schema
 
@@ -126,6 +127,9 @@ def attention_with_kv_cache(
             hint="tuning._replace(workspace=None), or cupy_flash.attention_with_kv_cache",
         )
     widen(flat, q)
+    if isinstance(flat.get("scale"), torch.Tensor) and flat["scale"].dim():
+        layout = "bshd" if flat.get("cu_seqlens_q") is not None else flat.get("layout", "bhsd")
+        q, flat["scale"] = scaled(q, flat["scale"], layout), 1.0
     values: dict[str, Any] = dict.fromkeys((*_ARRAYS, *(argument.name for argument in _ARGUMENTS)))
     values |= {**_DEFAULTS, **flat, "return_lse": return_lse, "q": q, "cache_seqlens": cache_seqlens}
     length: Any = cache_seqlens

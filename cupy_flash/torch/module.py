@@ -9,7 +9,7 @@ import torch
 from ..config import AttentionConfig, takes_a_config
 from ..errors import InvalidArgumentsError
 from .functional import attention
-from .given import check_tensors
+from .inputs import check_tensors
 
 __all__ = ["FlashAttention"]
 

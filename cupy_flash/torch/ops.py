@@ -14,10 +14,10 @@ import torch
 from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
-from .given import check_one_device
-from .mapped import one_by_one
+from .inputs import check_one_device
 from .schema import schema
 from .second_order import Backward, Tangent, attend_with_tangents, tangents_of
+from .vmap import one_by_one
 
 __all__ = [
     "attend",

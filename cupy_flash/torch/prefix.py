@@ -8,9 +8,9 @@ import torch
 
 from ..call.options import RecordedPrefixOptions
 from ..call.signature import takes
-from ..cascade import over_keys
+from ..shared_prefix import over_keys
 from .functional import attention
-from .given import check_tensors
+from .inputs import check_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

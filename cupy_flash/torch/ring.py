@@ -19,7 +19,7 @@ from ..call.reproducible import refuse_reproducible
 from ..call.signature import takes
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
-from .given import check_tensors, refuse_lost_gradients
+from .inputs import check_tensors, refuse_lost_gradients
 from .ops import first_derivative_only, in_forward_mode
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from ..namespace import NAMESPACE
 from ..second_order import run_hvp, run_jvp
 from ..with_jvp import run_with_jvp
 from .call import ARGUMENTS, TENSORS, Call, adopted_call, arguments, call_of
-from .mapped import directions_at_once
 from .schema import schema
+from .vmap import directions_at_once
 
 __all__ = ["Backward", "Tangent", "attend_with_tangents", "tangents_of"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -104,6 +105,15 @@ def test_explain_names_an_array_that_a_cache_does_not_take() -> None:
     for bias in (np.ones((4, 4), np.float32), np.ones((0, 4), np.float32)):
         with pytest.raises(InvalidArgumentsError, match=r"attention_with_kv_cache\(\) has no option 'bias'"):
             cupy_flash.explain(X, X, X, bias=bias, kv_cache={"cache_seqlens": 4})
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_with_kv_cache"])
+@pytest.mark.parametrize("adapter", ["torch", "jax"])
+def test_adapters_have_the_same_parameters(adapter: str, name: str) -> None:
+    pytest.importorskip(adapter)
+    module = importlib.import_module(f"cupy_flash.{adapter}")
+    theirs, ours = (inspect.signature(getattr(x, name)).parameters for x in (module, cupy_flash))
+    assert theirs.keys() <= ours.keys()
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ LAYERS = (
     ("cubins",),
     ("device",),
     ("naive", "merge", "info", "ready", "agreement"),
-    ("prepare", "cascade", "quantized"),
+    ("prepare", "quantized", "shared_prefix"),
     ("api",),
-    ("blocks", "config", "functions", "kv_cache", "paper", "report", "spans"),
+    ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("parts", "second_order"),
     ("ring",),
@@ -43,11 +43,11 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Who may import a framework, inside functions: driver launches through CuPy; protocols makes CuPy's arrays of
-# others; outputs makes results in the caller's library; merge and naive_attention compute with it.
+# others; outputs makes results in the caller's library; naive_attention computes with it.
 MAY_IMPORT = {
     "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "mpi", "check"},
     "torch": {"call.untraced", "torch", "testing", "flash_attn", "flash_attn_3", "transformers", "check"},
-    "jax": {"call.outputs", "merge", "jax"},
+    "jax": {"call.outputs", "jax"},
     "transformers": {"transformers"},
     "ml_dtypes": {"call.arrays", "testing"},
 }
@@ -68,26 +68,25 @@ class Import(NamedTuple):
     name: str  # a module of ours, dotted from the package down, or the first name of a foreign one
     ours: bool
     line: int
-    at_once: bool  # not only when a function is called, nor for a checker of types only
 
 
 def imports_of(path: Path) -> list[Import]:
     """List what a file imports."""
     found: list[Import] = []
 
-    def ours(base: list[str], alias: str, line: int, at_once: bool) -> None:
+    def ours(base: list[str], alias: str, line: int) -> None:
         deeper = ".".join([*base, alias])
         name = deeper if deeper in FILES else ".".join(base) or "__init__"
-        found.append(Import(name, True, line, at_once))
+        found.append(Import(name, True, line))
 
-    def visit(node: ast.AST, at_once: bool) -> None:
+    def visit(node: ast.AST) -> None:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first, *rest = alias.name.split(".")
                 if first == "cupy_flash":
-                    ours(rest[:-1], rest[-1] if rest else "__init__", node.lineno, at_once)
+                    ours(rest[:-1], rest[-1] if rest else "__init__", node.lineno)
                 else:
-                    found.append(Import(first, False, node.lineno, at_once))
+                    found.append(Import(first, False, node.lineno))
         elif isinstance(node, ast.ImportFrom):
             parts = node.module.split(".") if node.module else []
             if node.level:
@@ -96,17 +95,14 @@ def imports_of(path: Path) -> list[Import]:
             elif parts[0] == "cupy_flash":
                 del parts[0]
             else:
-                found.append(Import(parts[0], False, node.lineno, at_once))
+                found.append(Import(parts[0], False, node.lineno))
                 return
             for alias in node.names:
-                ours(parts, alias.name, node.lineno, at_once)
-        later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
-            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        )
+                ours(parts, alias.name, node.lineno)
         for child in ast.iter_child_nodes(node):
-            visit(child, at_once and not later)
+            visit(child)
 
-    visit(ast.parse(path.read_text(), str(path)), True)
+    visit(ast.parse(path.read_text(), str(path)))
     return found
 
 
@@ -145,10 +141,10 @@ def test_imports_go_down(name: str) -> None:
             assert {name, room} & MAY_IMPORT[imported.name], f"{where}: {name} imports {imported.name}"
 
 
-def test_no_room_goes_in_a_circle() -> None:
-    """Within a folder too, modules that import each other as they are loaded have an order."""
+def test_no_module_goes_in_a_circle() -> None:
+    """Modules have an order within a folder too, whether they import at once, late, or for types only."""
     needs = {
-        name: {i.name for i in imports_of(path) if i.ours and i.at_once and i.name in FILES} - {name}
+        name: {i.name for i in imports_of(path) if i.ours and i.name in FILES} - {name}
         for name, path in FILES.items()
         if name != "__init__"
     }

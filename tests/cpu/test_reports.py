@@ -10,12 +10,27 @@ import cupy_flash
 from cupy_flash import AttentionConfig, FlashAttention, InvalidArgumentsError, UnsupportedError, info
 from cupy_flash.__main__ import main
 from cupy_flash.call.masks import Band
+from cupy_flash.call.options import DenseOptions, declared
 from cupy_flash.plan import catalog
 
 
 def arrays(batch=1, heads=4, seqlen=48, head_dim=32, dtype=np.float32):
     rng = np.random.default_rng(0)
     return [rng.standard_normal((batch, heads, seqlen, head_dim)).astype(dtype) for _ in range(3)]
+
+
+# An example of every option of attention, with whatever it needs besides.
+OPTIONS = {
+    "causal": {"causal": True}, "window": {"window": (3, 0)}, "align": {"align": "top_left"},
+    "mask": {"mask": np.ones((8, 8), bool)}, "bias": {"bias": np.zeros((8, 8), np.float32)},
+    "scale": {"scale": 0.5}, "softcap": {"softcap": 2.0},
+    "alibi_slopes": {"alibi_slopes": np.ones(4, np.float32)}, "sinks": {"sinks": np.ones(4, np.float32)},
+    "dropout": {"dropout": 0.5, "seed": 1}, "seed": {"seed": 1},
+    "score": {"score": cupy_flash.score(lambda s, b, h, i, j: s + 1)},
+    "layout": {"layout": "bshd"}, "precision": {"precision": "tf32"},
+    "reproducible": {"reproducible": "batch"},
+    "tuning": {"tuning": cupy_flash.Tuning(tile=(32, 32))},
+}  # fmt: skip
 
 
 class TestExplain:
@@ -32,6 +47,23 @@ class TestExplain:
     def test_says_why_a_preferred_family_was_passed_by(self):
         q, k, v = arrays(head_dim=300, dtype=np.float32)
         assert "skipped   flash: head_dim 300 is above 256" in cupy_flash.explain(q, k, v, arch="sm_80")
+
+    @pytest.mark.parametrize("name", declared(DenseOptions))
+    def test_takes_every_option_of_attention(self, name):
+        """By the declaration: what the call refuses is refused in the same words, all else has a plan."""
+        q, k, v = arrays(seqlen=8)
+        given = OPTIONS[name]
+        calls = (lambda: cupy_flash.attention(q, k, v, **given), lambda: cupy_flash.explain(q, k, v, **given))
+        if name == "precision":
+            said = []
+            for call in calls:
+                with pytest.raises(UnsupportedError) as caught:
+                    call()
+                said.append(str(caught.value))
+            assert said[0] == said[1]
+        else:
+            calls[0]()
+            assert calls[1]().startswith("problem   forward")
 
     @pytest.mark.parametrize(
         ("name", "arch"),

@@ -44,6 +44,24 @@ def test_as_attention_over_the_keys_in_use():
         np.testing.assert_allclose(o[b], wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["heads", "batch", "packed", "prefix"])
+def test_a_scale_for_each_head(kind):
+    """Traced, as a number is; q times it, whatever comes first."""
+    q, k, v = arrays()
+    scale = jnp.linspace(-0.5, 1, q.shape[1])
+    factor, more = scale[:, None, None], {}
+    if kind == "batch":
+        scale = jnp.stack([scale, 2 * scale])
+        factor = scale[..., None, None]
+    if kind == "packed":
+        q, factor = q.swapaxes(1, 2).reshape(-1, *q.shape[1::2]), scale[:, None]
+        more = {"cu_seqlens_q": jnp.array([0, 1, q.shape[0]], jnp.int32)}
+    if kind == "prefix":
+        more = {"prefix": (k[0, :, :9], v[0, :, :9])}
+    call = jax.jit(partial(cf.attention_with_kv_cache, cache_seqlens=LENGTHS, **more))
+    np.testing.assert_allclose(call(q, k, v, scale=scale), call(q * factor, k, v, scale=1.0), atol=1e-6)
+
+
 def test_appending_is_refused_with_a_way_out():
     q, k, v = arrays()
     with pytest.raises(

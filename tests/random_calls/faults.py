@@ -64,7 +64,7 @@ FAULTS = {
     ),
     "query_in_prefix": Fault(
         "a query inside a shared prefix is rotated as one at its end (fixed in 4ad6b12)",
-        "cupy_flash/cascade.py",
+        "cupy_flash/shared_prefix.py",
         "        return bool(q.shape[axis] > max(1, 0 if k is None else k.shape[axis]))",
         "        return False",
     ),

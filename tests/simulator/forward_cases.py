@@ -15,7 +15,7 @@ import cupy_flash
 from cupy_flash import prepare, testing
 from cupy_flash.device import simulator
 from cupy_flash.plan import families
-from cupy_flash.plan.families import f16x3, grouping, hopper
+from cupy_flash.plan.families import f16x3, hopper, pack_gqa
 from tests.cases import Case, numpy_dtype
 from tests.checks import Device
 from tests.simulator.units import aligned
@@ -52,9 +52,9 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch, target: str, family: families.Fam
 def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
     """Make plans number the rows of tiles in one way, whatever is faster."""
 
-    def chosen(problem: Any, tile: tuple[int, int], multiprocessors: int) -> tuple[grouping.Rows, str]:
-        bits = grouping.bits_of(problem.heads_q // problem.heads_k) if grouped else 0
-        return grouping.numbered(problem, bits, tile, multiprocessors), ""
+    def chosen(problem: Any, tile: tuple[int, int], multiprocessors: int) -> tuple[pack_gqa.Rows, str]:
+        bits = pack_gqa.bits_of(problem.heads_q // problem.heads_k) if grouped else 0
+        return pack_gqa.numbered(problem, bits, tile, multiprocessors), ""
 
     for module in (hopper, f16x3):
         monkeypatch.setattr(module, "rows_of_tiles", chosen)

@@ -5,6 +5,7 @@ import importlib
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -174,6 +175,26 @@ class TestGradients:
         with pytest.raises(InvalidArgumentsError, match=r"scale has shape \(2, 4\)"):
             cf.attention_varlen(q, k, v, cuts, cuts, scale=torch.ones(2, 4))
 
+    @pytest.mark.parametrize("shape", [(4,), (2, 4)])
+    def test_a_scale_for_each_head_where_nothing_is_recorded(self, shape):
+        q, k, v = (x.detach() for x in qkv())
+        scale = torch.linspace(-0.5, 1, math.prod(shape), dtype=torch.float64).reshape(shape)
+        product = q * scale[..., None, None]
+        expected = cupy_flash.attention(product, k, v, scale=1.0)
+        assert torch.equal(cupy_flash.attention(q, k, v, scale=scale), expected)
+        assert torch.equal(
+            cupy_flash.attention(q, k, v, scale=scale[:1] if shape == (4,) else scale[:1, :1]),
+            cupy_flash.attention(q, k, v, scale=-0.5),
+        )
+
+        def cached(q, scale):
+            return cf.attention_with_kv_cache(q, k, v, cache_seqlens=9, scale=scale)
+
+        compiled = torch.compile(cached, fullgraph=True, backend="aot_eager")
+        for call in (cached, compiled, partial(cupy_flash.attention_with_kv_cache, k_cache=k, v_cache=v)):
+            more = {} if call in (cached, compiled) else {"cache_seqlens": 9}
+            assert torch.equal(call(q, scale=scale, **more), call(product, scale=1.0, **more))
+
     def test_of_numbers_that_would_be_lost(self):
         q, k, v = qkv()
         number = torch.tensor(0.5, requires_grad=True)
@@ -183,13 +204,10 @@ class TestGradients:
         with pytest.raises(UnsupportedError, match=r"softcap has no gradient(.|\n)*Try: softcap\.detach"):
             cf.attention(q, k, v, softcap=number)
         plain = [x.detach() for x in (q, k, v)]
-        for call in (
-            lambda scale: cupy_flash.attention(*plain, scale=scale),
-            lambda scale: cf.attention_with_kv_cache(*plain, cache_seqlens=9, scale=scale),
-            lambda scale: cupy_flash.attention(*(x.numpy() for x in plain), scale=scale.numpy()),
+        with pytest.raises(
+            InvalidArgumentsError, match=r"scale is a torch tensor that(.|\n)*Try: cupy_flash\.torch"
         ):
-            with pytest.raises(InvalidArgumentsError, match=r"scale has shape \(4,\)(.|\n)*Try: q \* scale"):
-                call(torch.ones(4))
+            cupy_flash.attention(*plain, scale=torch.ones(4, dtype=torch.float64, requires_grad=True))
         for name in ("scale", "softcap"):
             with pytest.raises(
                 InvalidArgumentsError, match=f"{name} is a tensor that requires grad(.|\n)*Try:"

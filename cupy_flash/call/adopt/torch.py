@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InvalidArgumentsError
 from ..arrays import TORCH_DTYPES, ArrayView
+from ..options import WITH_GRADIENT
 from ..spelling import spelled
 
 __all__ = ["refuse_wrapper", "way_to_see_torch"]
@@ -35,10 +36,8 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
 
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-        from ..options import WITH_GRADIENT  # why here: options are declared over what adopts arrays
-
         name = spelled(name)
-        recorded = "cupy_flash.torch.attention, which does; or " * (name in WITH_GRADIENT)
+        recorded = "cupy_flash.torch.attention, which does; or " * (name in (*WITH_GRADIENT, "scale"))
         raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
             hint=f"{recorded}{name}.detach(), or a call inside torch.no_grad()",

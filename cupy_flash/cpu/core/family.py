@@ -15,7 +15,6 @@ from .. import threads
 from ..decode import flops as flops_of_decode
 from ..progress import SECONDS
 from ..tiles import flops
-from .aside import run_aside
 from .function import FilledFunction, FunctionCall
 from .function import refusals as function_refusals
 from .isa import ISAS, Isa
@@ -23,6 +22,7 @@ from .locate import Library, load
 from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, TENSORS, Params
 from .progress import Watch
 from .sources import AMX, BFLOAT16
+from .worker_thread import run_aside
 
 __all__ = ["NAME", "Core", "decodes", "fills_tiles", "keeps_reals", "notes", "refusals", "workers"]
 

@@ -13,7 +13,7 @@ from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Plan, along_x, blocks_of, laid_out
-from . import decode, flash, hopper, simple
+from . import decode, flash, hopper, order, simple
 
 __all__ = ["NAME", "plan", "refusals", "variants"]
 
@@ -91,7 +91,7 @@ def _computes(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
     refused: list[str] = []
     for family in _FORWARD:
         if family.NAME in arch.families:
-            reasons = family.refusals(forward, arch)
+            reasons = family.refusals(forward, arch) + order.refusals(family.NAME, forward, arch)
             if not reasons:
                 return family.plan(forward, arch), refused
             refused += [f"{family.NAME}: {reason}" for reason in reasons]

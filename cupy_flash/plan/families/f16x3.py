@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
 from ..launch import Plan, along_x, blocks_of, laid_out
-from .grouping import rows_of_tiles
+from .pack_gqa import rows_of_tiles
 
 __all__ = ["DTYPE", "chosen", "plan", "refusals", "variants"]
 

@@ -24,6 +24,7 @@ __all__ = [
     "absent_in_wide",
     "backward",
     "beyond",
+    "foreign",
     "gradient_workspace",
     "keys_of_block",
     "keys_of_class",
@@ -312,11 +313,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
-    if p.reproducible == "prefill" and "hopper" in arch.families:
-        from . import hopper  # why here: hopper takes passes of gradients from this family
-
-        if not hopper.foreign(p, arch):
-            reasons.append("adds in another order than hopper, which computes contiguous arrays")
     if p.reproducible and p.alibi and max(p.seqlen_q, p.seqlen_k) > 2**24:
         reasons.append("beyond 2**24 keys a distance of ALiBi is rounded by its place in a tile")
     if reasons:

@@ -164,7 +164,7 @@ def _without_same_bits(problem: Problem) -> list[str]:
     return reasons
 
 
-def refusals(problem: Problem, arch: Arch) -> list[str]:
+def refusals(problem: Problem, _arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
     reasons = []
     if problem.dtype not in SHORT:
@@ -174,11 +174,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
     if problem.reproducible == "device":
         reasons += _without_same_bits(problem)
-    elif problem.reproducible and "flash" in arch.families:
-        from . import flash  # why here: flash takes dsinks from this family
-
-        if not flash.foreign(problem, arch):
-            reasons.append("adds in another order than flash, which computes this dtype and head_dim")
     reasons += refused_of_function(problem)
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .arrays import ArrayView
-from .cache_kinds import wrong
-from .problem import Problem
+from ..arrays import ArrayView
+from ..problem import Problem
+from .kinds import wrong
 
 __all__ = ["check_values"]
 

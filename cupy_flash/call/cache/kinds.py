@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import InvalidArgumentsError
-from .arrays import ArrayView, device_name, overlaps_itself
-from .codes import CODE_UNITS, kind_of_codes
-from .operands import AXES, FLOATS, cast, table_of
-from .spelling import spelled
+from ...errors import InvalidArgumentsError
+from ..arrays import ArrayView, device_name, overlaps_itself
+from ..codes import CODE_UNITS, kind_of_codes
+from ..operands import AXES, FLOATS, cast, table_of
+from ..spelling import spelled
 
 __all__ = ["Views", "check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "wrong"]
 

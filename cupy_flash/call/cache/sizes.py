@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import UnsupportedError
-from .cache_kinds import Views, wrong
-from .checks import integer
-from .codes import CODE_UNITS, GROUPS, kind_of_codes
-from .given import Packing
-from .operands import heads_hint, lift, table_of
-from .problem import MAX_SEQLEN, Codes
-from .spelling import spelled
+from ...errors import UnsupportedError
+from ..checks import integer
+from ..codes import CODE_UNITS, GROUPS, kind_of_codes
+from ..given import Packing
+from ..operands import heads_hint, lift, table_of
+from ..problem import MAX_SEQLEN, Codes
+from ..spelling import spelled
+from .kinds import Views, wrong
 
 __all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidArgumentsError
-from .adopt import adopt
-from .arrays import CPU
-from .cache_kinds import Views, check_kinds, check_scales, check_writable, lies_in, wrong
-from .cache_sizes import codes_of, lifted_codes, sizes_of, turned_features
-from .checks import flag, integer
-from .codes import kind_of_codes
-from .given import Options, Packing
-from .masks import resolve_band
-from .offsets import check_counts, counts, flat_mask, longest_length, offsets
-from .operands import lift, row_operand, score_operand
-from .problem import OFFSETS, Cache, Problem, head_operands
-from .spans import Intervals, span_operand
-from .values import check_options, finite_number
+from ...errors import InvalidArgumentsError
+from ..adopt import adopt
+from ..arrays import CPU
+from ..checks import flag, integer
+from ..codes import kind_of_codes
+from ..given import CacheCall, Options, Packing
+from ..masks import resolve_band
+from ..offsets import check_counts, counts, flat_mask, longest_length, offsets
+from ..operands import lift, row_operand, score_operand
+from ..problem import OFFSETS, Cache, Problem, head_operands
+from ..spans import Intervals, span_operand
+from ..values import check_options, finite_number
+from .kinds import Views, check_kinds, check_scales, check_writable, lies_in, wrong
+from .sizes import codes_of, lifted_codes, sizes_of, turned_features
 
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
 
@@ -31,9 +31,7 @@ _CACHED = ("q", "k_cache", "v_cache")
 _REQUIRED = (*_CACHED, "cache_seqlens")
 
 
-def pack_queries(
-    raw: Views, layout: str, longest: int | None, most_keys: int | None, length: int | None
-) -> Packing | None:
+def pack_queries(raw: Views, layout: str, call: CacheCall, length: int | None) -> Packing | None:
     """Check offsets of queries and of new keys, and of masks in a row; None if queries are not packed.
 
     Parameters
@@ -41,10 +39,7 @@ def pack_queries(
     raw : dict of str to ArrayView
         Those of the call; mask_starts is added for a ragged_mask.
     layout : {"bhsd", "bshd"}
-    longest : int or None
-        The longest sequence of queries, as the caller claims it.
-    most_keys : int or None
-        Room of a sequence, as the caller claims it.
+    call : CacheCall
     length : int or None
         Of every sequence, if no array says it.
     """
@@ -54,20 +49,20 @@ def pack_queries(
             longest_length(new, "cu_seqlens_k_new", raw["k"].shape[0], None)
     if "cu_seqlens_q" not in raw:
         packed_only = [n for n in ("seqused_q", "ragged_mask") if n in raw]
-        if packed_only or longest is not None:
+        if packed_only or call.longest is not None:
             name = packed_only[0] if packed_only else "max_seqlen_q"
             given = "mask is a RaggedMask" if name == "ragged_mask" else f"{name} is given"
             raise wrong(f"{given} without cu_seqlens_q.", raw, "cu_seqlens_q, for packed queries")
         return None
-    cut = offsets(raw["cu_seqlens_q"], "cu_seqlens_q", longest)
+    cut = offsets(raw["cu_seqlens_q"], "cu_seqlens_q", call.longest)
     batch = cut.shape[0] - 1
-    seqlen_q = longest_length(cut, "cu_seqlens_q", raw["q"].shape[0], longest)
+    seqlen_q = longest_length(cut, "cu_seqlens_q", raw["q"].shape[0], call.longest)
     if "seqused_q" in raw:
         counts(raw["seqused_q"], "seqused_q", batch)
         check_counts(raw, "seqused_q", "cu_seqlens_q", "queries")
     if "ragged_mask" in raw:
         queries = raw["seqused_q"].integers() if "seqused_q" in raw else np.diff(cut.integers())
-        flat_mask(raw, queries, _keys_in_use(raw, layout, batch, most_keys, length))
+        flat_mask(raw, queries, _keys_in_use(raw, layout, batch, call.most_keys, length))
     return Packing(batch, seqlen_q, 0, False)
 
 
@@ -119,12 +114,9 @@ def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
 def describe_cache(
     raw: Views,
     options: Options,
-    interleaved: bool = False,
-    splits: int | None = None,
+    call: CacheCall,
     want_lse: bool = False,
     packing: Packing | None = None,
-    most_keys: int | None = None,
-    unrotated: bool = False,
 ) -> tuple[Problem, Views]:
     """Check a call of `attention_with_kv_cache` and describe it.
 
@@ -133,16 +125,10 @@ def describe_cache(
     raw : dict of str to ArrayView
         The views that `adopt_cache` makes. Lengths and tables are not read; `check_values` does.
     options : Options
-    interleaved : bool
-        Which features a rotation pairs.
-    splits : int, optional
+    call : CacheCall
     want_lse : bool
     packing : Packing, optional
         Of packed queries, as `pack_queries` found it.
-    most_keys : int, optional
-        Room of a sequence, if that is to be less than the cache has.
-    unrotated : bool
-        Keys of the cache are rotated when they are read.
 
     Returns
     -------
@@ -158,6 +144,7 @@ def describe_cache(
     InvalidArgumentsError, UnsupportedError
     """
     check_options(options)
+    splits = call.splits
     dtype = check_kinds(raw, options.layout)
     latent = lies_in(raw, "v_cache", "k_cache") and not kind_of_codes(raw)
     views: Views = {
@@ -171,14 +158,14 @@ def describe_cache(
         # A new latent is stored once.
         columns = views["v_cache"].shape[3]
         views["v"] = views["k"]._replace(shape=(*views["k"].shape[:3], columns))
-    sizes = sizes_of(views, raw, options.layout, packing, most_keys)
+    sizes = sizes_of(views, raw, options.layout, packing, call.most_keys)
     kind = kind_of_codes(raw)
     if kind:
         views |= lifted_codes(views, raw, options.layout)
     else:
         views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = turned_features(raw, sizes)
-    unrotated = flag(unrotated, "rotary.on_read")
+    unrotated = flag(call.unrotated, "rotary.on_read")
     if latent and rotary and "k" in raw and not unrotated:
         headline = f"rotary turns the first {rotary} features of new latents, which are values too."
         raise wrong(headline, raw, "rotary=None, and the last features of q and k rotated before the call")
@@ -257,7 +244,7 @@ def describe_cache(
             sizes.page,
             sizes.appended,
             rotary,
-            flag(interleaved, "rotary.interleaved"),
+            flag(call.interleaved, "rotary.interleaved"),
             splits,
             "cache_batch_idx" in raw,
             "cu_seqlens_k_new" in views,

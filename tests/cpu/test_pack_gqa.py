@@ -7,14 +7,14 @@ import pytest
 
 from cupy_flash.call.problem import Problem
 from cupy_flash.plan.choose import choose
-from cupy_flash.plan.families import grouping
+from cupy_flash.plan.families import pack_gqa
 
 BASE = Problem("forward", "float16", None, 1, 64, 8, 4096, 4096, 128, 128, 128**-0.5)
 TILE = (128, 128)
 
 
-def chosen(multiprocessors: int = 132, tile: tuple[int, int] = TILE, **changes: object) -> grouping.Rows:
-    return grouping.rows_of_tiles(BASE._replace(**changes), tile, multiprocessors)[0]
+def chosen(multiprocessors: int = 132, tile: tuple[int, int] = TILE, **changes: object) -> pack_gqa.Rows:
+    return pack_gqa.rows_of_tiles(BASE._replace(**changes), tile, multiprocessors)[0]
 
 
 @pytest.mark.parametrize("head_bits", [0, 1, 3])
@@ -42,13 +42,13 @@ def test_blocks_are_those_that_hold_a_key(band: dict[str, int], head_bits: int) 
         # A block of threads goes through all keys between the first and the last one.
         total += 1 + (seen[-1] // n - seen[0] // n + 1 if seen.size else 0)
     groups = 1 if head_bits else 8
-    assert grouping.cost(p, head_bits, TILE, 1) == pytest.approx(groups * total)
+    assert pack_gqa.cost(p, head_bits, TILE, 1) == pytest.approx(groups * total)
 
 
 def test_many_tiles_are_sampled() -> None:
     p = BASE._replace(seqlen_q=100_000, seqlen_k=100_000, right=0)
     whole = 64 * sum(1 + -(-min((t + 1) * 128, 100_000) // 128) for t in range(782)) / 132
-    assert grouping.cost(p, 0, TILE, 132) == pytest.approx(whole, rel=0.02)
+    assert pack_gqa.cost(p, 0, TILE, 132) == pytest.approx(whole, rel=0.02)
 
 
 @pytest.mark.parametrize("heads", [(8, 1), (7, 7), (6, 2), (40, 8), (64, 1), (3, 1)], ids=str)
@@ -56,7 +56,7 @@ def test_many_tiles_are_sampled() -> None:
 @pytest.mark.parametrize("right", [None, 0])
 def test_it_is_never_worse(heads: tuple[int, int], seqlen: int, right: int | None) -> None:
     sizes = {"heads_q": heads[0], "heads_k": heads[1], "seqlen_q": seqlen, "seqlen_k": seqlen, "right": right}
-    by_head = grouping.numbered(BASE._replace(**sizes), 0, TILE, 132)
+    by_head = pack_gqa.numbered(BASE._replace(**sizes), 0, TILE, 132)
     assert chosen(**sizes).cost <= by_head.cost
 
 

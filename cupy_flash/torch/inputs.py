@@ -10,9 +10,9 @@ import torch
 
 from ..call.adopt.torch import refuse_wrapper
 from ..call.compound import QuantizedArray
+from ..call.head_scale import scale_shape, times
 from ..call.options import PARAMETERS
 from ..call.spelling import kind_of, spelled
-from ..call.values import scale_shape
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import TENSORS, Call
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_tensors",
     "is_sharded",
     "refuse_lost_gradients",
+    "scaled",
     "scaled_queries",
     "widen",
     "widened",
@@ -142,13 +143,15 @@ def as_operands(call: Call) -> Call:
 
 def scaled_queries(call: Call) -> Call:
     """The call with a scale that is a tensor multiplied into q, so that it gets its gradient."""
-    q = call.tensors[0]
-    scale: Any = call.options.scale
+    q, *others = call.tensors
+    product = scaled(q, call.options.scale, call.options.layout)
+    return call._replace(tensors=(product, *others), options=call.options._replace(scale=1.0))
+
+
+def scaled(q: Any, scale: Any, layout: str) -> Any:
+    """Q times a scale that is a tensor, of one number or one for each head."""
     one = scale.numel() == 1
-    shape = () if one else scale_shape(tuple(scale.shape), tuple(q.shape), call.options.layout)
-    # why the cast: a scale with axes would make a q of 16 bits one of its own dtype.
-    tensors = ((q * scale.reshape(shape)).to(q.dtype), *call.tensors[1:])
-    return call._replace(tensors=tensors, options=call.options._replace(scale=1.0))
+    return times(q, scale.reshape(() if one else scale_shape(tuple(scale.shape), tuple(q.shape), layout)))
 
 
 def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:

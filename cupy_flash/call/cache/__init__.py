@@ -1,0 +1,1 @@
+"""A call over a KV cache: taken apart, its arrays checked, and described."""
