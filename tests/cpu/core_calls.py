@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by name then)
 import numpy as np
 
 import cupy_flash
@@ -18,10 +19,12 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
-def results(shape: tuple[int, int, int, int] = SIZES, heads_k: int = 2, **options) -> list[np.ndarray]:
+def results(
+    shape: tuple[int, int, int, int] = SIZES, heads_k: int = 2, dtype: str = "float32", **options
+) -> list[np.ndarray]:
     batch, _, seqlen, dim = shape
-    do, q = normal(*shape), normal(*shape, seed=1)
-    k, v = (normal(batch, heads_k, seqlen, dim, seed=s) for s in (2, 3))
+    do, q = normal(*shape).astype(dtype), normal(*shape, seed=1).astype(dtype)
+    k, v = (normal(batch, heads_k, seqlen, dim, seed=s).astype(dtype) for s in (2, 3))
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
     along = {"dq": do, "dk": v, "dv": k, **options}

@@ -28,8 +28,12 @@ pytestmark = pytest.mark.usefixtures("core")
 
 # ---- threads
 
+# Where a processor has AMX, bfloat16 is multiplied in registers that each thread has to set up.
+of_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
-def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@of_dtypes
+def test_bits_do_not_depend_on_threads(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
         {"causal": True, "bias": normal(1, 1, SIZES[2], SIZES[2])}, {"dropout": 0.3, "seed": 5},
         {"window": (100, 20), "sinks": normal(4)},
@@ -41,7 +45,8 @@ def test_bits_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         for count in (1, 2, 5):
             monkeypatch.setattr(family, "workers", lambda *_, count=count: count)
             decoded = cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=4900)
-            ways.append([*results(**options), *results((1, 1, 2100, 24), heads_k=1), decoded])
+            long = results((1, 1, 2100, 24), heads_k=1, dtype=dtype)
+            ways.append([*results(dtype=dtype, **options), *long, decoded])
         for way in ways[1:]:
             assert all(np.array_equal(a, b) for a, b in zip(ways[0], way, strict=True))
 
@@ -172,21 +177,23 @@ def test_after_a_thread_of_a_team_came_late_helpers_compute(team: ctypes.CDLL) -
     assert calls(40) == 8
 
 
-def test_many_callers_of_a_team(team: ctypes.CDLL) -> None:
+@of_dtypes
+def test_many_callers_of_a_team(dtype: str, team: ctypes.CDLL) -> None:
     """One has it, the others compute alone."""
     ctypes.c_int.in_dll(team, "order").value = OTHERS_FIRST
-    test_many_callers_at_once()
+    test_many_callers_at_once(dtype)
     assert _calls(team) > 0
 
 
-def test_many_callers_at_once() -> None:
+@of_dtypes
+def test_many_callers_at_once(dtype: str) -> None:
     """One has the helpers, the others compute alone; and all get the same."""
-    expected = results()
+    expected = results(dtype=dtype)
     wrong: list[int] = []
 
     def call() -> None:
         for _ in range(5):
-            wrong.extend((a != b).any() for a, b in zip(results(), expected, strict=True))
+            wrong.extend((a != b).any() for a, b in zip(results(dtype=dtype), expected, strict=True))
 
     callers = [threading.Thread(target=call) for _ in range(4)]
     for caller in callers:
@@ -198,12 +205,13 @@ def test_many_callers_at_once() -> None:
     assert not any(wrong)
 
 
-def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = results()
+@of_dtypes
+def test_more_threads_than_cores(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = results(dtype=dtype)
     monkeypatch.setattr(family, "workers", lambda *_: 16)
     start = time.perf_counter()
     for _ in range(20):
-        assert all(np.array_equal(a, b) for a, b in zip(expected, results(), strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(expected, results(dtype=dtype), strict=True))
     assert time.perf_counter() - start < 60
 
 
@@ -215,11 +223,12 @@ def test_no_more_threads_than_the_blas_was_allowed() -> None:
 
 FORKING = """
 import multiprocessing, threading, warnings
+import ml_dtypes
 import numpy as np
 import cupy_flash
 
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is what is tested
-qkv = np.random.default_rng(0).standard_normal((3, *{shape}), np.float32)
+qkv = np.random.default_rng(0).standard_normal((3, *{shape}), np.float32).astype({dtype!r})
 expected = cupy_flash.attention(*qkv)
 
 def attend(pipe):
@@ -251,9 +260,10 @@ busy.join()
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
-def test_after_fork() -> None:
+@of_dtypes
+def test_after_fork(dtype: str) -> None:
     """A child has no helpers; it starts its own instead of waiting for them."""
-    run(FORKING.format(shape=(2, 4, 384, 32)) + FORKED)
+    run(FORKING.format(shape=(2, 4, 384, 32), dtype=dtype) + FORKED)
 
 
 ASIDE = """
@@ -268,9 +278,10 @@ check_in_child()
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this platform")
-def test_the_thread_of_long_calls() -> None:
+@of_dtypes
+def test_the_thread_of_long_calls(dtype: str) -> None:
     """It is kept for the next one, but not by a forked child, which has no such thread."""
-    run(FORKING.format(shape=(1, 8, 2560, 64)) + ASIDE)
+    run(FORKING.format(shape=(1, 8, 2560, 64), dtype=dtype) + ASIDE)
 
 
 INTERRUPTED = """
