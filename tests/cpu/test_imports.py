@@ -31,8 +31,10 @@ LAYERS = (
     ("api",),
     ("blocks", "config", "functions", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache
-    ("parts", "second_order"),
-    ("ring",),
+    ("parts", "second_order", "group"),
+    ("exchange",),
+    ("ring", "alltoall", "allgather"),
+    ("schedules",),
     ("with_jvp",),
     ("derivatives",),
     ("__init__",),
