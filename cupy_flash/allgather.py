@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .api import Gradients, attention, attention_backward
+from .api import Gradients, attention
 from .call.compound import Spans
 from .call.given import split
 from .call.masks import resolve_band
@@ -19,8 +19,9 @@ from .call.problem import describe
 from .errors import InvalidArgumentsError
 from .exchange import ToParts, ToWhole, exchange, room
 from .group import Link, Round, at, row_axis, terms_of
+from .partial import attention_backward, attention_varlen_backward
 from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
-from .varlen import attention_varlen, attention_varlen_backward
+from .varlen import attention_varlen
 
 __all__ = ["backward", "forward"]
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .api import Gradients, attention, attention_backward
+from .api import Gradients
 from .call.checks import flag, integer, one_of
 from .call.masks import Band, resolve_band
 from .call.offsets import longest_length, offsets
 from .errors import InvalidArgumentsError
-from .varlen import attention_varlen, attention_varlen_backward
+from .partial import attention, attention_backward, attention_varlen, attention_varlen_backward
 
 __all__ = [
     "Packed",
@@ -322,7 +322,7 @@ class Whole:
 
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
         """O and LSE of a pair."""
-        return attention(q, k, v, sinks=sinks, return_lse=True, **self._how(todo))
+        return attention(q, k, v, sinks=sinks, **self._how(todo))
 
     def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
         """Gradients of a pair."""
@@ -437,7 +437,7 @@ class Packed:
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
         """As of `Whole`."""
         (cut_q, cut_k), how = self._how(todo)
-        return attention_varlen(q, k, v, cut_q, cut_k, sinks=sinks, return_lse=True, **how)
+        return attention_varlen(q, k, v, cut_q, cut_k, sinks=sinks, **how)
 
     def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
         """As of `Whole`."""

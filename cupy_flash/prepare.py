@@ -195,7 +195,7 @@ def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[st
     p, q = problem, raw["q"]
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     if p.direction == "backward":
-        kinds |= {"d" + name: (raw[name].shape, p.dtype) for name in "qkv"}
+        kinds |= {"d" + name: (raw[name].shape, p.result_dtype) for name in "qkv"}
         for name in (*DIFFERENTIABLE, *learned_of(p.function)):
             if name in raw:
                 kinds["d" + name] = raw[name].shape, raw[name].dtype

@@ -31,6 +31,7 @@ LAYERS = (
     ("api",),
     ("blocks", "config", "functions", "kv_cache", "paper", "report", "spans"),
     ("varlen",),  # over kv_cache
+    ("partial",),
     ("parts", "second_order", "group"),
     ("exchange",),
     ("ring", "alltoall", "allgather"),

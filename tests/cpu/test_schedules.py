@@ -9,6 +9,7 @@ import pytest
 import cupy_flash
 from cupy_flash import InvalidArgumentsError, UnsupportedError, allgather, alltoall, mpi
 from cupy_flash.mpi import ring_attention, ring_attention_backward
+from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
 from tests.schedule_cases import Case, random_case
 
@@ -52,6 +53,32 @@ def test_all_to_all_has_the_bits_of_one_process():
     grads = cupy_flash.attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, dlse=x["dlse"], **how)
     for name, wanted in {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}.items():
         assert np.array_equal(ours[name], wanted), name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("schedule", ["ring", "allgather"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_partial_results_are_not_rounded(dtype, schedule, causal):
+    """The error of four processes is that of one; rounded to 16 bits in each step it is 1.13 to 1.43 times."""
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    options = {"causal": causal, "schedule": schedule}
+    case = Case((256, 256), batch=1, dims=(64, 64), dtype=dtype, options=options)
+    x, names = case.arrays, ("o", "dq", "dk", "dv")
+    exact = reference_attention(x["q"], x["k"], x["v"], causal=causal)._asdict()
+    exact |= reference_backward(**x, causal=causal)._asdict()
+    o, lse = cupy_flash.attention(x["q"], x["k"], x["v"], causal=causal, return_lse=True)
+    grads = cupy_flash.attention_backward(
+        x["do"], x["q"], x["k"], x["v"], o, lse, dlse=x["dlse"], causal=causal
+    )
+    one = {"o": o, **grads._asdict()}
+    ours = case.united(in_threads(4, functools.partial(run, case)))
+
+    def error(results):
+        found = [np.square(results[name].astype(np.float64) - exact[name]).mean() for name in names]
+        return np.sqrt(found)
+
+    assert (error(ours) < 1.05 * error(one)).all()
 
 
 def test_an_all_gather_adds_up_gradients_in_the_order_of_processes():
