@@ -59,7 +59,7 @@ def test_all_to_all_has_the_bits_of_one_process():
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_partial_results_are_not_rounded(dtype, schedule, causal):
-    """The error of four processes is that of one; rounded to 16 bits in each step it is 1.13 to 1.43 times."""
+    """The error of four processes is that of one; rounded in each step it is 1.13 to 1.43 times that."""
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
     options = {"causal": causal, "schedule": schedule}
