@@ -93,11 +93,14 @@ def context_parallel(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        for name, x in (("attn_mask", attn_mask is not None), ("dropout_p", dropout_p)):
-            if x:
+        refused = {
+            "attn_mask": "attn_mask=None and is_causal=True; or ring_attention, which takes masks",
+            "dropout_p": "dropout_p=0.0",
+        }
+        for name, given in (("attn_mask", attn_mask is not None), ("dropout_p", dropout_p)):
+            if given:
                 raise UnsupportedError(
-                    f"{name} is not supported inside of context_parallel.",
-                    hint="is_causal=True, or cupy_flash.torch.ring_attention, which takes a mask",
+                    f"{name} is not supported inside of context_parallel.", hint=refused[name]
                 )
         if not enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
             raise InvalidArgumentsError(
@@ -161,12 +164,13 @@ def _group_of(mesh: Any) -> tuple[Any, int, int]:
     if type(mesh).__name__ != "DeviceMesh":
         raise InvalidArgumentsError(
             f"mesh is {kind_of(mesh)}, not a DeviceMesh.",
-            hint='torch.distributed.init_device_mesh("cuda", (4,), mesh_dim_names=("cp",))',
+            hint="one of torch.distributed.init_device_mesh, or a slice of it",
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ("cp",)
         raise InvalidArgumentsError(
-            f"mesh has {mesh.ndim} dimensions, and a sequence is cut along one.", hint=f'mesh["{names[-1]}"]'
+            f"mesh has {mesh.ndim} dimensions, and a sequence is cut along one.",
+            hint=f'a slice of it, mesh["{names[-1]}"]',
         )
     return mesh.get_group(), mesh.get_local_rank(), mesh.size()
 

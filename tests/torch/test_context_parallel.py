@@ -136,7 +136,7 @@ def check_refusals(mesh, own):
         with pytest.raises(InvalidArgumentsError, match=words), cf.context_parallel(wrong):
             pass
     two = dist.init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("dp", "cp"))
-    with pytest.raises(InvalidArgumentsError, match=r'2 dimensions.*\nTry: mesh\["cp"\]'):
+    with pytest.raises(InvalidArgumentsError, match=r'2 dimensions.*\nTry: a slice of it, mesh\["cp"\]'):
         cf.context_parallel_unshard(two, [x], [1])
     with cf.context_parallel(two["cp"]):
         q = torch.zeros(1, 1, 4, 8)
