@@ -227,7 +227,12 @@ _REQUIRED = frozenset(("q", "k", "v", "o", "do", "lse"))
 
 
 def run_forward(
-    raw: Views, options: Options, want_lse: bool, out: Any = None, packing: Packing | None = None
+    raw: Views,
+    options: Options,
+    want_lse: bool,
+    out: Any = None,
+    packing: Packing | None = None,
+    unrounded: bool = False,
 ) -> Any:
     """The forward pass: o, or (o, lse).
 
@@ -241,10 +246,12 @@ def run_forward(
         As the caller gave it.
     packing : Packing, optional
         Of packed sequences, whose offsets are among the arrays.
+    unrounded : bool
+        Leave o in the dtype of sums, on a CPU.
     """
     want_lse = flag(want_lse, "return_lse")
     options, moment = moment_apart(options)
-    call = prepared("forward", raw, options, want_lse, packing)
+    call = prepared("forward", raw, options, want_lse, packing, unrounded=unrounded)
     if call.problem.of_float8:
         check_scales(raw)
     return results_of_forward(call.run(raw, moment), out)
@@ -256,10 +263,12 @@ def results_of_forward(results: Views, out: Any) -> Any:
     return (o, finished(results["lse"])) if "lse" in results else o
 
 
-def run_backward(raw: Views, options: Options, packing: Packing | None = None) -> Gradients[Any]:
+def run_backward(
+    raw: Views, options: Options, packing: Packing | None = None, unrounded: bool = False
+) -> Gradients[Any]:
     """The backward pass; parameters as of `run_forward`."""
     options, moment = moment_apart(options)
-    results = prepared("backward", raw, options, True, packing).run(raw, moment)
+    results = prepared("backward", raw, options, True, packing, unrounded=unrounded).run(raw, moment)
     made = {name: finished(view) for name, view in results.items()}
     if options.score is None:
         return Gradients(**made)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from . import ring
+from . import schedules
 from .agreement import Agreement
 from .api import Gradients
 from .call.adopt import adopt
@@ -28,6 +28,7 @@ from .call.options import RingGradientOptions, RingOptions, defaults
 from .call.signature import takes
 from .call.spelling import kind_of
 from .errors import InvalidArgumentsError
+from .group import all_done
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -69,11 +70,11 @@ class _Link:
         except BaseException:
             for request in requests:
                 request.Cancel()
-            ring.all_done(request.Wait for request in requests)
+            all_done(request.Wait for request in requests)
             raise
 
         def arrived() -> None:
-            ring.all_done(request.Wait for request in requests)
+            all_done(request.Wait for request in requests)
             sent.clear()  # until here MPI reads it
 
         return arrived
@@ -118,11 +119,14 @@ def ring_attention(
         This process's parts: the rows `cupy_flash.ring.positions` names, in that order. NumPy, or CuPy under
         an MPI that knows CUDA.
     comm : mpi4py.MPI.Comm
-        Every process of it makes the call. The tags 0 and 1 are used.
+        Every process of it makes the call. The tags 0 to 6 are used.
     cu_seqlens : array of int32, shape (sequences + 1,), optional
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
         (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. On a GPU they are
         read back, which waits for the stream.
+    mask : array of bool, Spans, BlockMask, or tuple of these, optional
+        Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
+        processes. With schedule "alltoall"; arrays and Spans with "allgather" too.
     agreement : {"call", "never"}
         Whether processes compare their arguments before every call, 32 bytes of each. Without it, processes
         that differ get wrong results, or the library of the messages ends them.
@@ -142,7 +146,7 @@ def ring_attention(
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    return ring.forward(_Link(comm, agreement), q, k, v, every.pop("causal"), every, cu_seqlens)
+    return schedules.forward(_Link(comm, agreement), q, k, v, every.pop("causal"), every, cu_seqlens)
 
 
 @takes(RingGradientOptions)
@@ -162,7 +166,7 @@ def ring_attention_backward(
     {options: As given to `ring_attention`.}
     o, lse : array
         As it returned them.
-    dlse, reproducible
+    dlse
         As in `cupy_flash.attention_backward`.
 
     Returns
@@ -179,4 +183,5 @@ def ring_attention_backward(
     dlse, causal = every.pop("dlse"), every.pop("causal")
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    return ring.backward(_Link(comm, agreement), do, q, k, v, o, lse, dlse, causal, every, cu_seqlens)
+    arrays = do, q, k, v, o, lse, dlse
+    return schedules.backward(_Link(comm, agreement), arrays, causal, every, cu_seqlens)

@@ -11,24 +11,30 @@ each is cut so by itself. With a sliding window contiguous parts are as even, an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .api import Gradients, attention, attention_backward
+from .api import Gradients
 from .call.checks import flag, integer, one_of
 from .call.masks import Band, resolve_band
 from .call.offsets import longest_length, offsets
-from .errors import InvalidArgumentsError, UnsupportedError
-from .varlen import attention_varlen, attention_varlen_backward
+from .errors import InvalidArgumentsError
+from .partial import attention, attention_backward, attention_varlen, attention_varlen_backward
 
 __all__ = [
     "Packed",
     "Pair",
+    "Rows",
+    "Split",
     "Whole",
     "check_parts",
     "halves",
+    "packed_halves",
     "packed_positions",
+    "packed_starts",
+    "packed_stretches",
     "pair",
     "positions",
     "stretches",
@@ -104,7 +110,7 @@ def positions(
     if length is None or length < 0:
         raise InvalidArgumentsError(f"seqlen is {seqlen!r}.", hint="an integer, at least 0")
     zigzag = _order_of(parts, flag(causal, "causal")) == "zigzag"
-    return np.concatenate([np.arange(x.start, x.stop) for x in stretches(rank, ranks, length, zigzag)])
+    return _rows_of(stretches(rank, ranks, length, zigzag))
 
 
 def _check_rank(rank: Any, ranks: Any) -> None:
@@ -212,6 +218,66 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
     return Pair(whole, whole, window=(band.left, band.right), align=offset)
 
 
+class Split:
+    """How one sequence, or those of a batch, are split over processes.
+
+    Attributes
+    ----------
+    order : {"zigzag", "contiguous"}
+    lengths : (int, int)
+        Queries and keys of the whole.
+    queries, keys : list of tuple of range
+        Rows that each process holds.
+    """
+
+    def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, parts: Any, seqlen: Any):
+        self.order = _order_of(parts, causal)
+        self.lengths = (rows[0] * ranks, rows[1] * ranks) if seqlen is None else _lengths(seqlen)
+        if self.order == "zigzag" and seqlen is None and ranks > 1:
+            for held in rows:
+                halves(held)
+        self.queries, self.keys = (
+            [stretches(r, ranks, n, self.order == "zigzag") for r in range(ranks)] for n in self.lengths
+        )
+        for what, held_by, n, length in zip(
+            ("queries", "keys"), (self.queries, self.keys), rows, self.lengths, strict=True
+        ):
+            if n != (right := sum(map(len, held_by[rank]))):
+                raise InvalidArgumentsError(
+                    f"process {rank} holds {n} {what}; of {length} in {self.order} parts it holds {right}.",
+                    hint="the rows that cupy_flash.ring.positions names",
+                )
+
+
+class Rows:
+    """Where the rows that processes hold lie in the whole.
+
+    Parameters
+    ----------
+    held : list of tuple of range
+        Of each process.
+    beside : callable
+        Makes of integers an array that indexes those of the caller.
+
+    Attributes
+    ----------
+    total : int
+    counts : list of int
+        Rows of each process.
+    places : list of (slice or array)
+        Their indices.
+    """
+
+    def __init__(self, held: list[tuple[range, ...]], beside: Callable[[np.ndarray[Any, Any]], Any]):
+        self.counts = [sum(map(len, x)) for x in held]
+        self.total = sum(self.counts)
+        self.places = [slice(x[0].start, x[0].stop) if len(x) == 1 else beside(_rows_of(x)) for x in held]
+
+
+def _rows_of(held: tuple[range, ...]) -> np.ndarray[Any, Any]:
+    return np.concatenate([np.arange(0), *(np.arange(x.start, x.stop) for x in held)])
+
+
 class Whole:
     """Parts of one sequence, or of a batch.
 
@@ -223,26 +289,13 @@ class Whole:
 
     def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, options: dict[str, Any]):
         self._rank, self._ranks = rank, ranks
-        given = dict(options)
+        given = {name: x for name, x in options.items() if name != "schedule"}
         parts, seqlen, window, align = (given.pop(name) for name in ("parts", "seqlen", "window", "align"))
         self._options = given
-        order = _order_of(parts, causal)
-        lengths = (rows[0] * ranks, rows[1] * ranks) if seqlen is None else _lengths(seqlen)
-        self._band = resolve_band(causal, window, align, False, *lengths)
-        _check_order(order, parts, causal, self._band, lengths)
-        if order == "zigzag" and seqlen is None and ranks > 1:
-            halves(rows[0])
-        self._queries, self._keys = (
-            [stretches(r, ranks, n, order == "zigzag") for r in range(ranks)] for n in lengths
-        )
-        for what, held, n, length in zip(
-            ("queries", "keys"), (self._queries, self._keys), rows, lengths, strict=True
-        ):
-            if n != (right := sum(map(len, held[rank]))):
-                raise InvalidArgumentsError(
-                    f"process {rank} holds {n} {what}; of {length} in {order} parts it holds {right}.",
-                    hint="the rows that cupy_flash.ring.positions names",
-                )
+        split = Split(rank, ranks, rows, causal, parts, seqlen)
+        self._band = resolve_band(causal, window, align, False, *split.lengths)
+        _check_order(split.order, parts, causal, self._band, split.lengths)
+        self._queries, self._keys = split.queries, split.keys
         everyone = range(ranks)
         self.steps = tuple(
             step
@@ -269,7 +322,7 @@ class Whole:
 
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
         """O and LSE of a pair."""
-        return attention(q, k, v, sinks=sinks, return_lse=True, **self._how(todo))
+        return attention(q, k, v, sinks=sinks, **self._how(todo))
 
     def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
         """Gradients of a pair."""
@@ -309,36 +362,58 @@ def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tupl
         )
 
 
+def packed_starts(cut: Any, q: Any, causal: bool) -> tuple[np.ndarray[Any, Any], int]:
+    """Where packed sequences begin in a part, as integers, and the longest of them there."""
+    if len(q.shape) != 3:
+        raise InvalidArgumentsError(
+            f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
+        )
+    view = offsets(cut, "cu_seqlens")
+    longest = longest_length(view, "cu_seqlens", q.shape[0], None)
+    starts = view.integers().astype(np.int64)
+    if causal:
+        for n in np.diff(starts):
+            halves(int(n))
+    return starts, longest
+
+
+def packed_halves(starts: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Rows of a part that are of the early stretches of its packed sequences, and of their late ones."""
+    middles = (starts[:-1] + starts[1:]) // 2
+    early, late = ((starts[:-1], middles), (middles, starts[1:]))
+    return _rows_between(*early), _rows_between(*late)
+
+
+def _rows_between(starts: Any, stops: Any) -> np.ndarray[Any, Any]:
+    return _rows_of(tuple(map(range, starts, stops)))
+
+
+def packed_stretches(ranks: int, starts: np.ndarray[Any, Any], causal: bool) -> list[tuple[range, ...]]:
+    """Rows of all whole packed sequences that each process holds, from where they begin in a part."""
+    return [
+        tuple(
+            range(start * ranks + rows.start, start * ranks + rows.stop)
+            for start, n in zip(starts.tolist(), np.diff(starts).tolist(), strict=False)
+            for rows in stretches(rank, ranks, n * ranks, causal)
+        )
+        for rank in range(ranks)
+    ]
+
+
 class Packed:
     """Parts that have their share of several sequences, (rows, heads, head_dim)."""
 
     def __init__(
         self, rank: int, ranks: int, cut: Any, q: Any, causal: bool, options: dict[str, Any], beside: Any
     ):
-        for name in ("parts", "seqlen", "window", "align"):
-            if options[name] is not None:
-                raise UnsupportedError(
-                    f"{name} is not supported for a ring of packed sequences.", hint=f"{name}=None"
-                )
-        if len(q.shape) != 3:
-            raise InvalidArgumentsError(
-                f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
-            )
         self._rank, self._causal = rank, causal
         self.steps, self.most_rows = tuple(range(ranks)), int(q.shape[0])
-        view = offsets(cut, "cu_seqlens")
-        self._longest = longest_length(view, "cu_seqlens", q.shape[0], None)
-        self.starts = starts = view.integers().astype(np.int64)
+        self.starts, self._longest = starts, _ = packed_starts(cut, q, causal)
         self._cuts: dict[bool, Any] = {False: cut}
         if causal:
-            lengths = np.diff(starts)
-            middles = starts[:-1] + [halves(int(n))[1].start for n in lengths]
-            sides = zip((starts[:-1], middles), (middles, starts[1:]), strict=True)
-            self._early, self._late = (
-                beside(np.concatenate([starts[:0], *map(np.arange, *side)]), q) for side in sides
-            )
+            self._early, self._late = (beside(rows, q) for rows in packed_halves(starts))
             self._cuts[True] = beside((starts // 2).astype(np.int32), q)
-        unused = ("layout", "parts", "seqlen", "window", "align")
+        unused = ("layout", "parts", "seqlen", "window", "align", "schedule", "mask")
         self._options = {name: x for name, x in options.items() if name not in unused}
 
     def rows(self, owner: int) -> int:  # noqa: ARG002
@@ -362,7 +437,7 @@ class Packed:
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
         """As of `Whole`."""
         (cut_q, cut_k), how = self._how(todo)
-        return attention_varlen(q, k, v, cut_q, cut_k, sinks=sinks, return_lse=True, **how)
+        return attention_varlen(q, k, v, cut_q, cut_k, sinks=sinks, **how)
 
     def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
         """As of `Whole`."""

@@ -159,7 +159,7 @@ def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[st
     p, q = problem, raw["q"]
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     if p.direction == "backward":
-        kinds |= {"d" + name: (raw[name].shape, p.dtype) for name in "qkv"}
+        kinds |= {"d" + name: (raw[name].shape, p.result_dtype) for name in "qkv"}
         for name in (*DIFFERENTIABLE, *learned_of(p.function)):
             if name in raw:
                 kinds["d" + name] = raw[name].shape, raw[name].dtype
@@ -191,6 +191,7 @@ def prepared(
     want_lse: bool = True,
     packing: Packing | None = None,
     cache: CacheCall | None = None,
+    unrounded: bool = False,
 ) -> Prepared:
     """What is remembered of calls like this one; where there is none, what is found out now.
 
@@ -206,6 +207,8 @@ def prepared(
         Of packed sequences, or of packed queries over a cache.
     cache : CacheCall, optional
         With "decode".
+    unrounded : bool
+        As of `problem.describe`.
 
     Raises
     ------
@@ -221,13 +224,14 @@ def prepared(
         latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k")
     chosen = chosen_by_environment(driver, device)
     # why types: 1 is True, and some options take only one of them.
-    call = (direction, driver, chosen, latents, want_lse, packing, given, *map(type, given), *raw, *kinds)
+    flags = want_lse, packing, unrounded
+    call = (direction, driver, chosen, latents, flags, given, *map(type, given), *raw, *kinds)
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option that is no key of anything
-        return _prepare(direction, raw, options, want_lse, packing, cache, driver)
+        return _prepare(direction, raw, options, flags, cache, driver)
     if known is None:
-        known = _prepare(direction, raw, options, want_lse, packing, cache, driver)
+        known = _prepare(direction, raw, options, flags, cache, driver)
         if all(map(_constant, given)):
             if len(_KNOWN) >= _MOST_KNOWN:
                 _KNOWN.clear()
@@ -268,15 +272,14 @@ def _prepare(
     direction: str,
     raw: Views,
     options: Options,
-    want_lse: bool,
-    packing: Packing | None,
+    flags: tuple[bool, Packing | None, bool],
     cache: CacheCall | None,
     driver: Driver | None,
 ) -> Prepared:
     inputs = {name: x for name, x in raw.items() if name != "out"}
     if cache is None:
-        problem, views, _ = describe(direction, inputs, options, want_lse, packing)
+        problem, views, _ = describe(direction, inputs, options, *flags)
     else:
-        problem, views = describe_cache(inputs, options, cache, want_lse, packing)
+        problem, views = describe_cache(inputs, options, cache, *flags[:2])
     # Packed queries are (rows, heads, head_dim), however a cache lies.
     return Prepared(problem, views, raw, "bshd" if problem.packed else options.layout, driver)

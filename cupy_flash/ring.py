@@ -5,8 +5,8 @@ results over those parts are merged by `merge` [1]_. What travels are the heads 
 of q share them, and no further than some process sees them.
 
 This module is the loop. How a sequence lies in parts is in `parts`, what is compared before the first message
-in `agreement`; how arrays travel is the business of the adapters, `cupy_flash.torch`, `cupy_flash.jax` and
-`cupy_flash.mpi`.
+in `agreement`, other schedules in `alltoall` and `allgather`; how arrays travel is the business of the
+adapters, `cupy_flash.torch`, `cupy_flash.jax` and `cupy_flash.mpi`.
 
 .. [1] H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
@@ -15,111 +15,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .agreement import Agreement
 from .api import Gradients
-from .call.given import Options
-from .call.problem import describe
-from .errors import UnsupportedError
+from .group import Link, Round, at, row_axis, terms_of
 from .merge import merge
 from .parts import Packed, Pair, Whole, packed_positions, positions
 
-__all__ = ["Link", "all_done", "backward", "forward", "packed_positions", "positions"]
-
-
-class Link(Protocol):
-    """How an adapter's arrays travel, and are made."""
-
-    rank: int
-    ranks: int
-    agreement: Agreement
-
-    def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
-        """Begin to send arrays to the process that is so many further, and to receive from the one before.
-
-        All are contiguous, and allocated before the first message. The result waits for both. When either
-        raises, no message of its own is under way any more.
-        """
-
-    def contiguous(self, x: Any) -> Any:
-        """The array, copied if it is not contiguous."""
-
-    def reserve(self, like: Any, count: int, wide: bool) -> Any:
-        """So many elements of the dtype of an array, or of that of sums, on its device."""
-
-    def wide(self, x: Any) -> Any:
-        """A copy, float64 if x is, else float32, to add up in."""
-
-    def narrow(self, x: Any, like: Any) -> Any:
-        """X in another array's dtype."""
-
-    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
-        """Integers as an array of the library of another one, on its device."""
-
-
-def all_done(waits: Iterable[Callable[[], Any]]) -> None:
-    """Wait for every message, whatever becomes of the others, then raise the first error."""
-    errors = []
-    for wait in waits:
-        try:
-            wait()
-        except BaseException as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-class _Round:
-    """A process's messages and its work between them: an error of the work is raised when all are through.
-
-    why: the others wait for messages of this process, and a library that was told to receive some writes into
-    memory which an exception would free.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._under_way: list[Callable[[], None]] = []
-        self.error: BaseException | None = None
-
-    def pass_on(
-        self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int
-    ) -> Callable[[], tuple[Any, ...]]:
-        """As that of the link; the result returns what has arrived."""
-        arriving = self._link.pass_on(arrays, into, by)
-        self._under_way.append(arriving)
-
-        def arrived() -> tuple[Any, ...]:
-            self._under_way.remove(arriving)
-            arriving()
-            return into
-
-        return arrived
-
-    def work(self, step: Callable[[], None]) -> None:
-        """Do a step, unless one before failed."""
-        if self.error is None:
-            try:
-                step()
-            except BaseException as error:
-                self.error = error
-
-    def __enter__(self) -> _Round:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        for arriving in self._under_way:
-            with suppress(Exception):  # one of a message is on its way out already
-                arriving()
-        if self.error is not None:
-            raise self.error
+__all__ = ["backward", "forward", "packed_positions", "positions"]
 
 
 class _Call(NamedTuple):
@@ -139,31 +45,15 @@ def _checked(
     cut: Any,
 ) -> _Call:
     """The parts of a call; what can be refused is refused here, before the first message."""
-    given = {name: x for name, x in {**arrays, "sinks": options["sinks"]}.items() if x is not None}
-    values = {name: x for name, x in options.items() if name not in ("sinks", "parts", "seqlen")}
-    problem, _, raw = describe(direction, given, Options(causal=causal, **values), True)
-    if problem.of_float8:
-        raise UnsupportedError(
-            f"a ring adds up results in the dtype of q, and {problem.dtype} is too narrow for that.",
-            hint="q, k and v times their scales as bfloat16",
-        )
-    q, axis = arrays["q"], _axis(options, arrays["q"])
+    terms = terms_of(direction, arrays, causal, options)
+    q, axis = arrays["q"], row_axis(options, arrays["q"])
     plain = {name: x for name, x in options.items() if name != "sinks"}
-    terms = {"pass": direction, "causal": bool(causal), "cu_seqlens": None}
     parts: Whole | Packed
     if cut is None:
         parts = Whole(link.rank, link.ranks, (q.shape[axis], arrays["k"].shape[axis]), causal, plain)
     else:
         parts = Packed(link.rank, link.ranks, cut, q, causal, plain, link.beside)
         terms["cu_seqlens"] = parts.starts.tolist()
-    for name in ("q", "k", "v", "sinks"):
-        if name in raw:
-            shape: list[Any] = list(raw[name].shape)
-            if name != "sinks" and options["seqlen"] is not None:  # it says what the rows of each are
-                shape[axis] = "rows"
-            terms[name] = f"{raw[name].dtype} ({', '.join(map(str, shape))})"
-    terms |= {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
-    terms |= {"scale": problem.scale, "softcap": problem.softcap}
     return _Call(parts, axis, terms)
 
 
@@ -192,16 +82,6 @@ class _Room:
             flat[: math.prod(shape)].reshape(shape)
             for flat, shape in zip(self._each[turn % 2], shapes, strict=True)
         )
-
-
-def _at(rows: Any, axis: int) -> tuple[Any, ...]:
-    """The index of rows along an axis that is counted from the end."""
-    return (..., rows) + (slice(None),) * (-1 - axis)
-
-
-def _axis(options: dict[str, Any], q: Any) -> int:
-    """The axis of rows in q, k, v and o; in lse it is the last."""
-    return -3 if options["layout"] == "bshd" and len(q.shape) > 2 else -2
 
 
 def forward(
@@ -241,7 +121,7 @@ def forward(
 
     def add(todo: Pair, keys: tuple[Any, ...]) -> None:
         nonlocal o, lse
-        mine, theirs = _at(todo.queries, axis), _at(todo.keys, axis)
+        mine, theirs = at(todo.queries, axis), at(todo.keys, axis)
         # Sinks are keys that one part has, this process's own.
         sinks = options["sinks"] if o is None else None
         k, v = (x[theirs] for x in keys)
@@ -250,10 +130,10 @@ def forward(
         if o is None:
             o, lse = part, part_lse
         else:
-            of_lse = _at(todo.queries, -1)
+            of_lse = at(todo.queries, -1)
             o[mine], lse[of_lse] = merge(o[mine], lse[of_lse], part, part_lse, layout=options["layout"])
 
-    with _Round(link) as messages:
+    with Round(link) as messages:
         for turn, step in enumerate(steps):
             arriving = None
             if turn + 1 < len(steps):
@@ -307,7 +187,7 @@ def backward(
 
     def differentiate(todo: Pair, keys: tuple[Any, ...], sinks: Any) -> None:
         nonlocal shares, dsinks
-        mine, theirs, of_lse = _at(todo.queries, axis), _at(todo.keys, axis), _at(todo.queries, -1)
+        mine, theirs, of_lse = at(todo.queries, axis), at(todo.keys, axis), at(todo.queries, -1)
         given = do[mine], q[mine], *(x[theirs] for x in keys), o[mine], lse[of_lse]
         grads = parts.differentiate(todo, given, sinks, dlse=None if dlse is None else dlse[of_lse])
         dq[mine] += grads.dq
@@ -316,10 +196,10 @@ def backward(
 
     def add(todo: Pair) -> None:
         for total, share in zip(sums, shares, strict=True):
-            total[_at(todo.keys, axis)] += share
+            total[at(todo.keys, axis)] += share
 
     returning: Callable[[], tuple[Any, ...]] | None = None
-    with _Round(link) as messages:
+    with Round(link) as messages:
         for turn, step in enumerate(steps):
             arriving = None
             then = steps[turn + 1] if turn + 1 < len(steps) else link.ranks  # they go home at last

@@ -39,7 +39,6 @@ __all__ = [
     "RecordedPrefixOptions",
     "RecordedRaggedFunctionOptions",
     "RecordedRaggedOptions",
-    "RecordedRingOptions",
     "RingGradientOptions",
     "RingOptions",
     "SecondGradientOptions",
@@ -161,7 +160,7 @@ class _Rows(_Alibi, _Sinks, total=False):
     """Arrays with a number for each head."""
 
 
-class _Pairs(TypedDict, total=False):
+class _Mask(TypedDict, total=False):
     mask: Annotated[
         Any,
         Option(
@@ -176,6 +175,9 @@ class _Pairs(TypedDict, total=False):
             parts=MASK_PARTS,
         ),
     ]
+
+
+class _Pairs(_Mask, total=False):
     bias: Annotated[
         Any,
         _array(
@@ -262,6 +264,16 @@ class _Reproducible(TypedDict, total=False):
 
 
 class _Parts(TypedDict, total=False):
+    schedule: Annotated[
+        Literal["ring", "alltoall", "allgather"] | None,
+        Option(
+            None,
+            '{"ring", "alltoall", "allgather"}, optional',
+            "What travels: keys and values in a ring; heads to one process each, with all rows, which takes "
+            "most options but needs heads that divide; or keys and values to all processes at once. Default: "
+            '"ring".',
+        ),
+    ]
     parts: Annotated[
         Literal["zigzag", "contiguous"] | None,
         Option(
@@ -548,16 +560,12 @@ class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible
     """Those of attention over a shared prefix where gradients are recorded."""
 
 
-class RingOptions(_Aligned, _Scores, _Sinks, _Layout, _Precision, _Parts, total=False):
+class RingOptions(_Aligned, _Mask, _Scores, _Rows, _Layout, _Precision, _Reproducible, _Parts, total=False):
     """Those of a sequence that lies in parts."""
 
 
-class RingGradientOptions(_LseGradient, _Reproducible, RingOptions, total=False):
+class RingGradientOptions(_LseGradient, RingOptions, total=False):
     """Those of its backward pass."""
-
-
-class RecordedRingOptions(RingOptions, _Reproducible, total=False):
-    """Those of it where gradients are recorded."""
 
 
 class ShardOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible, total=False):

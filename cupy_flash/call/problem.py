@@ -182,6 +182,8 @@ class Problem(NamedTuple):
         Whether packed sequences say how many of their queries are in use.
     ragged_mask : bool
         Whether the masks of packed sequences lie in a row, each (queries, keys).
+    unrounded : bool
+        Whether o, dq, dk and dv are in the dtype of sums, on a CPU.
     """
 
     direction: str
@@ -226,11 +228,12 @@ class Problem(NamedTuple):
     reproducible: str | None = None
     used_q: bool = False
     ragged_mask: bool = False
+    unrounded: bool = False
 
     @property
     def result_dtype(self) -> str:
         """The dtype of o."""
-        return self.of_float8 or self.dtype
+        return self.accumulator if self.unrounded else self.of_float8 or self.dtype
 
     @property
     def band(self) -> Band:
@@ -336,6 +339,7 @@ def describe(
     options: Options,
     want_lse: bool = True,
     packing: Packing | None = None,
+    unrounded: bool = False,
 ) -> tuple[Problem, Views, Views]:
     """Check a call and describe it.
 
@@ -350,6 +354,8 @@ def describe(
     want_lse : bool
     packing : Packing, optional
         Of packed sequences: q, k, v are (rows, heads, head_dim).
+    unrounded : bool
+        As of `Problem`.
 
     Returns
     -------
@@ -465,5 +471,6 @@ def describe(
         reproducible=None if options.reproducible == "run" else options.reproducible,
         used_q="seqused_q" in given,
         ragged_mask="ragged_mask" in raw,
+        unrounded=unrounded,
     )
     return problem, {**views, **{name: x for name, x in given.items() if name in OFFSETS}}, raw

@@ -8,6 +8,7 @@
 from . import flops as _flops  # noqa: F401  (formulas that torch's counter finds)
 from . import textbook as _textbook  # noqa: F401  (a decomposition that torch's exporters find)
 from .blocks import block_mask
+from .context_parallel import context_parallel, context_parallel_unshard
 from .flash_ops import register as _register
 from .functional import attention, attention_varlen, scaled_dot_product_attention, varlen_attn
 from .kv_cache import attention_with_kv_cache
@@ -24,6 +25,8 @@ __all__ = [
     "attention_with_kv_cache",
     "attention_with_shared_prefix",
     "block_mask",
+    "context_parallel",
+    "context_parallel_unshard",
     "ring_attention",
     "scaled_dot_product_attention",
     "sdpa_calls",

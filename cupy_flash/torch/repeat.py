@@ -86,7 +86,7 @@ def repeated(key: Hashable, q: Any, k: Any, v: Any) -> Any:
 
 def remember(key: Hashable, q: Any, k: Any, v: Any, options: Options, want_lse: bool) -> None:
     """Remember a call that went the whole way, as one over these arrays, if it can be repeated."""
-    call = prepared("forward", adopted(q=q, k=k, v=v), options, want_lse, None)
+    call = prepared("forward", adopted(q=q, k=k, v=v), options, want_lse)
     if call.only_addresses_differ:
         if len(REPEATED) >= _MOST_KNOWN:
             REPEATED.clear()

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import ring
+from .. import schedules
 from ..agreement import Agreement
 from ..call.checks import one_of
-from ..call.options import RecordedRingOptions, defaults
-from ..call.reproducible import refuse_reproducible
+from ..call.options import RingOptions, defaults
 from ..call.signature import takes
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
+from ..group import all_done
 from .inputs import check_tensors, refuse_lost_gradients
 from .ops import first_derivative_only, in_forward_mode
 
@@ -74,7 +74,7 @@ class _Link:
         sends = [dist.P2POp(dist.isend, x, to, self.group) for x in arrays]
         receives = [dist.P2POp(dist.irecv, x, source, self.group) for x in into]
         works = dist.batch_isend_irecv(sends + receives)
-        return lambda: ring.all_done(work.wait for work in works)
+        return lambda: all_done(work.wait for work in works)
 
     def contiguous(self, x: Any) -> Any:
         return x.contiguous()
@@ -110,7 +110,7 @@ class _Ring(torch.autograd.Function):
         cut: Any,
     ) -> tuple[Any, Any]:
         with_sinks = {**options, "sinks": sinks}
-        o, lse = ring.forward(link, q, k, v, causal, with_sinks, cut, {"gradients of": recorded})
+        o, lse = schedules.forward(link, q, k, v, causal, with_sinks, cut, {"gradients of": recorded})
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.rest = link, recorded, causal, options, cut
         ctx.set_materialize_grads(False)
@@ -127,9 +127,8 @@ class _Ring(torch.autograd.Function):
         with torch.no_grad():
             with_sinks = {**options, "sinks": sinks}
             wanted = "k" in recorded, "v" in recorded
-            grads = ring.backward(
-                link.returning(), do, q, k, v, o, lse, dlse, causal, with_sinks, cut, wanted
-            )
+            arrays = do, q, k, v, o, lse, dlse
+            grads = schedules.backward(link.returning(), arrays, causal, with_sinks, cut, wanted)
         firsts = (*grads[:3], grads.dsinks)
         return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 5
 
@@ -157,10 +156,10 @@ def _group(group: Any) -> Any:
     return group
 
 
-def _refuse(every: dict[str, Any]) -> None:
-    """Refuse options that a ring does not have."""
-    refuse_reproducible(every["reproducible"], "ring_attention")
-    refuse_lost_gradients(**every)
+def _refuse(every: dict[str, Any], packed: bool) -> None:
+    """Refuse options that the schedule does not take, and lost gradients."""
+    schedules.check(every, packed)
+    refuse_lost_gradients(**{name: x for name, x in every.items() if name != "sinks"})
 
 
 def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every: dict[str, Any]) -> Any:
@@ -173,8 +172,8 @@ def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every:
     causal, sinks = every.pop("causal"), every.pop("sinks")
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     with link.agreement.refusals():
-        _refuse(every)
-        check_tensors(("q", "k", "v"), **named)
+        _refuse(every, cut is not None)
+        check_tensors(("q", "k", "v"), **named, alibi_slopes=every["alibi_slopes"])
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedError(
                 "ring_attention is not supported inside transforms of torch.func: grad, vjp, jvp, vmap.",
@@ -203,7 +202,7 @@ _attend_uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 )
 
 
-@takes(RecordedRingOptions)
+@takes(RingOptions)
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -213,7 +212,7 @@ def ring_attention(
     cu_seqlens: torch.Tensor | None = None,
     agreement: Literal["call", "signature", "never"] | None = None,
     return_lse: bool = False,
-    **options: Unpack[RecordedRingOptions],
+    **options: Unpack[RingOptions],
 ) -> Any:
     """Ring attention: `attention` over a sequence split over the processes of a group, with gradients.
 
@@ -227,6 +226,9 @@ def ring_attention(
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
         (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. They are read back,
         which waits for the stream.
+    mask : array of bool, Spans, BlockMask, or tuple of these, optional
+        Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
+        processes. With schedule "alltoall"; arrays and Spans with "allgather" too.
     agreement : {"call", "signature", "never"}, optional
         When processes compare their arguments, 32 bytes of each: before every call, before the first one with
         the same arguments, or never. Default: "call" on a CPU, "signature" on a GPU, where it waits for the
@@ -248,9 +250,9 @@ def ring_attention(
         As in `attention`; also rows that are not those of `cupy_flash.ring.positions`, and arguments that are
         not the same in all processes.
     """
-    every: dict[str, Any] = {**defaults(RecordedRingOptions), **options}
+    every: dict[str, Any] = {**defaults(RingOptions), **options}
     if not (dist.is_available() and dist.is_initialized()):
-        _refuse(every)
+        _refuse(every, cu_seqlens is not None)
         raise UnsupportedError(
             "torch.distributed is not initialised.", hint="torch.distributed.init_process_group"
         )

@@ -31,8 +31,11 @@ LAYERS = (
     ("api",),
     ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
-    ("parts", "second_order"),
-    ("ring",),
+    ("partial",),
+    ("parts", "second_order", "group"),
+    ("exchange",),
+    ("ring", "alltoall", "allgather"),
+    ("schedules",),
     ("with_jvp",),
     ("derivatives",),
     ("__init__",),

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import os
-import queue
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from cupy_flash.call.masks import Band
 from cupy_flash.mpi import ring_attention, ring_attention_backward
 from cupy_flash.parts import halves, pair, stretches
 from cupy_flash.ring import packed_positions, positions
+from tests.communicator import in_threads
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
@@ -111,90 +111,6 @@ class TestSchedule:
             positions(0, 2, 8, causal=True, parts="striped")
         with pytest.raises(InvalidArgumentsError, match="holds 5 rows"):
             halves(5)
-
-
-class Communicator:
-    """What mpi4py's offers and the ring uses, between threads of one process."""
-
-    def __init__(self, rank, ranks, boxes):
-        self.rank, self.ranks, self.boxes, self.sent, self.gathered = rank, ranks, boxes, 0, 0
-        self.under_way, self.refused = [], None
-
-    def Get_rank(self):
-        return self.rank
-
-    def Get_size(self):
-        return self.ranks
-
-    def Allgather(self, own, everyone):
-        self.gathered += own.nbytes * (self.ranks - 1)
-        for rank in range(self.ranks):
-            self.boxes[self.rank, rank, "all"].put(own.copy())
-        for rank in range(self.ranks):
-            everyone[rank] = self.boxes[rank, self.rank, "all"].get(timeout=20)
-
-    def Isend(self, array, dest, tag):
-        assert array.dtype == np.uint8
-        if self.refused == tag:
-            raise OSError("no route")
-        self.sent += array.nbytes
-        self.boxes[self.rank, dest, tag].put(array.copy())
-        return Request(self.under_way)
-
-    def Irecv(self, array, source, tag):
-        return Receipt(self.under_way, self.boxes[source, self.rank, tag], array)
-
-
-class Request:
-    """A message, which is under way until it is waited for."""
-
-    cancelled = False
-
-    def __init__(self, under_way):
-        self.under_way = under_way
-        under_way.append(self)
-
-    def Cancel(self):
-        self.cancelled = True
-
-    def Wait(self):
-        self.under_way.remove(self)
-
-
-class Receipt(Request):
-    def __init__(self, under_way, box, array):
-        super().__init__(under_way)
-        self.box, self.array = box, array
-
-    def Wait(self):
-        super().Wait()
-        if not self.cancelled:
-            arrived = self.box.get(timeout=20)
-            if len(arrived) != len(self.array):
-                raise OSError("message truncated")
-            self.array[:] = arrived
-
-
-def in_threads(ranks, function):
-    """What a function of a communicator returns in each thread."""
-    names = [(a, b, tag) for a in range(ranks) for b in range(ranks) for tag in (0, 1, "all")]
-    boxes = {name: queue.SimpleQueue() for name in names}
-    results, errors = [None] * ranks, []
-
-    def run(rank):
-        try:
-            results[rank] = function(Communicator(rank, ranks, boxes))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 CASES = [
@@ -364,7 +280,7 @@ MISMATCHES = {
     "sinks": ({}, {"sinks": np.zeros(2, np.float32)}, "sinks"),
     "offsets": ({"cut": [0, 2, 4]}, {"cut": [0, 3, 4]}, "cu_seqlens"),
     "packed": ({"cut": [0, 4]}, {}, "cu_seqlens, q, k, v, layout"),
-    "the pass": ({}, {"backward": True}, "pass, reproducible"),
+    "the pass": ({}, {"backward": True}, "pass"),
 }
 
 
@@ -683,7 +599,9 @@ def test_over_mpi(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from mpi4py import MPI\nfrom tests.cpu.test_ring import CASES, check_failures, check_part\n"
+        "from tests.cpu.test_schedules import check_over_mpi\n"
         "for case in CASES:\n    check_part(MPI.COMM_WORLD, **case)\n"
+        "check_over_mpi(MPI.COMM_WORLD)\n"
         "check_failures(MPI.COMM_WORLD)\nprint('agreed')\n"
     )
     environment = {

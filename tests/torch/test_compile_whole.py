@@ -124,7 +124,7 @@ def _a_plain_function_was_compiled():
 
 def test_every_public_function_is_here():
     refused = {name for name, *_ in REFUSED}
-    switches = {"sdpa_calls", "use_in_sdpa"}
+    switches = {"sdpa_calls", "use_in_sdpa", "context_parallel", "context_parallel_unshard"}
     assert set(cf.__all__) - switches == WHOLE.keys() | refused - {"flash_attn_func"} | {"block_mask"}
 
 

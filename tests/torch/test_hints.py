@@ -85,6 +85,7 @@ def one_process():
 GENERATOR = torch.Generator().manual_seed(0)
 Q, K, V = (torch.randn(2, 4, 9, 8, generator=GENERATOR) for _ in "qkv")
 K2 = K[:, :2]
+WHOLE = torch.ones(2)
 ROWS = tuple(x.transpose(1, 2).flatten(0, 1) for x in (Q, K, V))
 CUTS = torch.tensor([0, 9, 18], dtype=torch.int32)
 NESTED = tuple(
@@ -187,6 +188,18 @@ def ring_of_one(**given):
 def ring_with(**given):
     with one_process():
         return cf.ring_attention(Q, K, V, **given)
+
+
+def in_context(
+    shape=(1,), mesh=True, buffers=(), buffer_seq_dims=(), heads=4, no_restore_buffers=(), **given
+):
+    """A call of torch's attention in context_parallel."""
+    with one_process():
+        whole = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")[-len(shape) :])
+        cut = {"buffers": buffers, "buffer_seq_dims": buffer_seq_dims}
+        with cf.context_parallel(mesh and whole, **cut, no_restore_buffers=no_restore_buffers):
+            k = K[:, :heads]
+            return torch.nn.functional.scaled_dot_product_attention(Q, k, k, **given)
 
 
 def ring_in_a_transform():
@@ -503,6 +516,42 @@ CASES = {
         0,
         [lambda: ring_of_one(create_graph=False)],
     ),
+    "context: no mesh": (in_context, {"mesh": None}, 0, [in_context]),
+    "context: dimensions": (in_context, {"shape": (1, 1)}, 0, [in_context]),
+    "context: requires grad": (
+        in_context,
+        {"buffers": [torch.ones(2, requires_grad=True)], "buffer_seq_dims": [0]},
+        0,
+        [lambda: in_context(buffers=[torch.ones(2)], buffer_seq_dims=[0])],
+    ),
+    "context: restored": (
+        in_context,
+        {"no_restore_buffers": [K]},
+        0,
+        [lambda: in_context(buffers=[WHOLE], buffer_seq_dims=[0], no_restore_buffers=[WHOLE])],
+    ),
+    "context: axes": (
+        in_context,
+        {"buffers": [torch.ones(2)]},
+        0,
+        [lambda: in_context(buffers=[torch.ones(2)], buffer_seq_dims=[0])],
+    ),
+    "context: no tensor": (in_context, {"buffers": [3], "buffer_seq_dims": [0]}, 0, [in_context]),
+    "context: no axis": (
+        in_context,
+        {"buffers": [torch.ones(2)], "buffer_seq_dims": [1]},
+        0,
+        [lambda: in_context(buffers=[torch.ones(2)], buffer_seq_dims=[0])],
+    ),
+    "context: rows": (
+        in_context,
+        {"buffers": [torch.ones(3)], "buffer_seq_dims": [0]},
+        0,
+        [lambda: in_context(buffers=[torch.ones(4)], buffer_seq_dims=[0])],
+    ),
+    "context: mask": (in_context, {"attn_mask": torch.ones(9, 9).bool()}, 1, []),
+    "context: dropout": (in_context, {"dropout_p": 0.5}, 1, []),
+    "context: heads": (in_context, {"heads": 2}, 1, []),
     "flash operators: dropout": (lambda: torchs_flash(0.5), {}, 0, [lambda: sdpa(dropout_p=0.5)]),
     "flash operators: slopes": (
         lambda: torchs_flash(alibi_slopes=torch.ones(4)),

@@ -1,8 +1,6 @@
 """Ring attention over torch.distributed: processes that hold parts, beside one that holds the whole."""
 
 import itertools
-import time
-from datetime import timedelta
 
 import pytest
 
@@ -13,6 +11,7 @@ import torch.distributed as dist
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError, parts, ring
 from cupy_flash.ring import packed_positions, positions
+from tests.torch.processes import in_processes
 
 pytestmark = [
     pytest.mark.torch,
@@ -246,11 +245,7 @@ def check_retries(rank, ranks):
     torch.testing.assert_close(o, cf.attention(whole, whole, whole, causal=True)[:, :, mine])
 
 
-def process(rank, ranks, rendezvous):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
-    )
+def process(rank, ranks):
     for case in CASES:
         check_part(rank, ranks, **case)
     check_packed(rank, ranks)
@@ -272,20 +267,11 @@ def process(rank, ranks, rendezvous):
     grad = torch.autograd.grad(cf.ring_attention(q, q, q).sum(), q, create_graph=True)[0]
     with pytest.raises(UnsupportedError, match="ring_attention has no second derivative"):
         grad.sum().backward()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_agree_with_one(ranks, tmp_path):
-    arguments = ranks, tmp_path / "rendezvous"
-    processes = torch.multiprocessing.spawn(process, arguments, nprocs=ranks, join=False)
-    end = time.monotonic() + 60
-    try:
-        while not processes.join(timeout=1):
-            assert time.monotonic() < end, "the processes wait for each other"
-    finally:
-        for one in processes.processes:
-            one.kill()
+    in_processes(ranks, process, tmp_path)
 
 
 @pytest.fixture

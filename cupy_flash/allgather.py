@@ -1,0 +1,260 @@
+"""Attention over a sequence in parts, by all-gather: every process gets all keys for its queries.
+
+One ordinary call for each stretch of its queries, over the keys that these may see. Gradients of keys go to
+the process that holds them and are added up there, in the order of the processes, so that their bits are the
+same on every run. It takes memory for all keys and values, and for their gradients in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .api import Gradients, attention
+from .call.compound import Spans
+from .call.given import split
+from .call.masks import resolve_band
+from .call.problem import describe
+from .errors import InvalidArgumentsError
+from .exchange import ToParts, ToWhole, exchange, room
+from .group import Link, Round, at, row_axis, terms_of
+from .partial import attention_backward, attention_varlen_backward
+from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
+from .varlen import attention_varlen
+
+__all__ = ["backward", "forward"]
+
+
+class _Stretch(NamedTuple):
+    """Queries of this process, the keys of all that they may see, and how they are called.
+
+    Attributes
+    ----------
+    queries, keys : slice, or array of int
+        Rows of the part, and of the whole.
+    how : dict
+        Options.
+    cuts : tuple of array
+        Offsets of packed queries and keys.
+    """
+
+    queries: Any
+    keys: slice
+    how: dict[str, Any]
+    cuts: tuple[Any, ...] = ()
+
+
+class _Call:
+    """A call that is checked: keys and values on their way here, and the stretches that are called then."""
+
+    def __init__(
+        self,
+        link: Link,
+        direction: str,
+        arrays: dict[str, Any],
+        causal: bool,
+        options: dict[str, Any],
+        cut: Any,
+    ) -> None:
+        self.terms = terms_of(direction, arrays, causal, options)
+        q, k = arrays["q"], arrays["k"]
+        self.axis = axis = row_axis(options, q)
+        how = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
+        if cut is None:
+            whole = Split(
+                link.rank,
+                link.ranks,
+                (q.shape[axis], k.shape[axis]),
+                causal,
+                options["parts"],
+                options["seqlen"],
+            )
+            keys = whole.keys
+            self.stretches = _stretches(whole, link.rank, causal, how)
+        else:
+            starts, longest = packed_starts(cut, q, causal)
+            self.terms["cu_seqlens"] = starts.tolist()
+            keys = packed_stretches(link.ranks, starts, causal)
+            self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, how)
+        self.rows = Rows(keys, lambda rows: link.beside(rows, q))
+        self.there = [ToWhole(link, arrays[name], self.rows, axis) for name in "kv"]
+        if cut is None:
+            for stretch in self.stretches:
+                operands, values = split(stretch.how)
+                describe(direction, {**operands, **self.operands(stretch, arrays)}, values)
+
+    def operands(self, stretch: _Stretch, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The arrays of a stretch."""
+        found = {}
+        for name, x in arrays.items():
+            if x is not None:
+                axis = -1 if name in ("lse", "dlse") else self.axis
+                found[name] = x[at(stretch.queries, axis)]
+        return found | {
+            name: x.whole[at(stretch.keys, self.axis)] for name, x in zip("kv", self.there, strict=True)
+        }
+
+
+def _stretches(whole: Split, rank: int, causal: bool, options: dict[str, Any]) -> list[_Stretch]:
+    """Of one sequence, or of a batch: each with the keys in its band."""
+    how = dict(options)
+    window, align, mask = (how.pop(name) for name in ("window", "align", "mask"))
+    alibi = how["alibi_slopes"] is not None
+    band = resolve_band(causal, window, align, alibi, *whole.lengths)
+    found, first = [], 0
+    for rows in whole.queries[rank]:
+        if rows:
+            start, stop = band.keys(rows[0], rows[-1], whole.lengths[1])
+            if mask is not None:
+                start, stop = 0, whole.lengths[1]
+            position = band.offset + rows.start - start
+            its_own = {
+                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole.lengths[0]),
+                "align": position if not band.open or alibi else None,
+            }  # fmt: skip
+            queries = slice(first, first + len(rows))
+            found.append(_Stretch(queries, slice(start, stop), {**how, **its_own}))
+        first += len(rows)
+    return found
+
+
+def _mask_of(mask: Any, rows: range, queries: int) -> Any:
+    """The mask of some of the queries."""
+    if mask is None or type(mask) in (tuple, list):
+        return mask and tuple(_mask_of(x, rows, queries) for x in mask)
+    bounds = mask.bounds if isinstance(mask, Spans) else None
+    if bounds is not None and bounds.shape[-3] != queries:  # the queries that see each key
+        return Spans((bounds - rows.start).clip(0, len(rows)))
+    x, axis = (mask, -2) if bounds is None else (bounds, -3)
+    if len(x.shape) >= -axis and x.shape[axis] != 1:
+        if x.shape[axis] != queries:
+            raise InvalidArgumentsError(
+                f"mask has shape {tuple(x.shape)}, and the whole sequence {queries} queries.",
+                hint="the mask of the whole sequence, in every process",
+            )
+        x = x[at(slice(rows.start, rows.stop), axis)]
+    return x if bounds is None else Spans(x)
+
+
+def _packed_stretches(
+    link: Link,
+    q: Any,
+    cut: Any,
+    lengths: tuple[np.ndarray[Any, Any], int],
+    causal: bool,
+    options: dict[str, Any],
+) -> list[_Stretch]:
+    """Of packed sequences: with causal one stretch of each, whose keys end where it ends."""
+    starts, longest = lengths
+    how = {name: x for name, x in options.items() if name not in ("layout", "window", "align", "mask")}
+    how |= {"causal": causal, "max_seqlen_k": longest * link.ranks}
+    everything = slice(None)
+
+    def offsets(rows: np.ndarray[Any, Any]) -> Any:
+        return link.beside(rows.astype(np.int32), q)
+
+    cut_k = offsets(starts * link.ranks)
+    if not causal:
+        return [_Stretch(everything, everything, {**how, "max_seqlen_q": longest}, (cut, cut_k))]
+    cuts, each = (offsets(starts // 2), cut_k), np.diff(starts) // 2
+    ends = link.rank + 1, 2 * link.ranks - link.rank
+    return [
+        _Stretch(
+            link.beside(rows, q),
+            everything,
+            {**how, "max_seqlen_q": longest // 2, "seqused_k": offsets(each * end), "align": "bottom_right"},
+            cuts,
+        )
+        for rows, end in zip(packed_halves(starts), ends, strict=True)
+    ]
+
+
+def forward(
+    link: Link,
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    options: dict[str, Any],
+    cut: Any = None,
+    terms: dict[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """As `ring.forward`."""
+    with link.agreement.refusals():
+        call = _Call(link, "forward", {"q": q, "k": k, "v": v}, causal, options, cut)
+        o = room(link, q, (*q.shape[:-1], v.shape[-1]))
+        swapped = call.axis == -3
+        lse = room(link, q, (*q.shape[:-3], q.shape[-2], q.shape[-3]) if swapped else q.shape[:-1], wide=True)
+    link.agreement.reach({**call.terms, **(terms or {})})
+
+    def attend() -> None:
+        for journey in call.there:
+            journey.arrive()
+        for stretch in call.stretches:
+            given = call.operands(stretch, {"q": q})
+            function = attention_varlen if stretch.cuts else attention
+            part, part_lse = function(*given.values(), *stretch.cuts, return_lse=True, **stretch.how)
+            o[at(stretch.queries, call.axis)] = part
+            lse[at(stretch.queries, -1)] = part_lse
+
+    with Round(link) as messages:
+        exchange(messages, link, call.there)
+        messages.work(attend)
+    return o, lse
+
+
+def backward(
+    link: Link,
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    dlse: Any,
+    causal: bool,
+    options: dict[str, Any],
+    cut: Any = None,
+    wanted: tuple[bool, bool] = (True, True),
+    terms: dict[str, Any] | None = None,
+) -> Gradients[Any]:
+    """As `ring.backward`."""
+    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    with link.agreement.refusals():
+        call = _Call(link, "backward", arrays, causal, options, cut)
+        dq = room(link, q, tuple(q.shape))
+        asked = [name for name, x in zip("kv", wanted, strict=True) if x]
+        shapes = {name: tuple(x.whole.shape) for name, x in zip("kv", call.there, strict=True)}
+        sums = {name: room(link, arrays[name], shapes[name], wide=True) for name in asked}
+        dsinks = None if options["sinks"] is None else link.wide(options["sinks"])
+        for total in (*sums.values(), *([] if dsinks is None else [dsinks])):
+            total[...] = 0
+        homes = {
+            name: ToParts(link, arrays[name], shapes[name], call.rows, call.axis, wide=True) for name in asked
+        }
+    link.agreement.reach({**call.terms, **(terms or {})})
+    of_queries = {name: x for name, x in arrays.items() if name not in ("k", "v")}
+
+    def differentiate() -> None:
+        for journey in call.there:
+            journey.arrive()
+        for stretch in call.stretches:
+            given = call.operands(stretch, of_queries)
+            function = attention_varlen_backward if stretch.cuts else attention_backward
+            ordered = [given[name] for name in ("do", "q", "k", "v", "o", "lse")]
+            grads = function(*ordered, *stretch.cuts, dlse=given.get("dlse"), **stretch.how)
+            dq[at(stretch.queries, call.axis)] = grads.dq
+            for name, total in sums.items():
+                total[at(stretch.keys, call.axis)] += getattr(grads, f"d{name}")
+            if dsinks is not None:
+                dsinks[...] += grads.dsinks
+        for name, home in homes.items():
+            home.fill(sums[name])
+
+    with Round(link) as messages:
+        exchange(messages, link, call.there)
+        messages.work(differentiate)
+        exchange(messages, link, [*homes.values()])
+    arrived = {f"d{name}": link.narrow(home.arrive(), arrays[name]) for name, home in homes.items()}
+    return Gradients(**{"dq": dq, "dk": None, "dv": None, **arrived}, dsinks=dsinks)

@@ -1,0 +1,215 @@
+"""Attention over a sequence in parts, by all-to-all: every process gets all rows of some heads, and attends.
+
+Rows are exchanged for heads, one ordinary call runs on whole sequences, and its results are exchanged back
+[1]_. So every option means what it means to one process, and the bits are those of one process that has these
+heads only.
+
+.. [1] S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .api import Gradients, attention, attention_backward
+from .call.blocks import BlockMask
+from .call.compound import Spans
+from .call.given import split
+from .call.options import PER_HEAD
+from .call.problem import describe
+from .errors import InvalidArgumentsError
+from .exchange import ToParts, ToWhole, exchange
+from .group import Link, Round, at, row_axis, terms_of
+from .parts import Rows, Split, packed_starts, packed_stretches
+from .varlen import attention_varlen, attention_varlen_backward
+
+__all__ = ["backward", "forward"]
+
+# Arrays that have rows of queries; others have rows of keys.
+_OF_QUERIES = ("q", "o", "lse", "do", "dlse")
+
+
+class _Call:
+    """A call that is checked: its arrays on their way to whole sequences, and what is called there."""
+
+    def __init__(
+        self,
+        link: Link,
+        direction: str,
+        arrays: dict[str, Any],
+        causal: bool,
+        options: dict[str, Any],
+        cut: Any,
+    ) -> None:
+        self._link = link
+        self.terms = terms_of(direction, arrays, causal, options)
+        q, k = arrays["q"], arrays["k"]
+        self._rows_axis = row_axis(options, q)
+        # The axis next to rows, or none.
+        self._heads_axis = (-2 if self._rows_axis == -3 else -3) if len(q.shape) > 2 else None
+        self._heads = 1 if self._heads_axis is None else q.shape[self._heads_axis]
+        self._check_heads(q, k)
+        given = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
+        given |= {name: self._own_heads(x) for name in PER_HEAD if (x := given[name]) is not None}
+        given["mask"] = self._mask(given["mask"])
+        self.how = {"causal": causal, **given}
+        self.cuts: tuple[Any, ...] = ()
+        if cut is None:
+            held = q.shape[self._rows_axis], k.shape[self._rows_axis]
+            whole = Split(link.rank, link.ranks, held, causal, options["parts"], options["seqlen"])
+            queries, keys = whole.queries, whole.keys
+        else:
+            starts, _ = packed_starts(cut, q, causal)
+            self.terms["cu_seqlens"] = starts.tolist()
+            queries = keys = packed_stretches(link.ranks, starts, causal)
+            self.cuts = (link.beside((starts * link.ranks).astype(np.int32), q),) * 2
+            del self.how["layout"], self.how["mask"]
+        self._rows = [Rows(x, lambda rows: link.beside(rows, q)) for x in (queries, keys)]
+        self.there = {
+            name: ToWhole(link, x, self._rows[name not in _OF_QUERIES], *self._axes(name))
+            for name, x in arrays.items()
+            if x is not None
+        }
+        if cut is None:
+            operands, values = split(self.how)
+            describe(direction, {**operands, **{name: x.whole for name, x in self.there.items()}}, values)
+
+    def _axes(self, name: str) -> tuple[int, int | None]:
+        """Those of rows and of heads."""
+        return (-1, -2) if name in ("lse", "dlse") else (self._rows_axis, self._heads_axis)
+
+    def _check_heads(self, q: Any, k: Any) -> None:
+        """Refuse heads that do not divide."""
+        ranks = self._link.ranks
+        for name, x in (("q", q), ("k", k)):
+            heads = 1 if self._heads_axis is None else x.shape[self._heads_axis]
+            if ranks > 1 and (self._heads_axis is None or heads % ranks):
+                raise InvalidArgumentsError(
+                    f"{heads} heads of {name} do not divide over {ranks} processes.",
+                    hint=f'schedule="ring" or schedule="allgather"; or a multiple of {ranks} heads',
+                )
+
+    def _share(self, heads: int) -> slice:
+        """Which of so many heads are this process's own."""
+        each = heads // self._link.ranks
+        return slice(self._link.rank * each, (self._link.rank + 1) * each)
+
+    def _own_heads(self, x: Any) -> Any:
+        """Of an array with a number for each head."""
+        return self._link.contiguous(x[..., self._share(x.shape[-1])])
+
+    def _mask(self, mask: Any) -> Any:
+        """What a mask says of this process's own heads."""
+        if mask is None or type(mask) in (tuple, list):
+            return mask and tuple(map(self._mask, mask))
+        if isinstance(mask, Spans):
+            return Spans(self._cut(mask.bounds, -4))
+        if isinstance(mask, BlockMask):
+            return mask._replace(table=self._cut(mask.table, -3))
+        return self._cut(mask, -3)
+
+    def _cut(self, x: Any, axis: int) -> Any:
+        """The own heads of an array that has them, and is not broadcast along them."""
+        if len(x.shape) < -axis or x.shape[axis] == 1:
+            return x
+        if x.shape[axis] != self._heads:
+            raise InvalidArgumentsError(
+                f"mask has {x.shape[axis]} heads, in shape {tuple(x.shape)}, and q has {self._heads}.",
+                hint="the mask of all heads, in every process; or one head, which is broadcast",
+            )
+        return x[at(self._share(x.shape[axis]), axis)]
+
+    def home(self, name: str, like: Any) -> ToParts:
+        """The way back of an array: of its dtype and, but for the last axis, of its shape."""
+        whole = self.there["q" if name in ("o", "lse") else name].whole.shape
+        if name == "o":
+            whole = (*whole[:-1], like.shape[-1])
+        if name == "lse":
+            whole = (*whole[:-3], whole[-2], whole[-3]) if self._rows_axis == -3 else whole[:-1]
+        rows = self._rows[name not in _OF_QUERIES]
+        return ToParts(self._link, like, tuple(whole), rows, *self._axes(name), wide=name == "lse")
+
+    def run(self, homes: dict[str, ToParts], results: dict[str, Any]) -> None:
+        """Hand results to those that wait for them."""
+        for name, home in homes.items():
+            home.fill(results[name])
+
+    def of_all_heads(self, x: Any, like: Any) -> Any:
+        """Numbers of this process's heads among those of all heads, which are 0."""
+        every = self._link.wide(like)
+        every[...] = 0
+        every[..., self._share(every.shape[-1])] = x
+        return self._link.narrow(every, like)
+
+
+def forward(
+    link: Link,
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    options: dict[str, Any],
+    cut: Any = None,
+    terms: dict[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """As `ring.forward`."""
+    with link.agreement.refusals():
+        call = _Call(link, "forward", {"q": q, "k": k, "v": v}, causal, options, cut)
+        homes = {"o": call.home("o", v), "lse": call.home("lse", q)}
+    link.agreement.reach({**call.terms, **(terms or {})})
+
+    def attend() -> None:
+        arrays = [x.arrive() for x in call.there.values()]
+        function = attention_varlen if call.cuts else attention
+        o, lse = function(*arrays, *call.cuts, return_lse=True, **call.how)
+        call.run(homes, {"o": o, "lse": lse})
+
+    with Round(link) as messages:
+        exchange(messages, link, [*call.there.values()])
+        messages.work(attend)
+        exchange(messages, link, [*homes.values()])
+    return homes["o"].arrive(), homes["lse"].arrive()
+
+
+def backward(
+    link: Link,
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    dlse: Any,
+    causal: bool,
+    options: dict[str, Any],
+    cut: Any = None,
+    wanted: tuple[bool, bool] = (True, True),
+    terms: dict[str, Any] | None = None,
+) -> Gradients[Any]:
+    """As `ring.backward`: a process that fails adds NaN to the gradients of its heads."""
+    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    with link.agreement.refusals():
+        call = _Call(link, "backward", arrays, causal, options, cut)
+        asked = [name for name, x in zip("qkv", (True, *wanted), strict=True) if x]
+        homes = {name: call.home(name, arrays[name]) for name in asked}
+    link.agreement.reach({**call.terms, **(terms or {})})
+    sinks = options["sinks"]
+    dsinks: Any = None
+
+    def differentiate() -> None:
+        nonlocal dsinks
+        arrays = {name: x.arrive() for name, x in call.there.items()}
+        dlse = arrays.pop("dlse", None)
+        function = attention_varlen_backward if call.cuts else attention_backward
+        grads = function(*arrays.values(), *call.cuts, dlse=dlse, **call.how)
+        call.run(homes, {name: getattr(grads, f"d{name}") for name in homes})
+        dsinks = None if sinks is None else call.of_all_heads(grads.dsinks, sinks)
+
+    with Round(link) as messages:
+        exchange(messages, link, [*call.there.values()])
+        messages.work(differentiate)
+        exchange(messages, link, [*homes.values()])
+    arrived = {f"d{name}": home.arrive() for name, home in homes.items()}
+    return Gradients(**{"dk": None, "dv": None, **arrived}, dsinks=dsinks)

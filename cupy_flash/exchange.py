@@ -1,0 +1,148 @@
+"""Every process's rows to every other one: a part becomes the whole sequence, or a whole is dealt out again.
+
+All memory is reserved when a journey is made, before the first message: where there is too little, nobody
+waits for this process.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .group import Link, Round, at
+from .parts import Rows
+
+__all__ = ["ToParts", "ToWhole", "exchange", "room"]
+
+
+def room(link: Link, like: Any, shape: tuple[int, ...], wide: bool = False) -> Any:
+    """Memory for an array of this shape, in the dtype of another one, or in that of its sums."""
+    return link.reserve(like, math.prod(shape), wide).reshape(shape)
+
+
+def _with(shape: Any, axis: int, length: int) -> tuple[int, ...]:
+    """The shape with another length of an axis."""
+    changed = list(shape)
+    changed[axis] = length
+    return tuple(changed)
+
+
+def _share(x: Any, heads: int, rank: int, ranks: int) -> tuple[Any, ...]:
+    """The index of the heads that a process has for its own."""
+    each = x.shape[heads] // ranks
+    return at(slice(rank * each, (rank + 1) * each), heads)
+
+
+class ToWhole:
+    """Parts on their way to become the whole, in the order of its rows.
+
+    Parameters
+    ----------
+    link : Link
+    x : array
+        This process's part.
+    rows : Rows
+    axis : int
+        That of rows, from the end.
+    heads : int, optional
+        That of heads: each process then gets its own ones only. Default: all get all.
+
+    Attributes
+    ----------
+    out, into : list of array
+        What each process gets from this one, and this one from each.
+    whole : array
+        It is filled by `arrive`.
+    """
+
+    def __init__(self, link: Link, x: Any, rows: Rows, axis: int, heads: int | None = None) -> None:
+        self._rows, self._axis = rows, axis
+        everyone = range(link.ranks)
+        if heads is None:
+            self.out = [link.contiguous(x)] * link.ranks
+        else:
+            self.out = [link.contiguous(x[_share(x, heads, r, link.ranks)]) for r in everyone]
+        own = self.out[link.rank]
+        self.into = [
+            own if r == link.rank else room(link, x, _with(own.shape, axis, rows.counts[r])) for r in everyone
+        ]
+        self.whole = room(link, x, _with(own.shape, axis, rows.total))
+
+    def arrive(self) -> Any:
+        """The whole, when the messages are through."""
+        for place, part in zip(self._rows.places, self.into, strict=True):
+            self.whole[at(place, self._axis)] = part
+        return self.whole
+
+
+class ToParts:
+    """A whole on its way to the processes that hold its rows.
+
+    What `fill` is not called for arrives as NaN: a process that fails does not leave others with less than a
+    result.
+
+    Parameters
+    ----------
+    link : Link
+    like : array
+        Of the dtype of the whole, or with `wide` of that of its sums.
+    shape : tuple of int
+        Of the whole.
+    rows, axis, heads
+        As in `ToWhole`; without heads what arrives from all processes is added up, in their order.
+    wide : bool
+
+    Attributes
+    ----------
+    out, into : list of array
+        As in `ToWhole`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        like: Any,
+        shape: tuple[int, ...],
+        rows: Rows,
+        axis: int,
+        heads: int | None = None,
+        wide: bool = False,
+    ) -> None:
+        self._rows, self._axis, self._heads = rows, axis, heads
+        everyone = range(link.ranks)
+        self.out = [room(link, like, _with(shape, axis, rows.counts[r]), wide) for r in everyone]
+        for x in self.out:
+            x[...] = np.nan
+        mine = _with(shape, axis, rows.counts[link.rank])
+        self.into = [self.out[r] if r == link.rank else room(link, like, mine, wide) for r in everyone]
+        if heads is not None:
+            self._part = room(link, like, _with(mine, heads, mine[heads] * link.ranks), wide)
+
+    def fill(self, whole: Any) -> None:
+        """Put the rows of the whole into what is sent."""
+        for place, part in zip(self._rows.places, self.out, strict=True):
+            part[...] = whole[at(place, self._axis)]
+
+    def arrive(self) -> Any:
+        """The part of this process, when the messages are through."""
+        if self._heads is None:
+            total, *others = self.into
+            for other in others:
+                total += other
+            return total
+        for rank, part in enumerate(self.into):
+            self._part[_share(self._part, self._heads, rank, len(self.into))] = part
+        return self._part
+
+
+def exchange(messages: Round, link: Link, journeys: list[Any]) -> None:
+    """Send what every process is to get, and wait for what this one gets."""
+    arriving = []
+    for by in range(1, link.ranks):
+        to, source = ((link.rank + n) % link.ranks for n in (by, -by))
+        sent, received = tuple(x.out[to] for x in journeys), tuple(x.into[source] for x in journeys)
+        arriving.append(messages.pass_on(sent, received, by))
+    for arrived in arriving:
+        arrived()

@@ -1,0 +1,210 @@
+"""Context parallelism in torch's manner: buffers are cut along the sequence, torch's attention runs in parts.
+
+The names and their contract are those of `torch.distributed.tensor.experimental`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from .. import schedules
+from ..call.spelling import kind_of
+from ..errors import InvalidArgumentsError, UnsupportedError
+from ..ring import positions
+from .ring import ring_attention
+
+__all__ = ["context_parallel", "context_parallel_unshard"]
+
+Tensor: TypeAlias = torch.Tensor
+
+
+@contextmanager
+def context_parallel(
+    mesh: Any,
+    *,
+    buffers: Sequence[Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    no_restore_buffers: Collection[Tensor] = (),
+    schedule: Literal["ring", "alltoall", "allgather"] | None = None,
+) -> Iterator[None]:
+    """Inside this context tensors and torch's scaled_dot_product_attention are of a part of the sequence.
+
+    Buffers are cut in place to the rows of this process, two stretches of the sequence as in
+    `cupy_flash.ring.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
+    `ring_attention` over the mesh, in all threads; a module that has imported the function keeps torch's.
+
+    Parameters
+    ----------
+    mesh : DeviceMesh
+        Of one dimension, such as ``mesh["cp"]``. All its processes enter the context and make the same calls.
+    buffers : sequence of Tensor
+        All that has an axis of the sequence: inputs, labels, position ids, RoPE tables. No parameters.
+    buffer_seq_dims : sequence of int
+        That axis of each. Its length must be a multiple of twice the number of processes.
+    no_restore_buffers : collection of Tensor
+        Those of the buffers that stay cut when the context ends.
+    schedule : {"ring", "alltoall", "allgather"}, optional
+        As in `ring_attention`.
+
+    Yields
+    ------
+    None
+
+    Raises
+    ------
+    InvalidArgumentsError
+        The mesh has several dimensions, or a buffer cannot be cut; before any is changed.
+    UnsupportedError
+        A call inside has a mask or dropout.
+
+    Notes
+    -----
+    Query, key and value of every call inside are parts, those of cross attention too. A gradient of a
+    parameter is this process's share, as in data parallelism: sum or average it over the mesh. The backward
+    pass may run after the context.
+    """
+    schedules.check({"schedule": schedule}, packed=False)
+    group, rank, ranks = _group_of(mesh)
+    places = [_rows(x, x.shape[dim], rank, ranks) for x, dim in _pairs(buffers, buffer_seq_dims, 2 * ranks)]
+    for number, x in enumerate(buffers):
+        if x.requires_grad:
+            raise InvalidArgumentsError(
+                f"buffers[{number}] requires grad, and is changed in place.",
+                hint="inputs and tables of the model; parameters stay whole in every process",
+            )
+    kept = [x for x in no_restore_buffers if not any(x is other for other in buffers)]
+    if kept:
+        raise InvalidArgumentsError(
+            "no_restore_buffers has a tensor that is not among buffers.", hint="the same tensors in both"
+        )
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        refused = {
+            "attn_mask": "attn_mask=None and is_causal=True; or ring_attention, which takes masks",
+            "dropout_p": "dropout_p=0.0",
+        }
+        for name, given in (("attn_mask", attn_mask is not None), ("dropout_p", dropout_p)):
+            if given:
+                raise UnsupportedError(
+                    f"{name} is not supported inside of context_parallel.", hint=refused[name]
+                )
+        if not enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
+            raise InvalidArgumentsError(
+                f"query has {query.shape[-3]} heads, key {key.shape[-3]}.", hint="enable_gqa=True"
+            )
+        o: Tensor = ring_attention(
+            query, key, value, group=group, causal=is_causal, scale=scale, schedule=schedule
+        )
+        return o
+
+    functional: Any = torch.nn.functional
+    before = functional.scaled_dot_product_attention
+    whole = [None if any(x is y for y in no_restore_buffers) else x.detach().clone() for x in buffers]
+    try:
+        for x, dim, rows in zip(buffers, buffer_seq_dims, places, strict=True):
+            _become(x, x.detach().index_select(dim, rows))
+        functional.scaled_dot_product_attention = attend
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+        for x, original in zip(buffers, whole, strict=True):
+            if original is not None:
+                _become(x, original)
+
+
+def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
+    """The whole of tensors that `context_parallel` has cut, or that were made inside of it, in every process.
+
+    Parameters
+    ----------
+    mesh : DeviceMesh
+        As in `context_parallel`.
+    buffers : sequence of Tensor
+        Of one shape in all processes.
+    seq_dims : sequence of int
+        The axis of the sequence in each.
+
+    Returns
+    -------
+    list of Tensor
+        Without gradients.
+
+    Raises
+    ------
+    InvalidArgumentsError
+        As in `context_parallel`.
+    """
+    group, _, ranks = _group_of(mesh)
+    found = []
+    for x, dim in _pairs(buffers, seq_dims, 2):
+        part = x.detach().contiguous()
+        everyone = [torch.empty_like(part) for _ in range(ranks)]
+        dist.all_gather(everyone, part, group=group)
+        order = [_rows(x, ranks * x.shape[dim], r, ranks) for r in range(ranks)]
+        found.append(torch.cat(everyone, dim).index_select(dim, torch.cat(order).argsort()))
+    return found
+
+
+def _group_of(mesh: Any) -> tuple[Any, int, int]:
+    """The process group of a mesh, the number of this process in it, and how many there are."""
+    if type(mesh).__name__ != "DeviceMesh":
+        raise InvalidArgumentsError(
+            f"mesh is {kind_of(mesh)}, not a DeviceMesh.",
+            hint="one of torch.distributed.init_device_mesh, or a slice of it",
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("cp",)
+        raise InvalidArgumentsError(
+            f"mesh has {mesh.ndim} dimensions, and a sequence is cut along one.",
+            hint=f'a slice of it, mesh["{names[-1]}"]',
+        )
+    return mesh.get_group(), mesh.get_local_rank(), mesh.size()
+
+
+def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int], multiple: int) -> list[tuple[Tensor, int]]:
+    """Tensors with their axis of the sequence, which is a multiple of some number of rows."""
+    if len(buffers) != len(seq_dims):
+        raise InvalidArgumentsError(
+            f"there are {len(buffers)} buffers, and axes of {len(seq_dims)}.", hint="an axis for each buffer"
+        )
+    for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgumentsError(f"buffers[{number}] is {kind_of(x)}.", hint="a tensor")
+        if not -x.dim() <= dim < x.dim():
+            raise InvalidArgumentsError(
+                f"buffers[{number}] has shape {tuple(x.shape)}, and no axis {dim}.",
+                hint="the axis of the sequence",
+            )
+        if x.shape[dim] % multiple:
+            padded = -(-x.shape[dim] // multiple) * multiple
+            raise InvalidArgumentsError(
+                f"buffers[{number}] has {x.shape[dim]} rows, which do not split into {multiple} stretches.",
+                hint=f"padding to {padded}",
+            )
+    return list(zip(buffers, seq_dims, strict=True))
+
+
+def _rows(x: Tensor, length: int, rank: int, ranks: int) -> Tensor:
+    """Rows of the whole sequence that a process holds, beside a tensor."""
+    return torch.from_numpy(positions(rank, ranks, length, causal=True)).to(x.device)
+
+
+@torch.no_grad()
+def _become(x: Tensor, other: Tensor) -> None:
+    """Give a tensor another shape and content, in place, so that all who have it see them."""
+    x.resize_(other.shape)
+    x.copy_(other)

@@ -1,0 +1,304 @@
+"""Schedules beside the ring, and random calls of all of them: processes are threads with a communicator."""
+
+import functools
+import threading
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import InvalidArgumentsError, UnsupportedError, allgather, alltoall, mpi
+from cupy_flash.mpi import ring_attention, ring_attention_backward
+from cupy_flash.testing import reference_attention, reference_backward
+from tests.communicator import in_threads
+from tests.schedule_cases import Case, random_case
+
+
+def run(case, comm):
+    """What a process returns of a case."""
+    x, options = case.part(comm.rank, comm.Get_size())
+    o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **options)
+    grads = ring_attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, comm, dlse=x["dlse"], **options)
+    return {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv, "dsinks": grads.dsinks}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_random_calls(ranks):
+    """Against float64; other ones in every run, and a failure says which."""
+    for seed in np.random.SeedSequence().generate_state(150).tolist():
+        case = random_case(np.random.default_rng(seed), ranks)
+        try:
+            case.check(in_threads(ranks, functools.partial(run, case)))
+        except Exception as error:
+            raise AssertionError(f"random_case(np.random.default_rng({seed}), {ranks}) is {case}") from error
+
+
+def check_over_mpi(comm):
+    """The same random calls in each process, the results compared in the first one."""
+    for seed in range(30):
+        case = random_case(np.random.default_rng(seed), comm.size)
+        everyone = comm.gather(run(case, comm))
+        if comm.rank == 0:
+            case.check(everyone)
+
+
+def test_all_to_all_has_the_bits_of_one_process():
+    options = {"schedule": "alltoall", "causal": True, "reproducible": "batch", "window": (7, 0)}
+    case = Case((23, 23), heads=(8, 4), dtype="float32", options={**options, "seqlen": 23}, extra=("sinks",))
+    ours = case.united(in_threads(4, functools.partial(run, case)))
+    x, how = case.arrays, {**case.one, **case.given, "reproducible": "batch"}
+    if "numpy" in cupy_flash.explain(x["q"], x["k"], x["v"], **case.one):
+        pytest.skip("without the CPU core nothing is batch-invariant: scripts/build_cpu.py")
+    o, lse = cupy_flash.attention(x["q"], x["k"], x["v"], return_lse=True, **how)
+    grads = cupy_flash.attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, dlse=x["dlse"], **how)
+    for name, wanted in {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}.items():
+        assert np.array_equal(ours[name], wanted), name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("schedule", ["ring", "allgather"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_partial_results_are_not_rounded(dtype, schedule, causal):
+    """The error of four processes is that of one; rounded in each step it is 1.13 to 1.43 times that."""
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    options = {"causal": causal, "schedule": schedule}
+    case = Case((256, 256), batch=1, dims=(64, 64), dtype=dtype, options=options)
+    x, names = case.arrays, ("o", "dq", "dk", "dv")
+    exact = reference_attention(x["q"], x["k"], x["v"], causal=causal)._asdict()
+    exact |= reference_backward(**x, causal=causal)._asdict()
+    o, lse = cupy_flash.attention(x["q"], x["k"], x["v"], causal=causal, return_lse=True)
+    grads = cupy_flash.attention_backward(
+        x["do"], x["q"], x["k"], x["v"], o, lse, dlse=x["dlse"], causal=causal
+    )
+    one = {"o": o, **grads._asdict()}
+    ours = case.united(in_threads(4, functools.partial(run, case)))
+
+    def error(results):
+        found = [np.square(results[name].astype(np.float64) - exact[name]).mean() for name in names]
+        return np.sqrt(found)
+
+    assert (error(ours) < 1.05 * error(one)).all()
+
+
+def test_an_all_gather_adds_up_gradients_in_the_order_of_processes():
+    case = Case(options={"schedule": "allgather"}, dtype="float32", heads=(2, 2), rows=(32, 32))
+    results = in_threads(4, functools.partial(run, case))
+    shares, x = [], case.arrays
+    for rank, result in enumerate(results):
+        part, _ = case.part(rank, 4)
+        grads = cupy_flash.attention_backward(
+            part["do"], part["q"], x["k"], x["v"], result["o"], result["lse"], dlse=part["dlse"]
+        )
+        shares.append(grads)
+    ours = case.united(results)
+    for name in ("dk", "dv"):
+        in_order = functools.reduce(np.add, (getattr(grads, name) for grads in shares))
+        assert np.array_equal(ours[name], in_order), name
+        reverse = functools.reduce(np.add, (getattr(grads, name) for grads in shares[::-1]))
+        assert not np.array_equal(reverse, in_order)
+
+
+def test_what_is_sent():
+    """All-to-all: what goes out and comes back, but for a process's own share; all-gather: keys to all."""
+    for schedule in ("alltoall", "allgather"):
+        case = Case((16, 16), heads=(8, 4), dims=(8, 4), dtype="float16", options={"schedule": schedule})
+
+        def sent(comm, case=case):
+            x, options = case.part(comm.rank, 4)
+            o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **options)
+            forward = comm.sent
+            ring_attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, comm, **options)
+            return forward, comm.sent - forward, *(y.nbytes for y in (x["q"], x["k"], x["v"], o, lse))
+
+        for forward, backward, q, k, v, o, lse in in_threads(4, sent):
+            if schedule == "alltoall":
+                assert forward == (q + k + v + o + lse) * 3 // 4
+                assert backward == (2 * o + lse + 2 * (q + k + v)) * 3 // 4
+            else:
+                assert forward == 3 * (k + v)
+                assert backward == 3 * (k + v) + 3 * 2 * (k + v)  # float32 is twice as long
+
+
+REFUSED = [
+    # schedule, packed?, options, words, hint
+    ("ring", False, {"mask": np.ones((4, 4), bool)}, "mask is not supported for a ring", '"alltoall" or'),
+    ("ring", False, {"alibi_slopes": np.ones(2, np.float32)}, "alibi_slopes is not supported", "alltoall"),
+    ("ring", False, {"reproducible": "batch"}, 'reproducible="batch" is not .* a ring', "alltoall"),
+    ("ring", True, {"window": (1, 0)}, "window is not supported for a ring of packed", "alltoall"),
+    ("alltoall", True, {"mask": np.ones((4, 4), bool)}, "mask is not .* all-to-all of packed", "mask=None"),
+    ("allgather", True, {"alibi_slopes": np.ones(2, np.float32)}, "alibi_slopes is not", "alltoall"),
+    ("allgather", False, {"reproducible": "device"}, 'reproducible="device" is not', "alltoall"),
+    (
+        "allgather",
+        False,
+        {"mask": cupy_flash.BlockMask(np.ones((1, 1), np.int32), np.zeros((0, 16, 2), np.uint8))},
+        "a mask of type BlockMask is not supported for an all-gather",
+        "alltoall",
+    ),
+    (
+        "alltoall",
+        False,
+        {"mask": cupy_flash.mask(lambda b, h, i, j: i >= j)},
+        "a mask of type .* is not supported for an all-to-all",
+        "mask=None",
+    ),
+    ("star", False, {}, "schedule is 'star'", '"alltoall"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "packed", "options", "words", "hint"), REFUSED)
+def test_options_that_a_schedule_does_not_take(schedule, packed, options, words, hint):
+    def call(comm):
+        q = np.ones((4, 2, 8) if packed else (1, 2, 4, 8), np.float32)
+        how = {"cu_seqlens": np.array([0, 4], np.int32)} if packed else {}
+        with pytest.raises((InvalidArgumentsError, UnsupportedError), match=words) as refused:
+            ring_attention(q, q, q, comm, schedule=schedule, **how, **options)
+        assert hint in str(refused.value).partition("Try: ")[2]
+        assert comm.sent == 0
+
+    in_threads(2, call)
+
+
+@pytest.mark.parametrize("heads", [(6, 3), (6, 6), (3, 1), (4, 2)])
+def test_heads_that_do_not_divide(heads):
+    def call(comm):
+        q, k = (np.ones((1, n, 4, 8), np.float32) for n in heads)
+        with pytest.raises(
+            InvalidArgumentsError, match=r"do not divide over 4 processes\.\nTry: .*multiple of 4"
+        ):
+            ring_attention(q, k, k, comm, schedule="alltoall")
+        with pytest.raises(InvalidArgumentsError, match="1 heads of q"):
+            ring_attention(q[0, 0], q[0, 0], q[0, 0], comm, schedule="alltoall")
+        assert comm.sent == 0
+        for schedule in ("ring", "allgather"):
+            ring_attention(q, k, k, comm, schedule=schedule)
+
+    in_threads(4, call)
+
+
+@pytest.mark.parametrize("schedule", ["alltoall", "allgather"])
+def test_masks_of_another_sequence_come_before_the_first_message(schedule):
+    def call(comm):
+        q = np.ones((1, 2, 4, 8), np.float32)  # of 8 in all
+        for shape in ((4, 4), (8, 4), (4, 8)):
+            with pytest.raises(InvalidArgumentsError, match=r"mask (has|of) shape"):
+                ring_attention(q, q, q, comm, schedule=schedule, mask=np.ones(shape, bool))
+        with pytest.raises(InvalidArgumentsError, match="8 queries and 4 keys is ambiguous"):
+            ring_attention(q.repeat(2, 2), q, q, comm, schedule=schedule, window=(1, 1))
+        for heads in (3, 4):
+            with pytest.raises(InvalidArgumentsError, match=r"mask (has|of)"):
+                ring_attention(q, q, q, comm, schedule=schedule, mask=np.ones((heads, 8, 8), bool))
+            bounds = cupy_flash.Spans(np.ones((1, heads, 8, 1, 2), np.int32))
+            with pytest.raises(InvalidArgumentsError, match=r"mask(\.bounds)? has"):
+                ring_attention(q, q, q, comm, schedule=schedule, mask=bounds)
+        q4 = q.repeat(2, 1)
+        with pytest.raises(InvalidArgumentsError, match=r"mask (has|of)"):
+            ring_attention(q4, q4, q4, comm, schedule=schedule, mask=np.ones((2, 8, 8), bool))
+        assert comm.sent == 0
+        ring_attention(q, q, q, comm, schedule=schedule, mask=np.ones((8, 8), bool))
+
+    in_threads(2, call)
+
+
+def test_processes_with_other_schedules_are_told():
+    def call(comm):
+        q = np.ones((1, 2, 4, 8), np.float32)
+        schedule = "allgather" if comm.rank else "alltoall"
+        with pytest.raises(InvalidArgumentsError, match="make different calls: schedule"):
+            ring_attention(q, q, q, comm, schedule=schedule)
+        assert comm.sent == 0
+        ring_attention(q, q, q, comm, schedule="ring" if comm.rank else None)
+
+    in_threads(2, call)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(("module", "at"), [(alltoall, 0), (allgather, 0), (allgather, 1)])
+def test_an_exception_leaves_no_message_under_way(monkeypatch, module, at, rank, backward):
+    """Others get right results, or NaN where the process that fails owes them something."""
+    schedule = module.__name__.rpartition(".")[2]
+    case = Case((12, 12), heads=(3, 3), options={"schedule": schedule, "causal": True})
+    name = "attention_backward" if backward else "attention"
+    real, calls, failing = getattr(module, name), iter(range(9)), set()
+
+    def fails(*args, **kwargs):
+        if threading.get_ident() in failing and next(calls) == at:
+            raise MemoryError("as if there were too little")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, fails)
+
+    def call(comm):
+        wanted = run(case, comm)
+        x, options = case.part(comm.rank, 3)
+        failing.add(threading.get_ident()) if comm.rank == rank else None
+
+        def again():
+            if not backward:
+                return ring_attention(x["q"], x["k"], x["v"], comm, **options)
+            given = x["do"], x["q"], x["k"], x["v"], wanted["o"], wanted["lse"]
+            return ring_attention_backward(*given, comm, dlse=x["dlse"], **options)[:3]
+
+        names = ("dq", "dk", "dv") if backward else ("o", "lse")
+        if comm.rank == rank:
+            with pytest.raises(MemoryError):
+                again()
+        else:
+            for name, result in zip(names, again(), strict=True):
+                bad = np.isnan(result)
+                if schedule == "alltoall":  # the heads of the process that fails
+                    assert np.array_equal(bad.any(axis=(0, *range(2, bad.ndim))), np.arange(3) == rank)
+                    assert bad[:, rank].all()
+                else:  # its share of sums
+                    assert bad.all() if name in ("dk", "dv") else not bad.any()
+                np.testing.assert_allclose(result[~bad], wanted[name][~bad], atol=1e-12)
+        assert not comm.under_way
+        for name, result in zip(names, again(), strict=True):
+            np.testing.assert_allclose(result, wanted[name], atol=1e-12)
+        assert not comm.under_way
+
+    in_threads(3, call)
+
+
+@pytest.mark.parametrize("schedule", ["alltoall", "allgather"])
+def test_memory_is_reserved_before_the_first_message(monkeypatch, schedule):
+    """Each of a process's reservations may fail; nothing has been sent then, and all are told."""
+    case = Case((8, 8), heads=(2, 2), options={"schedule": schedule, "causal": True})
+    real, counts, failing = mpi._Link.reserve, {"left": -1}, set()
+
+    def reserve(self, like, count, wide):
+        if threading.get_ident() in failing:
+            counts["left"] -= 1
+            if counts["left"] == 0:
+                raise MemoryError("as if there were too little")
+        return real(self, like, count, wide)
+
+    monkeypatch.setattr(mpi._Link, "reserve", reserve)
+
+    def call(comm):
+        wanted = run(case, comm)
+        x, options = case.part(comm.rank, 2)
+        if comm.rank:
+            failing.add(threading.get_ident())
+        for backward in (False, True):
+            for at in range(1, 100):
+                if comm.rank:
+                    counts["left"] = at
+                before, error = comm.sent, None
+                try:
+                    if backward:
+                        given = x["do"], x["q"], x["k"], x["v"], wanted["o"], wanted["lse"]
+                        ring_attention_backward(*given, comm, **options)
+                    else:
+                        ring_attention(x["q"], x["k"], x["v"], comm, **options)
+                except (MemoryError, InvalidArgumentsError) as raised:
+                    error = raised
+                if error is None:
+                    break
+                assert isinstance(error, MemoryError) == bool(comm.rank)
+                assert comm.sent == before
+            assert at > 3
+
+    in_threads(2, call)

@@ -1,0 +1,150 @@
+"""A model in context_parallel: trained in parts it is the model that one process trains."""
+
+import contextlib
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from tests.torch.processes import in_processes
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+SEQLEN, WIDTH, HEADS, WORDS = 32, 32, 4, 11
+
+
+class Model(nn.Module):
+    """A transformer of one layer, whose rotary table is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        angle = torch.arange(SEQLEN)[:, None] * torch.logspace(0, -3, WIDTH // HEADS // 2)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angle), angle).to(torch.complex128))
+
+    def turned(self, x):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * self.turns).flatten(-2)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        o = functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        return self.out(x + self.o(o.transpose(1, 2).flatten(2)))
+
+
+def trained(steps, mesh=None, schedule=None):
+    """Losses, the last logits and the parameters after some steps."""
+    torch.manual_seed(0)
+    model = Model().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(WORDS, (2, SEQLEN + 1))
+        inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+
+        def step(inputs=inputs, labels=labels):
+            logits = model(inputs)
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            return logits, loss.detach()
+
+        if mesh is None:
+            logits, loss = step()
+        else:
+            cut = {"buffers": [inputs, labels, model.turns], "buffer_seq_dims": [1, 1, 0]}
+            with cf.context_parallel(mesh, **cut, schedule=schedule):
+                assert inputs.shape[1] == model.turns.shape[0] == SEQLEN // mesh.size()
+                logits, loss = step()
+            assert torch.equal(inputs, tokens[:, :-1])
+            (logits,) = cf.context_parallel_unshard(mesh, [logits], [1])
+            for x in (loss, *(parameter.grad for parameter in model.parameters())):
+                dist.all_reduce(x)
+                x /= mesh.size()
+        optimizer.step()
+        losses.append(loss)
+    return torch.stack(losses), logits.detach(), [x.detach() for x in model.parameters()]
+
+
+def process(rank, ranks):
+    """The same training by each schedule, and what is refused."""
+    mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    own = functional.scaled_dot_product_attention
+    wanted = trained(20)
+    assert wanted[0][-1] != wanted[0][0]
+    for schedule in (None, "ring", "alltoall", "allgather"):
+        for ours, theirs in zip(trained(20, mesh, schedule), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+        assert functional.scaled_dot_product_attention is own
+    check_buffers(mesh)
+    check_refusals(mesh, own)
+
+
+def check_buffers(mesh):
+    """In place, back at the end, also after an exception; not those that stay cut."""
+    whole = torch.arange(16.0).reshape(1, 16, 1)
+    x, y, same = whole.clone(), whole.clone(), None
+    with contextlib.suppress(KeyError), cf.context_parallel(
+        mesh, buffers=[x, y], buffer_seq_dims=[1, -2], no_restore_buffers={y}
+    ):  # fmt: skip
+        same = x.clone()
+        (united,) = cf.context_parallel_unshard(mesh, [x], [1])
+        raise KeyError
+    assert torch.equal(x, whole)
+    assert torch.equal(y, same)
+    assert torch.equal(united, whole)
+    # Attention that is not causal sees all keys, in whatever order.
+    q = torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wanted, part = functional.scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True), q.clone()
+    with cf.context_parallel(mesh, buffers=[part], buffer_seq_dims=[2]):
+        o = functional.scaled_dot_product_attention(part, part[:, :2], part[:, :2], enable_gqa=True)
+        with pytest.raises(InvalidArgumentsError, match=r"query has 4 heads, key 2\.\nTry: enable_gqa"):
+            functional.scaled_dot_product_attention(part, part[:, :2], part[:, :2])
+    torch.testing.assert_close(cf.context_parallel_unshard(mesh, [o], [2])[0], wanted)
+
+
+def check_refusals(mesh, own):
+    """Before a buffer is changed."""
+    x, short = torch.zeros(1, 16), torch.zeros(12)
+    learned = torch.zeros(16, requires_grad=True)
+    refused = [
+        (
+            {"buffers": [x, short], "buffer_seq_dims": [1, 0]},
+            r"12 rows, .* 8 stretches\.\nTry: padding to 16",
+        ),
+        ({"buffers": [x], "buffer_seq_dims": [2]}, "no axis 2"),
+        ({"buffers": [x], "buffer_seq_dims": []}, "1 buffers, and axes of 0"),
+        ({"buffers": [x, learned], "buffer_seq_dims": [1, 0]}, r"buffers\[1\] requires grad"),
+        ({"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": {short}}, "not among buffers"),
+        ({"buffers": [x, 3], "buffer_seq_dims": [1, 0]}, r"buffers\[1\] is an int"),
+        ({"buffers": [x], "buffer_seq_dims": [1], "schedule": "star"}, "schedule is 'star'"),
+    ]
+    for given, words in refused:
+        with pytest.raises(InvalidArgumentsError, match=words), cf.context_parallel(mesh, **given):
+            pass
+        assert x.shape == (1, 16)
+        assert functional.scaled_dot_product_attention is own
+    for wrong, words in ((mesh.get_group(), "a ProcessGroup.*, not a DeviceMesh"), (None, "mesh is None")):
+        with pytest.raises(InvalidArgumentsError, match=words), cf.context_parallel(wrong):
+            pass
+    two = dist.init_device_mesh("cpu", (2, mesh.size() // 2), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(InvalidArgumentsError, match=r'2 dimensions.*\nTry: a slice of it, mesh\["cp"\]'):
+        cf.context_parallel_unshard(two, [x], [1])
+    with cf.context_parallel(two["cp"]):
+        q = torch.zeros(1, 1, 4, 8)
+        functional.scaled_dot_product_attention(q, q, q)
+        for name, given in (("attn_mask", torch.ones(4, 4, dtype=torch.bool)), ("dropout_p", 0.1)):
+            with pytest.raises(UnsupportedError, match=f"{name} is not supported inside of context_parallel"):
+                functional.scaled_dot_product_attention(q, q, q, **{name: given})
+
+
+def test_a_model_trained_in_parts(tmp_path):
+    in_processes(4, process, tmp_path, seconds=120)

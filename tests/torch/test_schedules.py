@@ -1,0 +1,93 @@
+"""Schedules of torch.distributed: random calls over gloo, and what torch adds to them."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import torch.distributed as dist
+
+import cupy_flash.torch as cf
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.testing import to_numpy
+from tests.schedule_cases import random_case
+from tests.torch.processes import in_processes
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+
+
+def tensor(x):
+    """A tensor of an array, or of what a mask consists of."""
+    if isinstance(x, tuple):
+        made = [tensor(part) for part in x]
+        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def run(case, rank, ranks):
+    """What this process returns of a case, by autograd."""
+    arrays, options = case.part(rank, ranks)
+    x = {name: tensor(array) for name, array in arrays.items()}
+    options |= {name: tensor(given) for name, given in case.given.items()}
+    if "cu_seqlens" in options:
+        options["cu_seqlens"] = tensor(options["cu_seqlens"])
+    learned = {name: x[name].requires_grad_() for name in "qkv"}
+    if "sinks" in options:
+        learned["sinks"] = options["sinks"].requires_grad_()
+    o, lse = cf.ring_attention(x["q"], x["k"], x["v"], return_lse=True, **options)
+    grads = torch.autograd.grad((o, lse), [*learned.values()], (x["do"], x["dlse"]))
+    results = {"o": o, "lse": lse} | {f"d{name}": x for name, x in zip(learned, grads, strict=True)}
+    return {name: to_numpy(x) for name, x in results.items()}
+
+
+def check_random_calls(rank, ranks, seeds):
+    """Process 0 compares what all return with float64."""
+    for seed in seeds:
+        case = random_case(np.random.default_rng(seed), ranks)
+        message = f"random_case(np.random.default_rng({seed}), {ranks}) is {case}"
+        try:
+            everyone = [None] * ranks if rank == 0 else None
+            dist.gather_object(run(case, rank, ranks), everyone)
+            if rank == 0:
+                case.check(everyone)
+        except Exception as error:
+            raise AssertionError(message) from error
+
+
+def check_what_torch_adds(rank, ranks):
+    """Checkpoints, gradients that nobody asks for, and refusals, of every schedule."""
+    x = torch.randn(1, ranks, 4, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    for schedule in ("ring", "alltoall", "allgather"):
+        how = {"causal": True, "schedule": schedule}
+        q, k, v = (x.clone().requires_grad_(name != "k") for name in "qkv")
+        o = cf.ring_attention(q, k, v, **how)
+        wanted = torch.autograd.grad(o.sin().sum(), (q, v))
+        again = torch.utils.checkpoint.checkpoint(
+            lambda *x, how=how: cf.ring_attention(*x, **how), q, k, v, use_reentrant=False
+        )
+        torch.testing.assert_close(torch.autograd.grad(again.sin().sum(), (q, v)), wanted, rtol=0, atol=0)
+        with pytest.raises(InvalidArgumentsError, match="make different calls: schedule"):
+            cf.ring_attention(
+                q,
+                k,
+                v,
+                causal=True,
+                schedule=schedule if rank else "ring" if schedule != "ring" else "allgather",
+            )
+    slopes = torch.ones(ranks, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="alibi_slopes has no gradient"):
+        cf.ring_attention(x, x, x, alibi_slopes=slopes, schedule="allgather")
+    with pytest.raises(InvalidArgumentsError, match="mask is a numpy array, q a torch array"):
+        cf.ring_attention(x, x, x, mask=np.ones((4 * ranks, 4 * ranks), bool), schedule="alltoall")
+
+
+def process(rank, ranks, seeds):
+    """All of it in one process, whose start takes most of the time."""
+    check_what_torch_adds(rank, ranks)
+    check_random_calls(rank, ranks, seeds)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_agree_with_float64(ranks, tmp_path):
+    seeds = np.random.SeedSequence().generate_state(40).tolist()
+    in_processes(ranks, process, tmp_path, seeds, seconds=120)
