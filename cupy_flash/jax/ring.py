@@ -1,21 +1,24 @@
-"""Ring attention inside `jax.shard_map`, by collective permutes."""
+"""Ring attention inside `jax.shard_map`, by collective permutes, or by all-to-all."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..call.checks import flag
+from ..call.checks import flag, one_of
 from ..call.given import Options
 from ..call.options import ShardOptions
+from ..call.reproducible import refuse_reproducible
 from ..call.signature import takes
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..merge import united
-from ..parts import check_parts, halves
+from ..parts import check_parts, halves, positions
 from .call import alike, backward, forward
-from .functional import check
+from .functional import attention, check
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -217,6 +220,31 @@ def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, A
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
+def _all_to_all(q: Any, k: Any, v: Any, axis_name: Any, causal: bool, options: Any) -> tuple[Any, Any]:
+    """O and LSE of this device's rows: rows are exchanged for heads, and the results back."""
+    ranks = int(jax.lax.psum(1, axis_name))
+    rows = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
+    heads = -2 if rows == -3 else -3
+    for name, x in (("q", q), ("k", k)):
+        count = 1 if x.ndim < 3 else x.shape[heads]
+        if ranks > 1 and (x.ndim < 3 or count % ranks):
+            raise InvalidArgumentsError(
+                f"{count} heads of {name} do not divide over {ranks} devices.",
+                hint=f'schedule="ring"; or a multiple of {ranks} heads',
+            )
+    order = np.concatenate([positions(r, ranks, ranks * q.shape[rows], causal) for r in range(ranks)])
+
+    def exchanged(x: Any, split: int, joined: int) -> Any:
+        if ranks == 1:
+            return x
+        return jax.lax.all_to_all(x, axis_name, split % x.ndim, joined % x.ndim, tiled=True)
+
+    whole = [jnp.take(exchanged(x, heads, rows), np.argsort(order), axis=rows) for x in (q, k, v)]
+    o, lse = attention(*whole, causal=causal, return_lse=True, **options)
+    o = exchanged(jnp.take(o, order, axis=rows), rows, heads)
+    return o, exchanged(jnp.take(lse, order, axis=-1), -1, -2)
+
+
 @takes(ShardOptions)
 def ring_attention(
     q: Any,
@@ -226,6 +254,7 @@ def ring_attention(
     *,
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
+    schedule: Literal["ring", "alltoall"] | None = None,
     return_lse: bool = False,
     **options: Unpack[ShardOptions],
 ) -> Any:
@@ -245,6 +274,10 @@ def ring_attention(
         odd number of rows makes everything NaN.
     max_seqlen : int, optional
         At least the longest of these parts of sequences, static under jit. Default: all rows.
+    schedule : {"ring", "alltoall"}, optional
+        What travels: keys and values in a ring; or rows for heads, so that each device attends over whole
+        sequences with its share of the heads, and results are as reproducible as those of one. Default:
+        "ring".
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.
@@ -257,9 +290,25 @@ def ring_attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError
-        As in `attention`, while tracing; also an odd number of rows with causal.
+        As in `attention`, while tracing; also an odd number of rows with causal, and heads that do not divide
+        over the devices with schedule "alltoall".
     """
     causal = flag(options.pop("causal", False), "causal")
+    if not (schedule is None or one_of(schedule, ("ring", "alltoall"))):
+        raise InvalidArgumentsError(f"schedule is {schedule!r}.", hint='schedule="ring" or "alltoall"')
+    if schedule == "alltoall":
+        if cu_seqlens is not None:
+            raise UnsupportedError(
+                'cu_seqlens is not supported with schedule="alltoall" here.', hint='schedule="ring"'
+            )
+        check({"q": q, "k": k, "v": v}, Options(**options))
+        axis = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
+        check_parts(q.shape[axis], k.shape[axis])
+        if causal:
+            halves(q.shape[axis])
+        o, lse = _all_to_all(q, k, v, axis_name, causal, options)
+        return (o, lse) if return_lse else o
+    refuse_reproducible(options.get("reproducible"), "a ring")
     given, packed, longest = {"q": q, "k": k, "v": v}, None, None
     if cu_seqlens is None:
         values = Options(**options)

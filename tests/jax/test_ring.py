@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArgumentsError
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.ring import packed_positions, positions
 
 pytestmark = pytest.mark.jax
@@ -151,3 +151,58 @@ def test_packed_parts_that_are_no_zigzag(mesh):
         ring(q[: 3 * RANKS], jnp.array([0, 2], jnp.int32))
     with pytest.raises(InvalidArgumentsError, match="cu_seqlens_q is"):
         ring(q, jnp.array([0.0, 2.0]))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_to_all(mesh, causal, layout):
+    """Rows are exchanged for heads: results and gradients are those of one device."""
+    axis = 1 if layout == "bshd" else 2
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, heads, 16, dim) for heads, dim in ((8, 8), (4, 8), (4, 6))]
+    whole = [jax.random.normal(key, shape).swapaxes(axis, 2) for key, shape in zip(keys, shapes, strict=True)]
+    order = np.concatenate([positions(rank, RANKS, 16, causal) for rank in range(RANKS)])
+    cut = jax.sharding.PartitionSpec(*[None] * axis, "rows")
+    options = {"causal": causal, "softcap": 3.0, "layout": layout, "return_lse": True}
+    parts = jax.shard_map(
+        partial(cf.ring_attention, axis_name="rows", schedule="alltoall", **options),
+        mesh=mesh, in_specs=(cut,) * 3, out_specs=(cut, jax.sharding.PartitionSpec(None, None, "rows")),
+    )  # fmt: skip
+
+    def in_parts(*arrays):
+        o, lse = parts(*(jnp.take(x, order, axis) for x in arrays))
+        return jnp.take(o, np.argsort(order), axis), jnp.take(lse, np.argsort(order), 2)
+
+    def loss(function, *arrays):
+        o, lse = function(*arrays)
+        return jnp.sin(o).sum() + jnp.cos(lse).sum()
+
+    by_one = partial(cf.attention, **options)
+    for ours, wanted in zip(jax.jit(in_parts)(*whole), by_one(*whole), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-6)
+    ours, wanted = (
+        jax.jit(jax.grad(partial(loss, function), argnums=(0, 1, 2)))(*whole)
+        for function in (in_parts, by_one)
+    )
+    for a, b in zip(ours, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+def test_what_a_schedule_does_not_take(mesh):
+    rows = jax.sharding.PartitionSpec(None, None, "rows")
+
+    def call(arrays, **given):
+        function = partial(cf.ring_attention, axis_name="rows", **given)
+        return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows)(*arrays)
+
+    with pytest.raises(InvalidArgumentsError, match=r"2 heads of k do not divide over 4 devices\.\nTry: sch"):
+        call(qkv(), schedule="alltoall")
+    with pytest.raises(InvalidArgumentsError, match="schedule is 'allgather'"):
+        call(qkv(), schedule="allgather")
+    with pytest.raises(InvalidArgumentsError, match="holds 3 rows"):
+        call([x.repeat(2, 1) for x in qkv(seqlen=12)], schedule="alltoall", causal=True)
+    with pytest.raises(UnsupportedError, match='reproducible="batch" is not supported for a ring'):
+        call(qkv(), reproducible="batch")
+    packed = partial(cf.ring_attention, axis_name="rows", schedule="alltoall")
+    with pytest.raises(UnsupportedError, match='cu_seqlens is not supported with schedule="alltoall"'):
+        packed(*[jnp.ones((4, 4, 8))] * 3, cu_seqlens=jnp.array([0, 4], jnp.int32))
