@@ -195,7 +195,7 @@ def forward(
             given = call.operands(stretch, {"q": q})
             function = attention_varlen if stretch.cuts else attention
             part, part_lse = function(*given.values(), *stretch.cuts, return_lse=True, **stretch.how)
-            o[at(stretch.queries, call.axis)] = part
+            o[at(stretch.queries, call.axis)] = link.narrow(part, o)  # torch casts slices only, not rows
             lse[at(stretch.queries, -1)] = part_lse
 
     with Round(link) as messages:
@@ -244,7 +244,7 @@ def backward(
             function = attention_varlen_backward if stretch.cuts else attention_backward
             ordered = [given[name] for name in ("do", "q", "k", "v", "o", "lse")]
             grads = function(*ordered, *stretch.cuts, dlse=given.get("dlse"), **stretch.how)
-            dq[at(stretch.queries, call.axis)] = grads.dq
+            dq[at(stretch.queries, call.axis)] = link.narrow(grads.dq, dq)
             for name, total in sums.items():
                 total[at(stretch.keys, call.axis)] += getattr(grads, f"d{name}")
             if dsinks is not None:
