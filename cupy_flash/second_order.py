@@ -23,6 +23,7 @@ from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_res
 from .device.abi import SEED
 from .errors import InvalidArgumentsError, UnsupportedError
 from .plan.choose import choose
+from .prepare import computed_by
 from .ready import OnDevice, driver_of, ready, refuse_tensor_cores
 
 __all__ = [
@@ -224,6 +225,7 @@ def compute(
         every = {**asked.views, **one}
         on_device = ready(asked.problem, every, driver)
         assert isinstance(on_device, OnDevice)
+        computed_by(on_device.kernels)
         numbers = {name: view.pointer for name, view in every.items()}
         on_device.run({**numbers, SEED: asked.problem.seed}, every["q"].library, stream)
 
@@ -240,6 +242,7 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
 
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
+        computed_by(f"core {name}" for name in core.names)
         with telling(TOLD.get()) as tell:
             core.run(numbers, problem.seed, (asked.views, each), tell, asked.views["q"].library)
         return
@@ -247,6 +250,7 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
         if forward is not None:
             with part_of(tell, 0, _FORWARD):
                 forward()
+        computed_by(["NumPy"])
         inputs, directions = _numpy(asked.views), [_numpy(one) for one in each]
         if problem.packed:
             for one in directions:
