@@ -366,7 +366,7 @@ def test_other_commands_through_torch_rehearsed(
         ("decode", {"cupy_flash", "cupy_flash paged", "cupy_flash attention", "torch math"}, ()),
         ("varlen", {"cupy_flash", "cupy_flash, one by one"}, ()),
         ("latency", {"cupy_flash"}, ("--only", "S1 D64", "--peers", "")),
-        ("cold", {"cupy_flash", "torch", "jax"}, ()),
+        ("cold", {"cupy_flash", "cupy_flash without CuPy", "torch", "jax"}, ()),
         ("memory", {"cupy_flash", "torch math"}, ("--only", "S1024 ")),
     ):  # fmt: skip
         words = [name, "--quick", "--results", str(tmp_path), "--peers", "math", *most]
