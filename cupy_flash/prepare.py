@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from .plan.choose import choose
 from .program.function import Program
 from .ready import Seen, chosen_by_environment, driver_of, load, ready
 
-__all__ = ["REPEATED", "Prepared", "forget", "kernels", "lifted", "prepared"]
+__all__ = ["REPEATED", "Prepared", "computed_by", "forget", "kernels", "lifted", "prepared"]
 
 Views = Mapping[str, ArrayView]
 
@@ -246,19 +247,28 @@ _KNOWN: dict[tuple[Any, ...], Prepared] = {}
 _MOST_KNOWN = 1024
 # What an adapter remembers of calls by keys of its own.
 REPEATED: dict[Hashable, Any] = {}
+# What computed calls that are not remembered, those of second order, by name.
+_COMPUTED: dict[str, None] = {}
 
 
 def forget() -> None:
     """Look anew at every call and plan and load anew, after a change of what they are made from."""
     _KNOWN.clear()
     REPEATED.clear()
+    _COMPUTED.clear()
     choose.cache_clear()
     load.cache_clear()
 
 
+def computed_by(names: Iterable[str]) -> None:
+    """Say what computes a call that is not remembered."""
+    _COMPUTED.update(dict.fromkeys(names))
+
+
 def kernels() -> tuple[str, ...]:
-    """What computes the calls that are remembered, by name: since `forget`, each once."""
-    return tuple(dict.fromkeys(name for call in _KNOWN.values() for name in call.kernels))
+    """What has computed calls since `forget`, by name, each once."""
+    names = chain.from_iterable(call.kernels for call in _KNOWN.values())
+    return tuple(dict.fromkeys(chain(names, _COMPUTED)))
 
 
 def _constant(option: Any) -> bool:

@@ -23,6 +23,7 @@ from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_res
 from .call.values import Moment
 from .errors import InvalidArgumentsError, UnsupportedError
 from .plan.choose import choose
+from .prepare import computed_by
 from .ready import driver_of, ready, refuse_tensor_cores
 
 __all__ = [
@@ -222,7 +223,9 @@ def compute(
         forward()
     for one in each:
         every = {**asked.views, **one}
-        ready(asked.problem, every, driver).run(every, Moment(asked.problem.seed), stream=stream)
+        backend = ready(asked.problem, every, driver)
+        computed_by(backend.kernels)
+        backend.run(every, Moment(asked.problem.seed), stream=stream)
 
 
 def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:
@@ -237,6 +240,7 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
 
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
+        computed_by(f"core {name}" for name in core.names)
         with telling(TOLD.get()) as tell:
             core.run(numbers, problem.seed, (asked.views, each), tell, asked.views["q"].library)
         return
@@ -244,6 +248,7 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
         if forward is not None:
             with part_of(tell, 0, _FORWARD):
                 forward()
+        computed_by(["NumPy"])
         inputs, directions = _numpy(asked.views), [_numpy(one) for one in each]
         if problem.packed:
             for one in directions:

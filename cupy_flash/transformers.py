@@ -47,6 +47,7 @@ from transformers.utils.import_utils import is_torchdynamo_exporting, is_tracing
 
 from .call.reproducible import check_reproducible
 from .errors import InvalidArgumentsError, UnsupportedError
+from .namespace import NAMESPACE
 from .torch import attention, attention_varlen
 
 __all__ = ["NAME", "attention_forward", "in_place_of_sdpa", "make_mask", "register"]
@@ -54,8 +55,10 @@ __all__ = ["NAME", "attention_forward", "in_place_of_sdpa", "make_mask", "regist
 Tensor: TypeAlias = torch.Tensor
 logger = logging.get_logger(__name__)
 
-# why not "cupy_flash": transformers takes every name with "flash" in it for one of the flash-attn packages.
-NAME = "cupy_attn"
+# "cupy_attn"; of another copy of the library, such as a kernel of the hub, another name, so that both live in
+# one process. why not NAMESPACE: transformers takes every name with "flash" in it for one of the flash-attn
+# packages.
+NAME = NAMESPACE.replace("flash", "attn")
 
 # What models hand through to attention and what does not concern it.
 _OF_OTHERS = frozenset((
@@ -93,7 +96,8 @@ def register(*, reproducible: str | None = None) -> str:
     Returns
     -------
     str
-        The name for ``attn_implementation=`` and ``model.set_attn_implementation``: "cupy_attn".
+        The name for ``attn_implementation=`` and ``model.set_attn_implementation``: "cupy_attn". Another copy
+        of the library, such as a kernel of the Hugging Face hub, registers another one.
     """
     AttentionInterface.register(NAME, _with(reproducible, attention_forward))
     AttentionMaskInterface.register(NAME, make_mask)

@@ -13,7 +13,15 @@ from pathlib import Path
 
 from .version import __version__
 
-__all__ = ["exposed", "how_to_install", "make_folder", "package_folder", "packaged"]
+__all__ = ["exposed", "how_to_install", "make_folder", "own_folder", "package_folder", "packaged"]
+
+
+def own_folder() -> Path:
+    """The folder of this package; in a checkout that is reached by a link, the one in the checkout.
+
+    why not of the resolved file: in a cache of the Hugging Face hub every file is a link to somewhere else.
+    """
+    return Path(__file__).parent.resolve()
 
 
 def package_folder(package: str) -> Path | None:

@@ -43,6 +43,10 @@ _PROGRAMS = {
         """put = lambda x: cupy.asarray(x, 'float16'); done = lambda o: cupy.cuda.Device().synchronize()
 call = lambda: cupy_flash.attention(q, k, v)""",
     ),
+    ("cupy_flash without CuPy", "gpu"): (
+        "import os, torch, cupy_flash; os.environ['CUPY_FLASH_DRIVER'] = 'cuda'",
+        f"{_TORCH_GPU}\ncall = lambda: cupy_flash.attention(q, k, v)",
+    ),
     ("torch", "cpu"): (
         "import torch",
         f"{_TORCH_CPU}\ncall = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)",
@@ -103,7 +107,7 @@ def run(settings: Settings) -> None:
         else:
             times = [timing.kept(list(step)) for step in zip(*runs, strict=True)]
             session.say(
-                f"{name:12}" + "".join(f" {step} {took}," for step, took in zip(STEPS, times, strict=True))
+                f"{name:24}" + "".join(f" {step} {took}," for step, took in zip(STEPS, times, strict=True))
             )
             session.append(
                 session.row(case, name, detail=step, **took.row())

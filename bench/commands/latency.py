@@ -7,7 +7,7 @@ from typing import Any
 
 from ..machine import timing
 from ..machine.place import Place
-from ..measure.peers import chosen
+from ..measure.peers import WITHOUT_CUPY, chosen
 from ..measure.session import Session, Settings
 from ..work import Case, Named
 
@@ -42,8 +42,10 @@ def run(settings: Settings) -> None:
     session = Session("latency", settings)
     place = session.place
     details = {"to result": to_result(place)}
+    peers = chosen(place, settings.peers)
     if place.name == "gpu":
         details["to return"] = to_return(place)
+        peers.append(WITHOUT_CUPY)  # both ways to the driver differ in nothing but this
     lengths = (1, 64, 256) if settings.quick else (1, 16, 64, 128, 256, 512)
     suite: list[Any] = [
         Named(detail, Case(1, 8, length, 64, place.dtypes[0], passes=passes))
@@ -53,7 +55,7 @@ def run(settings: Settings) -> None:
     ]
     repetitions = 70 if settings.quick else 350
     for case in session.cases(suite):
-        _, calls, _ = session.ready(case.case, chosen(place, settings.peers))
+        _, calls, _ = session.ready(case.case, peers)
         if not calls:
             continue
         ways = {name: (call, details[case.name]) for name, call in calls.items()}

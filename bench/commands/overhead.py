@@ -19,10 +19,11 @@ from unittest.mock import patch
 import numpy as np
 
 import cupy_flash
-from cupy_flash import prepare
+from cupy_flash import UnsupportedError, prepare, ready
 from cupy_flash.call.adopt import adopt
 from cupy_flash.call.given import Options
 from cupy_flash.call.problem import describe
+from cupy_flash.device import cuda, driver
 from cupy_flash.plan.choose import choose
 
 from ..machine.conditions import machine
@@ -62,6 +63,10 @@ def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         for name, call in calls.items():
             best[name] = min(best[name], timeit.timeit(call, number=number[name]) / number[name])
     return {name: seconds * 1e6 for name, seconds in best.items()}
+
+
+class Missing(Exception):
+    """What rows need is not here; the message says what, and which rows."""
 
 
 class NoGpu:
@@ -131,6 +136,25 @@ def _to_launch() -> list[Row]:
         limit = {"attention": 20.0, "attention with lse": 20.0}
         without = "without CuPy and the driver"
         rows += [Row(f"{name} to launch on {arch}, {without}", us[name], limit.get(name)) for name in us]
+    return rows
+
+
+def _by_either_driver() -> list[Row]:
+    """A call on a GPU until it returns, by CuPy and by the driver's own library: only the launch differs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Missing("torch sees no GPU: a call by CuPy, and one by the driver's own library")
+    q, out = (torch.empty(1, 1, 1, 64, dtype=torch.float16, device="cuda:0") for _ in range(2))
+    rows = []
+    for name, way in (("CuPy", driver), ("the driver's own library", cuda)):
+        with patch.object(ready, "gpu_driver", lambda _library, way=way: way):
+            try:
+                us = _call_us({name: lambda: cupy_flash.attention(q, q, q, out=out)})
+            except UnsupportedError as error:
+                print(f"{str(error).splitlines()[0]} A call by {name} is left out")
+                continue
+        rows.append(Row(f"attention on a GPU to return, by {name}", us[name]))
     return rows
 
 
@@ -206,11 +230,14 @@ def _jax() -> list[Row]:
 def run() -> None:
     """Measure, print and append to bench/results/overhead.csv."""
     rows = _core() + _to_launch()
-    for module, measure in (("torch", _torch), ("jax", _jax)):
+    for module, measure in (("torch", _by_either_driver), ("torch", _torch), ("jax", _jax)):
         if find_spec(module) is None:
             print(f"{module} is not installed: its rows are left out")
-        else:
+            continue
+        try:
             rows += measure()
+        except Missing as reason:
+            print(f"{reason}: left out")
     where = machine()
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     for what, us, limit in rows:

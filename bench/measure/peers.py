@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
-from cupy_flash import testing
+from cupy_flash import ready, testing
+from cupy_flash.device import choice, cuda
 
 from ..machine import timing
 from ..machine.place import Place, tensor_of
@@ -160,6 +161,25 @@ def _by_numpy(case: Case, inputs: Inputs, place: Place) -> Call:
                 os.environ["CUPY_FLASH_CPU"] = before
 
     return by_numpy
+
+
+def _without_cupy(case: Case, inputs: Inputs, place: Place) -> Call:
+    """Ours through the driver's own library, where ours goes through CuPy."""
+    if place.library != "torch":
+        raise Skipped("takes arrays of torch and JAX")
+    if why := choice.why_without_cupy():
+        raise Skipped(f"is what cupy_flash is here: {why}")
+    call = ours(case, inputs, place)
+
+    def without_cupy() -> tuple[Any, ...]:
+        # why by hand: unittest.mock takes longer than a launch
+        by_cupy, ready.gpu_driver = ready.gpu_driver, lambda _library: cuda
+        try:
+            return call()
+        finally:
+            ready.gpu_driver = by_cupy
+
+    return without_cupy
 
 
 # ---------------------------------------------------------------------- torch
@@ -334,6 +354,7 @@ def _flash_attn3_jax(case: Case, inputs: Inputs, place: Place) -> Call:
 # ---------------------------------------------------------------------- all of them
 
 OURS = Peer("cupy_flash", ours, float8=True)
+WITHOUT_CUPY = Peer("cupy_flash without CuPy", _without_cupy, ("gpu",))
 PEERS = (
     Peer("cupy_flash deterministic", _deterministic, ("gpu",)),
     Peer("cupy_flash numpy", _by_numpy, ("cpu",)),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import info
+from ..cubins import on_demand
 from .cases import Case
 from .places import Place, find
 from .report import Found
@@ -60,6 +61,7 @@ def check(
     if device == "auto" and facts["gpus"] and not place.on_gpu:
         notes.append("there is a GPU, but neither CuPy nor torch with CUDA reaches it: the CPU is checked")
     start = time.perf_counter()
+    policy = on_demand.policy("allow")  # of score functions, whose kernels no package has
     try:
         outcomes = run_cases(
             chosen, places, seed, lambda n, case: _progress(f"{n + 1} of {len(chosen)}: {case}")
@@ -67,6 +69,7 @@ def check(
         seconds = time.perf_counter() - start
         timings = speed_of(place, quick, lambda name: _progress(f"speed: {name}")) if with_speed else []
     finally:
+        on_demand.policy(policy)
         _progress("")
     gpu = next((row for row in facts["gpus"] if row["ordinal"] == place.ordinal), None)
     return Found(

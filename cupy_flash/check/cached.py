@@ -40,6 +40,8 @@ class Cached:
         Keys to append.
     rotary : int
         Features to rotate.
+    prefix : int
+        Keys that all sequences share, in front of those of the cache, which is in one piece then.
     latent : bool
         Whether values are the first columns of keys.
     """
@@ -55,6 +57,7 @@ class Cached:
     page: int = 0
     new: int = 0
     rotary: int = 0
+    prefix: int = 0
     latent: bool = False
     sinks: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +66,7 @@ class Cached:
         dims = "/".join(map(str, dict.fromkeys(self.head_dims)))
         words = [f"{self.kind} {self.dtype}", f"head dim {dims}"]
         words += [f"cache of {self.stored}"] * (self.stored != "same")
-        for name in ("page", "new", "rotary"):
+        for name in ("page", "new", "rotary", "prefix"):
             words += [f"{name}={getattr(self, name)}"] * bool(getattr(self, name))
         words += [f"queries={self.queries}"] * (self.queries > 1) + ["latents"] * self.latent
         words += ["sinks"] * self.sinks + named(self.options)
@@ -85,6 +88,8 @@ class Cached:
         }
         for x, dim in zip("kv", self.head_dims, strict=True):
             made |= self._cache(x, (slots, heads_k, rows, dim), rng)
+            if self.prefix:
+                made[f"prefix_{x}"] = rng.standard_normal((heads_k, self.prefix, dim)).astype(dtype)
             if self.new:
                 made[x] = rng.standard_normal((batch, heads_k, self.new, dim)).astype(dtype)
         if self.latent:
@@ -137,6 +142,8 @@ class Cached:
                 flat[f"{x}_cache"] = QuantizedCache(flat[f"{x}_cache"], **units)
         if self.latent:
             flat |= {"k_cache": LatentCache(flat["k_cache"], self.head_dims[1]), "v_cache": None}
+        if self.prefix:
+            flat["prefix"] = flat.pop("prefix_k"), flat.pop("prefix_v")
         if self.rotary:
             flat["rotary"] = Rotary(flat.pop("rotary_cos"), flat.pop("rotary_sin"))
         o, lse = kv_cache.attention_with_kv_cache(**flat, **self.options, return_lse=True)
@@ -147,13 +154,18 @@ class Cached:
     ) -> list[Verdict]:
         """Compare what was returned and what was stored with FP64."""
         arrays, verdicts = dict(host), []
+        for x in "kv" if self.prefix else "":  # as if it lay before every sequence
+            prefix, cache = arrays.pop(f"prefix_{x}"), host[f"{x}_cache"]
+            shared = np.broadcast_to(prefix, (len(cache), *prefix.shape))
+            arrays[f"{x}_cache"] = np.concatenate([shared, cache], axis=2)
+        arrays["cache_seqlens"] = host["cache_seqlens"] + np.int32(self.prefix)
         if self.new:
             wanted = testing.reference_with_kv_cache(**host, **self.options)
             for name, exact in (("k_cache", wanted.k_cache), ("v_cache", wanted.v_cache)):
                 wrong = int((results[name] != exact).sum())
                 verdicts.append(Verdict(name, f"{wrong} stored numbers are wrong" if wrong else ""))
                 arrays[name] = results[name]
-            arrays["cache_seqlens"] = host["cache_seqlens"] + np.int32(self.new)
+            arrays["cache_seqlens"] += np.int32(self.new)
         arrays = {name: x for name, x in arrays.items() if name not in ("k", "v")}
         precision = precision_of(self.dtype, None, place)
         return verdicts + testing.error_budget_with_kv_cache(

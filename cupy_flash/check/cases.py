@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.random import default_rng  # here: NumPy loads it at first use, and an interrupt then gets lost
 
-from .. import api, blocks, spans, testing, varlen
+from .. import api, blocks, functions, spans, testing, varlen
 from ..call.arrays import numpy_dtype
 from ..call.compound import QuantizedArray
 from ..testing import Verdict
@@ -19,6 +19,9 @@ from .places import Place
 __all__ = ["Case", "Dense", "Packed", "drawing"]
 
 FLOAT8 = "float8_e4m3fn"
+# A score per head and distance, and every third key of the past.
+BY_DISTANCE = functions.score(lambda s, _b, h, i, j, table: s + table[h, abs(i - j)])
+STRIDED = functions.mask(lambda _b, h, i, j: (j <= i) & ((i - j) % (h + 2) != 1))
 
 
 class Case(Protocol):
@@ -26,7 +29,7 @@ class Case(Protocol):
 
     @property
     def kind(self) -> str:
-        """One of "forward", "backward", "decode"."""
+        """One of "forward", "backward", "decode", "second order"."""
 
     def inputs(self, rng: np.random.Generator) -> dict[str, Any]:
         """Everything that the call is given, as arrays of NumPy."""
@@ -71,7 +74,7 @@ class Dense:
     heads, lengths, head_dims : (int, int)
         Of q and of k; head_dims of q and of v.
     arrays : tuple of str
-        Which of bias, mask, spans, blocks, sinks, alibi_slopes are given.
+        Which of bias, mask, spans, blocks, score, mask function, sinks, alibi_slopes are given.
     options : dict
         The other options.
     """
@@ -121,6 +124,8 @@ class Dense:
             "spans": lambda: {"mask": spans.documents([keys // 3, keys // 2, keys - keys // 3 - keys // 2])},
             "blocks": lambda: {"mask": blocks.block_mask(
                 lambda _b, _h, i, j: (i >= j) & (i - j < 90), None, None, queries, keys)},
+            "score": lambda: {"score": BY_DISTANCE(rng.standard_normal((heads, keys)).astype(acc))},
+            "mask function": lambda: {"mask": STRIDED()},
             "sinks": lambda: {"sinks": rng.standard_normal(heads).astype(acc)},
             "alibi_slopes": lambda: {"alibi_slopes": rng.random(heads).astype(acc)},
         }  # fmt: skip

@@ -46,13 +46,14 @@ class Place(NamedTuple):
     ordinal: int | None = None
 
     def put(self, x: Any) -> Any:
-        """The same with arrays there: an array, a named tuple of them, or a mapping; the rest as it is."""
+        """The same with arrays there: an array, a tuple of them, or a mapping; the rest as it is."""
         if isinstance(x, np.ndarray):
             return self.array(x.view(np.uint8) if x.dtype.name == FLOAT8 else x)
         if isinstance(x, Mapping):
             return {name: self.put(part) for name, part in x.items()}
-        if isinstance(x, tuple) and hasattr(x, "_fields"):
-            return type(x)(*map(self.put, x))
+        if isinstance(x, tuple):
+            parts = map(self.put, x)
+            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
         return x
 
     def seconds(self, call: Callable[[], Any], at_least: float) -> float:

@@ -122,7 +122,7 @@ class Found(NamedTuple):
             counts = [f"{n} {state}" for state in STATES if (n := sum(x.state == state for x in own))]
             used = [x.used for x in own if x.state == RIGHT and x.used is not None]
             most = f"; right ones use at most {max(used):.0%} of the error budget" if used else ""
-            lines.append(f"{kind:8} {', '.join(counts)}{most}")
+            lines.append(f"{kind:12} {', '.join(counts)}{most}")
         return lines
 
     # ---- for an issue

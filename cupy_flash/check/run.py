@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
     ----------
     case : str
     kind : str
-        One of "forward", "backward", "decode".
+        One of "forward", "backward", "decode", "second order".
     state : str
         One of `STATES`: within the error budget; over it, or it ended in an error; the library refused it, or
         there was no way to make its arrays.

@@ -6,6 +6,7 @@ from typing import Any
 
 from .cached import Cached
 from .cases import FLOAT8, Case, Dense, Packed
+from .second_order import SecondOrder
 
 __all__ = ["COMMON", "EVERY", "OTHERS"]
 
@@ -70,6 +71,8 @@ OTHERS: tuple[Case, ...] = (
     _forward(BFLOAT16, 64, arrays=("alibi_slopes",), causal=True),
     _forward(BFLOAT16, 64, arrays=("spans",)),
     _forward("float16", 64, arrays=("blocks",)),
+    _forward("float16", 64, arrays=("score",), causal=True),
+    _forward(BFLOAT16, 64, arrays=("mask function",)),
     _forward("float16", 64, reproducible="batch", causal=True),
     _forward("float32", 128),
     _forward("float32", 64, precision="ieee"),
@@ -83,6 +86,7 @@ OTHERS: tuple[Case, ...] = (
     _backward("float16", 64, arrays=("bias", "sinks")),
     _backward(BFLOAT16, 64, arrays=("alibi_slopes",), softcap=5.0, causal=True),
     _backward("float16", 64, arrays=("spans",)),
+    _backward("float16", 64, arrays=("score",)),
     _backward("float16", 64, dropout=0.2, seed=11),
     _backward("float16", 128, heads=(8, 1), lengths=(130, 300)),
     _backward("float64", 64, causal=True),
@@ -92,9 +96,14 @@ OTHERS: tuple[Case, ...] = (
     Cached(head_dims=(64, 64), sinks=True, options={"softcap": 5.0}),
     Cached(head_dims=(256, 256), options={"window": (100, 0)}),
     Cached(queries=40, options={"causal": True}),
+    Cached(prefix=90),
+    Cached(dtype=BFLOAT16, prefix=64, queries=3, options={"causal": True}),
     Cached(stored="float8", dtype=BFLOAT16),
     Cached(stored="nvfp4"),
     Cached(dtype=BFLOAT16, heads=(16, 1), head_dims=(576, 512), latent=True, page=64),
+    SecondOrder("float16", {"causal": True}),
+    SecondOrder("float32", {"softcap": 5.0}),
+    SecondOrder("float64"),
 )
 
 EVERY: tuple[Case, ...] = (*COMMON, *OTHERS)

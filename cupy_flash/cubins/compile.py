@@ -57,10 +57,11 @@ def compile_variant(
     used = Resources.of(log)
     refused = [f"{variant.name} for {target}: {line}" for line in _WGMMA_WARNING.findall(log)]
     # why not of a score function: what it takes is its writer's affair.
-    if used.spill_bytes > variant.allowed_spill_bytes and not variant.function:
+    allowed = variant.allowed_spill_bytes(target)
+    if used.spill_bytes > allowed and not variant.function:
         refused.append(
             f"{variant.name} for {target} spills {used.spill_bytes} bytes at {used.registers} "
-            f"registers; its row in the catalog allows {variant.allowed_spill_bytes}"
+            f"registers; its row in the catalog allows {allowed}"
         )
     if variant.products or any(variant.turn):
         refused += [

@@ -201,8 +201,7 @@ def _origins() -> Iterator[_Origin]:
         yield _Origin(OVERRIDE, Path(override), f"unset {OVERRIDE}, or {build} --out {escaped}")
     command = "python -m cupy_flash build --cuda {cuda} --arch {target}"
     yield _Origin("user cache", user_cache(), command, from_sources=True, private=True)
-    # why not resolved: in a cache of the Hugging Face hub every file is a link to somewhere else.
-    package = Path(__file__).absolute().parent.parent
+    package = trust.own_folder()
     yield _Origin("cupy-flash", package / "_cubins", "pip install --force-reinstall . in the checkout")
     if sources.folder().parent == package.parent:
         yield _Origin("checkout", package.parent / "build" / "cubins", build, from_sources=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..plan.catalog import Variant
 from ..program.c_text import NAME, header
 from ..program.graph import Body
+from ..trust import own_folder
 from .nvrtc import TOOLKITS
 
 __all__ = ["closure", "common", "digest", "folder", "options", "write_function"]
@@ -26,7 +27,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 @functools.cache
 def folder() -> Path:
     """The folder of the .cu files: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).absolute().parent.parent
+    package = own_folder()
     shipped = package / "_kernels"
     return shipped if shipped.is_dir() else package.parent / "kernels_cu"
 

@@ -15,7 +15,7 @@ from ..errors import UnsupportedError
 from ..log import LOG
 from ..plan.catalog import Variant
 from . import gpu, tensor_map
-from .gpu import STILL, Device, Workspace, version_text
+from .gpu import NOT_STARTED, STILL, Device, Workspace, forked, version_text
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "clear", "current_stream", "devices", "driver_version",
@@ -111,7 +111,9 @@ def _call(function: Any) -> int:
     """The number that a CUDA query returns; 0 if it fails, as it does without a driver or GPU."""
     try:
         return int(function())
-    except RuntimeError:
+    except RuntimeError as error:
+        if getattr(error, "status", 0) == NOT_STARTED:
+            raise forked() from error
         return 0
 
 

@@ -9,20 +9,21 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..cubins import locate, on_demand
-from ..errors import CubinNotFoundError
+from ..errors import CubinNotFoundError, UnsupportedError
 from ..log import LOG
 from ..plan.catalog import Variant
 from .run import Driver
 
 __all__ = [
-    "MAX_SHARED_BYTES", "SHARED_BYTES_BY_DEFAULT", "STILL", "Device", "GpuDriver", "Loader", "Workspace",
-    "torch_stream", "torch_workspace", "version_text",
+    "MAX_SHARED_BYTES", "NOT_STARTED", "SHARED_BYTES_BY_DEFAULT", "STILL", "Device", "GpuDriver", "Loader",
+    "Workspace", "forked", "torch_stream", "torch_workspace", "version_text",
 ]  # fmt: skip
 
 # What a launch may use without asking; more has to be allowed per kernel.
 SHARED_BYTES_BY_DEFAULT = 48 * 1024
 MAX_SHARED_BYTES = 8  # what the driver calls CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STILL = "attention on NumPy arrays needs neither CuPy nor a GPU"
+NOT_STARTED = 3  # what driver and runtime answer to the child of a process that has used CUDA
 
 
 class Device(NamedTuple):
@@ -58,6 +59,15 @@ class GpuDriver(Driver, Protocol):
 def version_text(version: int) -> str:
     """A CUDA version as people write it."""
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def forked() -> UnsupportedError:
+    """The error for `NOT_STARTED`."""
+    return UnsupportedError(
+        "this process was forked from one that had used CUDA, which does not work in the child.",
+        reasons=[STILL],
+        hint='multiprocessing.get_context("spawn"), or fork before the first use of CUDA',
+    )
 
 
 # ---------------------------------------------------------------------------------------------- torch's own

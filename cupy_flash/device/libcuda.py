@@ -9,7 +9,7 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 from ..errors import UnsupportedError
 from . import tensor_map
-from .gpu import STILL, version_text
+from .gpu import NOT_STARTED, STILL, forked, version_text
 
 __all__ = ["CudaError", "check", "failure", "library", "version"]
 
@@ -45,7 +45,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
 }
 _OLDEST = 12000  # of which there are cubins
 _NEWER = "an NVIDIA driver of version 525 or newer"
-_NOT_STARTED, _NO_DEVICE = 3, 100  # CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_NO_DEVICE
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 # By their names, without CUDA_ERROR_: what helps.
 _HINTS = {
     "OUT_OF_MEMORY": "a smaller batch, or less memory that other work keeps on this GPU",
@@ -117,8 +117,8 @@ def version() -> int:
 
 def _not_started(found: ctypes.CDLL, status: int) -> UnsupportedError:
     """Why cuInit fails."""
-    if status == _NOT_STARTED:
-        return _forked()
+    if status == NOT_STARTED:
+        return forked()
     if status == _NO_DEVICE:
         return UnsupportedError(
             "CUDA sees no GPU on this machine.",
@@ -130,14 +130,6 @@ def _not_started(found: ctypes.CDLL, status: int) -> UnsupportedError:
         f"the NVIDIA driver (CUDA {version_text(_version(found))}) does not start: {name}, {text}.",
         reasons=[STILL],
         hint="nvidia-smi, which says more; after an update of the driver, restart the machine",
-    )
-
-
-def _forked() -> UnsupportedError:
-    return UnsupportedError(
-        "this process was forked from one that had used CUDA, which does not work in the child.",
-        reasons=[STILL],
-        hint='multiprocessing.get_context("spawn"), or fork before the first use of CUDA',
     )
 
 
@@ -160,7 +152,7 @@ def check(status: int, what: str) -> None:
 def failure(status: int, what: str) -> Exception:
     """The error for a status that is not 0."""
     if _started_in and os.getpid() != _started_in:
-        return _forked()
+        return forked()
     found = library()
     name, text = _words(found, status)
     hint = _HINTS.get(name.removeprefix("CUDA_ERROR_"), "python -m cupy_flash info")

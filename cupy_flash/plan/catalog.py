@@ -181,8 +181,8 @@ class Variant:
         What the inner loop can apply. "spans": a band, spans and blocks.
     macros : tuple of (str, str)
         What else its family decides at compile time.
-    allowed_spill_bytes : int
-        What the build tolerates.
+    allowed_spills : tuple of (str, int)
+        Bytes that the build tolerates, by target: (("sm_86", 8),). Elsewhere a spill is refused.
     products : tuple of (str, int)
         wgmma instructions that its code must hold, by shape: (("64x128x16", 32),). If there are any, the
         build also looks for registers that are overwritten under them.
@@ -208,7 +208,7 @@ class Variant:
     shared_bytes: int
     mask: str = "any"
     macros: tuple[tuple[str, str], ...] = ()
-    allowed_spill_bytes: int = 0
+    allowed_spills: tuple[tuple[str, int], ...] = ()
     products: tuple[tuple[str, int], ...] = ()
     covered: int = 0
     turn: tuple[int, int, int] = (0, 0, 0)
@@ -228,6 +228,10 @@ class Variant:
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         function = f"_{self.function.digest[:12]}" if self.function else ""
         return f"{self.kernel}_{self.dtype}_{dims}_{self.mask}_{m}x{n}{function}"
+
+    def allowed_spill_bytes(self, target: str) -> int:
+        """What the build for a target tolerates; one of no release is allowed what the one it runs is."""
+        return dict(self.allowed_spills).get(architecture(target).target, 0)
 
     def defines(self) -> dict[str, str]:
         """The macros that make this variant out of its source."""

@@ -17,9 +17,11 @@ from bench.commands import gpu_check, probes
 from bench.commands.gpu_check import Stage
 from bench.commands.varlen import Packed
 from bench.machine import ceilings, nvml, place
-from bench.measure import peak, results, session
+from bench.measure import peak, peers, results, session
 from bench.work import Case
+from cupy_flash import ready
 from cupy_flash.cubins import nvrtc
+from cupy_flash.device import choice, cuda
 from cupy_flash.errors import UnsupportedError
 from tests.bench.test_compare import row, written
 
@@ -364,7 +366,7 @@ def test_other_commands_through_torch_rehearsed(
         ("decode", {"cupy_flash", "cupy_flash paged", "cupy_flash attention", "torch math"}, ()),
         ("varlen", {"cupy_flash", "cupy_flash, one by one"}, ()),
         ("latency", {"cupy_flash"}, ("--only", "S1 D64", "--peers", "")),
-        ("cold", {"cupy_flash", "torch", "jax"}, ()),
+        ("cold", {"cupy_flash", "cupy_flash without CuPy", "torch", "jax"}, ()),
         ("memory", {"cupy_flash", "torch math"}, ("--only", "S1024 ")),
     ):  # fmt: skip
         words = [name, "--quick", "--results", str(tmp_path), "--peers", "math", *most]
@@ -376,6 +378,31 @@ def test_other_commands_through_torch_rehearsed(
     assert {row["passes"] for row in results.read(tmp_path / "varlen.csv")} == {"forward", "backward"}
     assert {row["detail"] for row in results.read(tmp_path / "latency.csv")} == {"to result", "to return"}
     assert "cost model (H200" not in capsys.readouterr().out.partition("sequences of")[2]
+
+
+@pytest.mark.usefixtures("fake_h200")
+def test_short_calls_without_cupy_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A row beside ours where ours goes through CuPy, by the driver's own library and nothing else."""
+    taken = []
+    plain = peers.ours
+
+    def watched(*given: Any, **chosen: Any) -> Any:
+        call = plain(*given, **chosen)
+        return lambda: (taken.append(ready.gpu_driver("torch")), call())[1]
+
+    monkeypatch.setattr(peers, "ours", watched)
+    words = ["latency", "--quick", "--only", "S1 D64", "--peers", "none", "--results", str(tmp_path)]
+    monkeypatch.setattr(choice, "why_without_cupy", lambda: "CuPy is not installed")
+    assert command.main(words) == 0
+    assert {row["implementation"] for row in results.read(tmp_path / "latency.csv")} == {"cupy_flash"}
+    assert not taken
+    monkeypatch.setattr(choice, "why_without_cupy", lambda: "")
+    before = ready.gpu_driver
+    assert command.main([*words[:-1], str(tmp_path / "both")]) == 0
+    rows = results.read(tmp_path / "both" / "latency.csv")
+    assert {row["implementation"] for row in rows} == {"cupy_flash", "cupy_flash without CuPy"}
+    assert set(taken) == {cuda}
+    assert ready.gpu_driver is before
 
 
 @pytest.mark.usefixtures("fake_h200")

@@ -129,9 +129,13 @@ def test_a_spill_is_refused_unless_the_row_allows_it(stubs, tmp_path):
         make(tmp_path)
     folder = tmp_path / "cuda12" / "sm_80"
     assert set(check_whole(folder)) == {good.name}
-    stubs.rows = (good, stub("spilling", allowed_spill_bytes=4096))
+    allowed = stub("spilling", allowed_spills=(("sm_75", 1), ("sm_80", 4096)))
+    stubs.rows = (good, allowed)
     make(tmp_path)
     assert check_whole(folder)[bad.name]["spill_bytes"] > 0
+    with pytest.raises(build.BuildFailed, match=rf"{bad.name} for sm_90a spills \d+ bytes .* allows 0"):
+        make(tmp_path, ["sm_90a"])  # which is not allowed what another target is
+    assert allowed.allowed_spill_bytes("sm_87") == 4096  # of no release, where it runs what sm_80 does
 
 
 def test_serialised_wgmma_is_refused(stubs, tmp_path):

@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import api, check, info, kv_cache
+from cupy_flash import api, check, derivatives, info, kv_cache
 from cupy_flash.__main__ import main
 from cupy_flash.check import COMMON, EVERY, cases, places, report, run, speed
 from cupy_flash.check.cached import Cached
-from cupy_flash.check.cases import Dense
+from cupy_flash.check.cases import Case, Dense
+from cupy_flash.check.second_order import SecondOrder
+from cupy_flash.cubins import on_demand
 from cupy_flash.errors import CubinNotFoundError, UnsupportedError
 from tests.cpu import fake_libcuda
 from tests.cpu.fake_cupy import FakeCuda, forget
@@ -79,9 +81,12 @@ def test_quick_is_right(core: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table() -> None:
     names = [str(case) for case in EVERY]
     assert len(set(names)) == len(names) >= 60
-    dims = {dim for case in EVERY for dim in case.head_dims}
+    dims = {dim for case in EVERY for dim in getattr(case, "head_dims", ())}
     assert {32, 64, 96, 128, 192, 256, 512} <= dims
     assert {case.kind for case in COMMON} == {"forward", "backward", "decode"}
+    assert {case.kind for case in EVERY} == {"forward", "backward", "decode", "second order"}
+    assert sum("score" in name or "mask function" in name for name in names) == 3
+    assert sum("prefix=" in name for name in names) == 2
 
 
 def test_the_same_seed_draws_the_same(core: Any) -> None:
@@ -116,6 +121,46 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.used is not None
     assert wrong.used > 1
     assert len(wrong.kernels) in (1, 2)
+
+
+def test_a_wrong_second_derivative_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled(monkeypatch, "hvp", lambda found: found._replace(dk=found.dk * 1.02), derivatives)
+    found = check.check("cpu", cases=[SecondOrder("float16"), SecondOrder("float64")], with_speed=False)
+    assert [x.says.partition(" error")[0] for x in found.of(run.WRONG)] == ["tangent of dk: largest"] * 2
+    assert all(len(x.kernels) == 3 or x.kernels == ("NumPy",) for x in found.outcomes), "all three passes"
+    assert re.search(r"^cases     second order 2 wrong$", found.screen(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("case", "call", "option"),
+    [
+        (Dense(arrays=("score",), lengths=(20, 20)), (api, "attention"), "score"),
+        (Dense(arrays=("mask function",), lengths=(20, 20)), (api, "attention"), "mask"),
+        (Dense(kind="backward", arrays=("score",)), (api, "attention_backward"), "score"),
+        (Cached(prefix=9, lengths=(0, 37)), (kv_cache, "attention_with_kv_cache"), "prefix"),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_lost_is_found(
+    case: Case, call: tuple[Any, str], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check.check("cpu", cases=[case], with_speed=False).status == 0
+    module, name = call
+    real = getattr(module, name)
+
+    def without(*arrays: Any, **options: Any) -> Any:
+        assert options.pop(option) is not None
+        return real(*arrays, **options)
+
+    monkeypatch.setattr(module, name, without)
+    assert check.check("cpu", cases=[case], with_speed=False).status == 1
+
+
+def test_kernels_of_score_functions_are_compiled_for_a_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = []
+    monkeypatch.setattr(check, "run_cases", lambda *_: policies.append(on_demand._policy) or [])
+    check.check("cpu", cases=[], with_speed=False)
+    assert (policies, on_demand._policy) == (["allow"], "refuse")
 
 
 def test_a_wrong_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

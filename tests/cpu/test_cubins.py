@@ -4,14 +4,18 @@ import hashlib
 import importlib
 import json
 import os
+import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
-from cupy_flash import CubinNotFoundError
+from cupy_flash import CubinNotFoundError, trust
 from cupy_flash.cubins import locate, sources
 from cupy_flash.version import ABI_VERSION, __version__
 from tests.cpu.stub_kernels import Stubs, stub
+from tests.paths import ROOT
 
 VARIANT = stub()
 
@@ -166,10 +170,10 @@ def test_a_folder_that_only_has_the_name_of_a_package_is_not_one(name, tmp_path,
 
 def test_our_own_come_before_those_of_packages(tmp_path, monkeypatch):
     store(package(tmp_path, monkeypatch))
-    own = tmp_path / "own" / "cupy_flash" / "cubins"
+    own = tmp_path / "own" / "cupy_flash"
     own.mkdir(parents=True)
-    monkeypatch.setattr(locate, "__file__", str(own / "locate.py"))
-    store(own.parent / "_cubins")
+    monkeypatch.setattr(trust, "__file__", str(own / "trust.py"))
+    store(own / "_cubins")
     assert locate.locate(VARIANT, "sm_80").origin == "cupy-flash"
 
 
@@ -363,3 +367,34 @@ def test_available_lists_the_sound_and_the_broken(tmp_path, monkeypatch, cache):
     assert broken.problem.splitlines()[1].startswith(
         "Try: pip install --force-reinstall cupy-flash-cuda12x=="
     )
+
+
+PLACES = """
+import cupy_flash
+from cupy_flash.cpu.core import locate as core
+from cupy_flash.cubins import locate, sources
+print(cupy_flash.__file__)
+print(sources.folder())
+for origins in (core._origins(), locate._origins()):
+    print(next(x.root for x in origins if x.name == "checkout"))
+"""
+
+
+@posix
+@pytest.mark.parametrize("linked", ["the checkout", "the package"])
+def test_a_checkout_is_found_by_a_link(linked, tmp_path):
+    """With its kernels and its core, whether the link leads to it or to the package in it."""
+    at = tmp_path / "linked" if linked == "the checkout" else tmp_path / "site" / "cupy_flash"
+    at.parent.mkdir(exist_ok=True)
+    at.symlink_to(ROOT if linked == "the checkout" else ROOT / "cupy_flash")
+    path = at if linked == "the checkout" else at.parent
+    # why -S: an editable installation of another checkout would come before PYTHONPATH
+    site = os.pathsep.join([str(path), *map(sysconfig.get_path, ("purelib", "platlib"))])
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", PLACES], cwd=tmp_path, env={**os.environ, "PYTHONPATH": site},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    file, *found = done.stdout.splitlines()
+    assert file.startswith(str(tmp_path)), done.stderr
+    places = [ROOT / x for x in ("kernels_cu", "build/cpu", "build/cubins")]
+    assert [Path(x).resolve() for x in found] == [x.resolve() for x in places]

@@ -102,6 +102,16 @@ def test_python(page, line, code):
     exec(compile("\n" * line + code, page.name, "exec"), {"__name__": f"{page.stem}_line_{line}"})
 
 
+def test_every_night_the_libraries_of_a_page_are_there():
+    """Elsewhere their examples are skipped, as long as nobody has installed them."""
+    job = (ROOT / ".github" / "workflows" / "night.yml").read_text().partition("\n  pages:\n")[2]
+    codes = [block.values[2] for block in blocks("python") if block.values[0].stem == "use_it_in"]
+    of_extras = {"torch", "jax", "equinox", "transformers", "tokenizers", "cupy_flash", "os"}
+    needed = {module for code in codes for module in modules(code)} - of_extras
+    assert {"diffusers", "trl"} <= needed
+    assert not [module for module in needed if not re.search(rf"\b{module}\b", job)]
+
+
 def documented_modules():
     """Modules whose docstrings have examples."""
     for path in sorted((ROOT / "cupy_flash").rglob("*.py")):

@@ -224,3 +224,17 @@ def test_a_problem_that_is_mended_is_forgotten(monkeypatch, cuda):
     unsupported("CUDA sees no GPU")
     cuda.count = 1
     assert len(driver.devices()) == 1
+
+
+def test_a_child_of_a_fork_is_told(monkeypatch):
+    """By what the runtime answers there, which is not that there is no GPU."""
+    cupy = FakeCuda().module()
+
+    def count():
+        error = cupy.cuda.runtime.CUDARuntimeError("cudaErrorInitializationError: initialization error")
+        error.status = 3
+        raise error
+
+    cupy.cuda.runtime.getDeviceCount = count
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert '"spawn"' in unsupported("this process was forked from one that had used CUDA")

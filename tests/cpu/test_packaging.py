@@ -123,6 +123,17 @@ def test_the_page_has_a_row_for_every_platform(build_wheels):
         architecture("sm_110")
 
 
+def test_a_release_is_built_and_proved_every_night():
+    """By the commands of CONTRIBUTING.md, in their order."""
+    job = (ROOT / ".github" / "workflows" / "night.yml").read_text().partition("\n  release:\n")[2]
+    ran = re.findall(r"^ +- run: (scripts/.*)$", job, re.MULTILINE)
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to release")[2].partition("\n## ")[0]
+    tests, *release = re.findall(r"^\d\. .*?`(scripts/[^`]+)`", section, re.MULTILINE)
+    assert tests == "scripts/test --all"
+    assert ran == release
+    assert ran[0] == "scripts/build_wheels.py --fresh"
+
+
 # What Python calls machines.
 MACHINES = [
     ("Linux", "linux", "x86_64"), ("Linux", "linux", "aarch64"), ("Linux", "linux", "riscv64"),

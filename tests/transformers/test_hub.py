@@ -126,6 +126,33 @@ def test_two_versions_live_beside_each_other(kernel, repository, tmp_path):
         assert torch.equal(made, cf.attention(*tensors, layout="bshd"))
 
 
+def test_each_registers_under_its_own_name_with_transformers(kernel, monkeypatch):
+    """A copy does not take over the models of another one, whichever registers last."""
+    for registry in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        monkeypatch.setattr(registry, "_global_mapping", dict(registry._global_mapping))
+    copy = importlib.import_module(f"{kernel.__name__}.transformers")
+    installed = importlib.import_module("cupy_flash.transformers")
+    ours, theirs = installed.register(), copy.register(reproducible="batch")
+    assert (ours, theirs) == ("cupy_attn", kernel.__name__.replace("flash", "attn"))
+    assert theirs != ours
+    functions = transformers.AttentionInterface._global_mapping
+    masks = transformers.AttentionMaskInterface._global_mapping
+    assert (functions[ours], masks[ours]) == (installed.attention_forward, installed.make_mask)
+    assert (functions[theirs].func, masks[theirs]) == (copy.attention_forward, copy.make_mask)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model, tokens = transformers.LlamaForCausalLM(config).eval(), torch.arange(24).reshape(2, 12)
+    results = {}
+    for name in ("eager", ours, theirs):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            results[name] = model(tokens).logits
+    for name in (ours, theirs):
+        torch.testing.assert_close(results[name], results["eager"], rtol=2e-5, atol=2e-5)
+
+
 def test_a_model_that_names_it_trains_as_with_eager(kernel, monkeypatch):
     """By transformers' own way from attn_implementation= to the functions, but for the download."""
     asked, calls = [], []

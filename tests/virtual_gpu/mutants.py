@@ -16,6 +16,7 @@ from tests.paths import ROOT
 _DRIVER, _RUN, _ABI, _GPU, _CUDA, _LIBCUDA = (
     f"cupy_flash/device/{name}.py" for name in ("driver", "run", "abi", "gpu", "cuda", "libcuda")
 )
+_LOCATE = "cupy_flash/cubins/locate.py"
 STREAMS, DEVICES, GRAPHS, MEMORY = (
     f"tests/gpu/test_{name}.py" for name in ("streams", "devices", "graphs", "memory")
 )
@@ -112,6 +113,7 @@ MUTANTS = (
 # The same of the driver's own library, where there is no CuPy.
 _TORCH, _JAX = (f"tests/virtual_gpu/alone/test_{name}.py" for name in ("torch", "jax"))
 _TENSOR_MAPS = "sm_90,sm_90"
+_BAD_INPUT = (("tests/virtual_gpu/alone/test_bad_input.py",), "sm_80,sm_80,sm_110")
 MUTANTS_ALONE = (
     Mutant("launch on the legacy stream", _CUDA, "shared_bytes, stream, held, None",
            "shared_bytes, 0, held, None", (_TORCH,)),
@@ -167,6 +169,14 @@ MUTANTS_ALONE = (
     Mutant("tensor maps in no context", _CUDA,
            "        with _on(self.device):\n            return tensor_map",
            "        if True:\n            return tensor_map", (_TORCH,), _TENSOR_MAPS),
+    Mutant("any driver is new enough", _LIBCUDA, "if number < _OLDEST or missing:", "if missing:",
+           *_BAD_INPUT),
+    Mutant("a fork is not seen", _LIBCUDA, "if _started_in and os.getpid() != _started_in:", "if False:",
+           *_BAD_INPUT),
+    Mutant("a fork is not seen at the start", _LIBCUDA, "if status == NOT_STARTED:", "if False:",
+           *_BAD_INPUT),
+    Mutant("cubins of any CUDA are taken", _LOCATE, "if driver_version >= 1000 * major)", "if major)",
+           *_BAD_INPUT),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.simulator]
 ALONE = "tests/virtual_gpu/alone"
 
 
-@pytest.mark.parametrize("devices", ["sm_80,sm_80", "sm_90,sm_90"])
+@pytest.mark.parametrize("devices", ["sm_80,sm_80,sm_110", "sm_90,sm_90,sm_110"])
 def test_suite(devices: str, on_virtual_gpu_alone: Callable[..., Outcome]) -> None:
     outcome = on_virtual_gpu_alone(ALONE, devices=devices)
     assert outcome.status == 0, outcome.output[-6000:]

@@ -65,8 +65,7 @@ class _Origin(NamedTuple):
 
 def _origins() -> Iterator[_Origin]:
     """Every place that may hold libraries, in order of precedence."""
-    # why not resolved: in a cache of the Hugging Face hub every file is a link to somewhere else.
-    package = Path(__file__).absolute().parents[2]
+    package = trust.own_folder()
     yield _Origin("cupy-flash", package / "_core", "pip install --force-reinstall . in the checkout")
     if folder().is_dir():
         yield _Origin("checkout", package.parent / "build" / "cpu", "scripts/build_cpu.py", from_sources=True)

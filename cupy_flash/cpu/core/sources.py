@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...trust import own_folder
 from .isa import BY_AMX, FLOATS, PAIRS, Isa, amx_is_permitted, host
 
 __all__ = [
@@ -95,7 +96,7 @@ def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
 @functools.cache
 def folder() -> Path:
     """The folder of the sources, beside the package in a checkout; an installation has none."""
-    return Path(__file__).absolute().parents[3] / "kernels_cpu"
+    return own_folder().parent / "kernels_cpu"
 
 
 def files() -> list[Path]:

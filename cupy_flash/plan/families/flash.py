@@ -185,8 +185,7 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     # why only these: scores of kind "any" take turns in a loop, and products of floats stand alone.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
     turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
-    spilled = flash_tiles.SPILLED_OWN_KEYS.get((arch.target, kind, mask, classes), 0)
-    allowed = spilled if step == "dqkv" else 0
+    allowed = flash_tiles.SPILLED_OWN_KEYS.get((kind, mask, classes), ()) if step == "dqkv" else ()
     return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, turn=turn)
 
 

@@ -202,7 +202,7 @@ _OWN_KEYS = (  # LARGE             MEDIUM              TURING
 )
 # Bytes that 16-bit "any" of 192 spills with NVRTC 12.9, by target. why allowed: without V in registers 64
 # keys do not fit 99 KiB.
-SPILLED_OWN_KEYS = {("sm_86", "16-bit", "any", (192, 192)): 8}
+SPILLED_OWN_KEYS = {("16-bit", "any", (192, 192)): (("sm_86", 8),)}
 # The same; fewer queries at head dim 64, as the Hopper kernel has them, which shares passes with this one.
 _OWN_KEYS_ANY = tuple((row[1], *row[1:]) if n == 1 else row for n, row in enumerate(_OWN_KEYS))
 _OWN_KEYS_TF32 = (

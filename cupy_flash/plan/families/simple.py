@@ -70,17 +70,25 @@ _OF_SECOND_ORDER = ("jvp", "dq_dot", "dkv_dot", "dbias_dot")
 # Those that are compiled for the same bits on every GPU, too.
 _FIRST_ORDER = ("forward", "delta", "dq", "dkv", "dbias", "dsinks")
 
-# Bytes. dK and dV: sums of 16 keys are 128 registers of a thread there, and a block owns no fewer keys; those
-# of the first order spill for sm_100 only, and of the same bits for sm_90a, with NVRTC 13.5. dbias: for sm_61
-# only. dkv_dot of 64: what blocks ask of a pair; half the keys would read all else twice as often.
-# dbias_dot: for sm_61 up to 232, for sm_70 up to 68, else none.
+# Bytes by target, the more of both compilers. dK and dV of 512: sums of 16 keys are 128 registers of a thread
+# there, and a block owns no fewer keys. dkv_dot of 64: what blocks ask of a pair; half the keys would read
+# all else twice as often.
 _SPILLED = {
-    ("dkv", "f64", 512): 24,
-    ("dkv", "ieee64", 512): 24,
-    ("dkv_dot", "f64", 512): 256,
-    **{("dkv_dot", dtype, 64): 40 for dtype in ("f16", "bf16", "f32")},
-    **{("dbias_dot", dtype, 512): 232 for dtype in ("f16", "bf16", "f32")},
-}
+    **dict.fromkeys(
+        (("dkv", "f64", 512), ("dkv", "ieee64", 512)),
+        (("sm_75", 16), ("sm_80", 16), ("sm_86", 16), ("sm_90a", 16), ("sm_100", 24)),
+    ),
+    ("dkv_dot", "f64", 512): (
+        ("sm_75", 40), ("sm_80", 40), ("sm_86", 40), ("sm_90a", 136), ("sm_100", 224),
+    ),
+    **dict.fromkeys(
+        product(("dkv_dot",), ("f16", "bf16", "f32"), (64,)),
+        (("sm_70", 40), ("sm_75", 20), ("sm_80", 20), ("sm_86", 20), ("sm_90a", 24)),
+    ),
+    **dict.fromkeys(
+        product(("dbias_dot",), ("f16", "bf16", "f32"), (512,)), (("sm_61", 232), ("sm_70", 68)),
+    ),
+}  # fmt: skip
 
 
 def _variant(step: str, dtype: str, widest: int, function: Body | None = None) -> Variant:
@@ -89,9 +97,9 @@ def _variant(step: str, dtype: str, widest: int, function: Body | None = None) -
     classes = HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if widest <= largest)
     (m, n, shared_bytes), d = rows[row], classes[row]
-    allowed = _SPILLED.get((step, dtype, d), 0)
+    allowed = _SPILLED.get((step, dtype, d), ())
     return Variant(
-        *_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes, allowed_spill_bytes=allowed,
+        *_kernel(step), dtype, d, d, (m, n), _THREADS, shared_bytes, allowed_spills=allowed,
         function=function if step in _WITH_SCORES + _OF_SECOND_ORDER + _OF_ARGUMENTS else None,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash.device import cuda, libcuda
+from cupy_flash.device import choice, cuda, libcuda
 from tests.gpu.calls import arrays, both, check
 from tests.virtual_gpu import install
 from tests.virtual_gpu.alone import gpu
@@ -28,6 +29,14 @@ def test_results(ordinal: int) -> None:
     assert {x.ordinal for x in results.values()} == {ordinal}
     check(on_host(results))
     assert len(install.launched) >= 3
+
+
+def test_where_there_is_no_cupy_nothing_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(choice.VARIABLE)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    choice.gpu_driver.cache_clear()
+    check(on_host(both(*gpu.tensors(0, *arrays()))))
+    assert choice.gpu_driver("torch") is cuda
 
 
 @pytest.mark.parametrize("current", [None, 0, 1])

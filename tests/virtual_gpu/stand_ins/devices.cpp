@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <sys/mman.h>
+#include <unistd.h>
 
 namespace gpu {
 
@@ -22,6 +23,7 @@ const Model kModels[] = {
     {89, 128, 99 * kKiB, 100 * kKiB, 1536, "Virtual sm_89"},
     {90, 132, 227 * kKiB, 228 * kKiB, 2048, "Virtual sm_90"},
     {100, 148, 227 * kKiB, 228 * kKiB, 2048, "Virtual sm_100"},
+    {110, 20, 227 * kKiB, 228 * kKiB, 1536, "Virtual sm_110"},
     {120, 170, 99 * kKiB, 100 * kKiB, 1536, "Virtual sm_120"},
 };
 struct Error {
@@ -32,6 +34,7 @@ const Error kErrors[] = {
     {0, "SUCCESS", "no error"},
     {1, "INVALID_VALUE", "invalid argument"},
     {2, "OUT_OF_MEMORY", "out of memory"},
+    {3, "NOT_INITIALIZED", "initialization error"},
     {100, "NO_DEVICE", "no CUDA-capable device is detected"},
     {101, "INVALID_DEVICE", "invalid device ordinal"},
     {200, "INVALID_IMAGE", "device kernel image is invalid"},
@@ -57,6 +60,10 @@ const Error& known(int code) {
 }
 }    // namespace
 
+namespace {
+pid_t made_in = 0;
+}
+bool forked() { return made_in && getpid() != made_in; }
 std::vector<Device>& devices() {
     static std::vector<Device> all;
     return all;
@@ -76,6 +83,7 @@ int refuse(int code, const char* format, ...) {
 // Make the devices of these compute capabilities (80: sm_80); false if one is not known.
 API int virtual_gpu_devices(const int* capabilities, int count) {
     auto& all = devices();
+    made_in = getpid();
     for (int i = 0; i < count; i++) {
         const auto* model = std::find_if(std::begin(kModels), std::end(kModels),
                                          [&](const Model& m) { return m.capability == capabilities[i]; });

@@ -1,11 +1,22 @@
 // The driver's interface to devices, contexts and errors, as much as CuPy and cupy_flash call.
 #include "gpu.h"
 #include <cstdio>
+#include <utility>
 using namespace gpu;
 
-API CUresult cuInit(unsigned) { return devices().empty() ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS; }
+namespace {
+int driver_version = CUDA_VERSION;
+}
+
+// Be a driver of another CUDA; returns what it was.
+API int virtual_gpu_driver_version(int version) { return std::exchange(driver_version, version); }
+
+API CUresult cuInit(unsigned) {
+    if (forked()) return CUDA_ERROR_NOT_INITIALIZED;
+    return devices().empty() ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS;
+}
 API CUresult cuDriverGetVersion(int* version) {
-    *version = CUDA_VERSION;
+    *version = driver_version;
     return CUDA_SUCCESS;
 }
 API CUresult cuGetErrorName(CUresult error, const char** out) {
@@ -28,6 +39,7 @@ API CUresult cuDeviceGet(CUdevice* out, int ordinal) {
     return CUDA_SUCCESS;
 }
 API CUresult cuCtxGetCurrent(CUcontext* out) {
+    if (forked()) return CUDA_ERROR_NOT_INITIALIZED;
     *out = bound ? reinterpret_cast<CUcontext>(&device()) : nullptr;
     return CUDA_SUCCESS;
 }

@@ -30,6 +30,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* out, CUdevice ordinal) {
 }
 API CUresult cuCtxPushCurrent(CUcontext context) {
     Guard guard(lock);
+    if (forked()) return CUDA_ERROR_NOT_INITIALIZED;
     const int ordinal = context ? reinterpret_cast<Device*>(context)->ordinal : -1;
     if (!is_device(ordinal) || !retained[size_t(ordinal)]) return CUDA_ERROR_INVALID_CONTEXT;
     stack.push_back({bound, current});

@@ -42,6 +42,8 @@ extern thread_local bool bound;     // whether this thread has a context
 extern int failed;
 
 std::vector<Device>& devices();
+// Whether this process was forked from the one that made the devices: the driver does nothing in it.
+bool forked();
 inline Device& device() { return devices()[size_t(current)]; }
 const char* error_name(int code);
 const char* error_text(int code);
