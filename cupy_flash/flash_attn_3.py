@@ -423,8 +423,6 @@ def flash_attn_with_kvcache(
         cache_seqlens = second.full_length(k_cache, k, page_table, "page_table")
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx), None
-    if rotary_cos is None:  # nothing is rotated, from wherever
-        rotary_seqlens = None
     window = second.window_of(window_size)
     positional = causal or window != (None, None)
     longest = None if cu_seqlens_q is None else max_seqlen_q or int(cu_seqlens_q.diff().max())

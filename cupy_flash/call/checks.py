@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["flag", "integer", "one_of"]
+__all__ = ["flag", "integer", "one_of", "pair"]
 
 
 def flag(value: Any, name: str) -> bool:
@@ -41,3 +41,24 @@ def integer(value: Any) -> int | None:
 def one_of(value: Any, names: Container[str]) -> bool:
     """Whether a value is one of these names; `in` alone would compare arrays element by element."""
     return isinstance(value, str) and value in names
+
+
+def pair(window: Any) -> tuple[Any, Any]:
+    """The two bounds of a window, whatever they are; None is open on both sides.
+
+    Raises
+    ------
+    InvalidArgumentsError
+        It has not two.
+    """
+    if window is None:
+        return None, None
+    if isinstance(window, (tuple, list)) and len(window) == 2:
+        return window[0], window[1]
+    width = integer(window)
+    width = 128 if width is None or width < 0 else width
+    raise InvalidArgumentsError(
+        f"window is {window!r}, not a pair (left, right).",
+        hint=f"window=({width}, 0) for the query's key and {width} before it, "
+        f"or window=({width}, {width}) for {width} on either side",
+    )

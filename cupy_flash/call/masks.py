@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import InvalidArgumentsError
-from .checks import integer, one_of
+from .checks import integer, one_of, pair
 
 __all__ = ["Band", "resolve_band"]
 
@@ -71,16 +71,6 @@ def _bound(value: object, side: str) -> int | None:
     return bound
 
 
-def _no_pair(window: object) -> InvalidArgumentsError:
-    width = integer(window)
-    width = 128 if width is None or width < 0 else width
-    return InvalidArgumentsError(
-        f"window is {window!r}, not a pair (left, right).",
-        hint=f"window=({width}, 0) for the query's key and {width} before it, "
-        f"or window=({width}, {width}) for {width} on either side",
-    )
-
-
 def resolve_band(
     causal: bool,
     window: tuple[int | None, int | None] | None,
@@ -122,9 +112,8 @@ def resolve_band(
     """
     left = right = None
     if window is not None:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise _no_pair(window)
-        left, right = _bound(window[0], "left"), _bound(window[1], "right")
+        before, behind = pair(window)
+        left, right = _bound(before, "left"), _bound(behind, "right")
     if causal:
         right = 0
     positional = left is not None or right is not None or alibi

@@ -12,7 +12,15 @@ from .given import Options
 from .progress import TOLD
 from .reproducible import check_reproducible
 
-__all__ = ["LAYOUTS", "OF_NO_CALL", "Moment", "check_options", "finite_number", "moment_apart"]
+__all__ = [
+    "LAYOUTS",
+    "OF_NO_CALL",
+    "Moment",
+    "check_options",
+    "checked_seed",
+    "finite_number",
+    "moment_apart",
+]
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LAYOUTS = ("bhsd", "bshd")
@@ -40,7 +48,8 @@ def finite_number(value: Any, name: str) -> float:
     return number
 
 
-def _checked_seed(seed: Any) -> int:
+def checked_seed(seed: Any) -> int:
+    """A seed as an integer."""
     number = integer(seed)
     if number is None or not 0 <= number < 2**64:
         raise InvalidArgumentsError(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
@@ -70,7 +79,7 @@ def moment_apart(options: Options) -> tuple[Options, Moment]:
     progress = TOLD.get()
     if options.seed is None:
         return options, OF_NO_CALL if progress is None else Moment(0, progress)
-    seed = _checked_seed(options.seed)
+    seed = checked_seed(options.seed)
     return options._replace(seed=0), Moment(seed, progress)
 
 
@@ -99,7 +108,7 @@ def check_options(options: Options) -> None:
             hint="seed=0, and a new one for each step",
         )
     if options.seed is not None:
-        _checked_seed(options.seed)
+        checked_seed(options.seed)
     if options.softcap is not None and finite_number(options.softcap, "softcap") <= 0:
         raise InvalidArgumentsError(
             f"softcap is {options.softcap}, not above 0.", hint="softcap=30.0, or None for none"

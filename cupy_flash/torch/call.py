@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..api import adopted, run_backward, run_forward
+from ..call.checks import pair
 from ..call.given import Options, Packing, split
 from ..call.operands import Views
 from ..call.options import WITH_GRADIENT, CompiledOptions
+from ..call.values import checked_seed
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import pack
 from .schema import arguments_of, array_names
@@ -104,7 +106,7 @@ def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> tuple[Any, ...
 def arguments(call: Call) -> tuple[Any, ...]:
     """The arguments of the operator."""
     options = call.options
-    left, right = options.window or (None, None)
+    left, right = pair(options.window)
     align, bottom_right = _position(call)
     values: dict[str, Any] = {
         "left": left, "right": right, "align": align, "bottom_right": bottom_right,
@@ -138,6 +140,8 @@ def _held(seed: Any) -> torch.Tensor | None:
     """A seed as a tensor."""
     if seed is None or isinstance(seed, torch.Tensor):
         return seed
+    if not isinstance(seed, int):
+        seed = checked_seed(seed)
     if seed >= 2**63:
         raise UnsupportedError(f"seed is {seed}; torch's programs hold 63 bits.", hint="seed % 2**63")
     return torch.full((), seed, dtype=torch.int64)

@@ -79,8 +79,8 @@ def _tensor_of(x: Any, name: str) -> str:
         return f"cupy_flash.torch.attention(q, k, v, mask={name})"
     if isinstance(x, QuantizedArray):
         return "cupy_flash.attention, which records no gradients, on the same values"
-    if name in ("mask.table", "mask.bits"):  # the arrays of a BlockMask
-        return "cupy_flash.BlockMask(*map(torch.as_tensor, mask))"
+    if name.startswith("mask."):  # an array of Spans, a BlockMask or a RaggedMask
+        return "type(mask)(*map(torch.as_tensor, mask))"
     if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
         return f"torch.as_tensor({name}); or cupy_flash.attention, which takes arrays of NumPy"
     if hasattr(x, "__dlpack__"):

@@ -9,6 +9,7 @@ import torch
 
 from .. import kv_cache
 from ..call.cache.parts import cache_parts
+from ..call.checks import pair
 from ..call.codes import kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
 from ..call.options import CacheOptions
@@ -151,7 +152,7 @@ def attention_with_kv_cache(
                 f"{spelled(name)} requires grad, and attention over a cache records none.",
                 hint=f"{spelled(name)}.detach(), or a call inside torch.no_grad()",
             )
-    values["left"], values["right"] = values["window"] or (None, None)
+    values["left"], values["right"] = pair(values["window"])
     others = [argument.of(values[argument.name]) for argument in _ARGUMENTS]
     o, lse = _operator(*tensors.values(), *others)
     return (o, lse) if return_lse else o

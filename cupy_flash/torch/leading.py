@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -31,25 +31,33 @@ def together(
         )
     if rank == 2:
         return [query, key, value], ()
-    # why: torch.broadcast_shapes, in Python, takes about as long as all else of a short call.
+    # why: what follows, in Python, takes about as long as all else of a short call.
     if rank == query.dim() == key.dim() == value.dim():
         like_query = all(x.shape[:-3] == query.shape[:-3] for x in (key, value))
         if like_query and (grouped or query.shape[-3] == key.shape[-3] == value.shape[-3]):
             return [query, key, value], tuple(query.shape[:-3])
     lifted = [x[(None,) * (rank - x.dim())] for x in (query, key, value)]
     heads = [x.shape[-3] for x in lifted]
-    try:
-        batch = tuple(torch.broadcast_shapes(*(x.shape[:-3] for x in lifted)))
-        if not grouped:
-            all_heads = torch.broadcast_shapes(*((n,) for n in heads))[0]
-            heads = [all_heads, *(heads[1:] if heads[1] == heads[2] else (all_heads, all_heads))]
-    except RuntimeError:
+    batch = tuple([_broadcast(lengths) for lengths in zip(*(x.shape[:-3] for x in lifted), strict=True)])
+    all_heads = heads[0] if grouped else _broadcast(heads)
+    if -1 in (all_heads, *batch):
         raise InvalidArgumentsError(
             f"{heads[0]} heads of query, {heads[1]} of key, {heads[2]} of value; "
             f"leading axes {[tuple(x.shape[:-3]) for x in lifted]}.",
             hint="enable_gqa=True if heads of query share those of key; leading axes that broadcast",
-        ) from None
+        )
+    if not grouped:
+        heads = [all_heads, *(heads[1:] if heads[1] == heads[2] else (all_heads, all_heads))]
     return [x.expand(*x.shape[:-3], n, *x.shape[-2:]) for x, n in zip(lifted, heads, strict=True)], batch
+
+
+def _broadcast(lengths: Sequence[int]) -> int:
+    """The length to which those of an axis broadcast; -1 if they do not.
+
+    why not torch.broadcast_shapes: torch.compile shows its error, which cannot be caught there, and not ours.
+    """
+    first, *others = [n for n in lengths if n != 1] or [1]
+    return first if all(n == first for n in others) else -1
 
 
 def over_batches(
@@ -80,11 +88,7 @@ def _as_wide(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
     """A mask with an axis for each of the batch, of length 1 where it does not change along it."""
     mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
     lead = tuple(mask.shape[:-3])
-    try:
-        fits = tuple(torch.broadcast_shapes(lead, batch)) == batch
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if len(lead) != len(batch) or any(n not in (1, whole) for n, whole in zip(lead, batch, strict=True)):
         raise InvalidArgumentsError(
             f"attn_mask has leading axes {lead}, query, key and value {batch}.",
             hint="a mask whose axes before the heads are of these lengths, or 1",

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, SupportsFloat, get_args, get_origin
 
+from ..call.checks import flag
 from ..call.options import declared, types
+from ..call.spelling import spelled
+from ..call.values import finite_number
 
 __all__ = ["Argument", "arguments_of", "array_names", "schema"]
 
@@ -30,10 +33,13 @@ class Argument(NamedTuple):
     name: str
 
     def of(self, value: Any) -> Any:
-        """A value as torch takes it: NumPy's numbers, say, are none to it."""
+        """A value as torch takes it, NumPy's numbers as Python's; what is no flag or number is refused."""
         if value is None or self.kind.startswith(("SymInt", "str")):
             return value
-        return bool(value) if self.kind.startswith("bool") else float(value)
+        if self.kind.startswith("bool"):
+            return flag(value, spelled(self.name))
+        # why not all of them: in a program a number may be a symbol, of which only its type is asked.
+        return float(value) if isinstance(value, (int, float)) else finite_number(value, spelled(self.name))
 
 
 def arguments_of(options: Any, instead: dict[str, str]) -> tuple[Argument, ...]:

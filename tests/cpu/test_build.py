@@ -248,6 +248,13 @@ def test_progress_on_a_terminal_is_a_bar(stubs, tmp_path, monkeypatch, capsys):
     assert "2/2" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_progress_where_there_is_no_stderr(stubs, tmp_path, monkeypatch):
+    """As in programs of pythonw, which have no console: kernels are built."""
+    monkeypatch.setattr(sys, "stderr", None)
+    build.build(12, ["sm_80"], tmp_path, jobs=1)
+    assert len(list(tmp_path.glob("cuda12/sm_80/*.cubin"))) == 2
+
+
 def test_lines_of_progress_are_few(monkeypatch, capsys):
     clock = iter(range(1000))
     monkeypatch.setattr(build.time, "monotonic", lambda: float(next(clock)))

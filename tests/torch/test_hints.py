@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
@@ -423,6 +424,8 @@ CASES = {
     "no tensor": (call, {"q": Q.numpy()}, 1, [lambda: cupy_flash.attention(*(x.numpy() for x in (Q, K, V)))]),
     "no tensor: a list": (call, {"q": Q.tolist()}, 1, []),
     "no tensor: our blocks": (call, {"mask": OF_NUMPY}, 1, []),
+    "no tensor: our spans": (call, {"mask": cupy_flash.spans.prefix_lm(5, 9)}, 1, []),
+    "no tensor: bits by sequence": (varlen, {"mask": cupy_flash.RaggedMask(np.ones(2 * 9 * 9, bool))}, 1, []),
     "no tensor: blocks as a bias": (call, {"bias": OF_TORCH}, 1, []),
     "no tensor: of another library": (
         call,

@@ -357,7 +357,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.reproducible == "device":
         reasons.append("multiplies on tensor cores, whose sums follow the architecture")
     elif p.reproducible == "batch" or (p.reproducible and p.direction == "backward"):
-        reasons.append("no kernel that adds in its order computes decode, or gradients of one sequence")
+        reasons.append("no kernel with the same summation order for decode, or for gradients of one sequence")
     elif p.reproducible and p.dtype == FLOAT8:
         reasons.append(f"no order is promised for {FLOAT8} yet")
     hides = p.dtype not in (FLOAT8, "float32") and _mask(p) == "spans"
