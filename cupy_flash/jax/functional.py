@@ -49,7 +49,7 @@ def attention(
     scale, softcap : float or Array of shape (), optional
         As in `cupy_flash.attention`. As arrays they may be traced. scale has a gradient; asking for that of
         softcap raises. The host reads them in every call, and waits for them on a GPU. A scale for each head,
-        of shape (heads_q,) or (batch, heads_q), is multiplied into q, in the dtype of q.
+        of shape (heads_q,) or (batch, heads_q), is multiplied into q, which is rounded to its dtype.
     seed : int, Array of int of shape (), or key of `jax.random`, optional
         As in `cupy_flash.attention`. It may be traced, and a new one does not recompile: the host reads it in
         every call, and waits for it on a GPU. A key of any kind gives 64 random bits; an integer drops the

@@ -139,7 +139,7 @@ FORWARD: list[tuple[str, str, dict[str, Any]]] = [
     ("scale nan", r"scale is nan", {"scale": float("nan")}),
     ("scale infinite", r"scale is inf", {"scale": float("inf")}),
     ("scale a string", r"scale is '0.1'", {"scale": "0.1"}),
-    ("scale an array", r"scale has shape \(2,\), and this call takes one number", {"scale": ones(2)}),
+    ("scale an array", r"scale has shape \(2,\), and q \(2, 4, 6, 8\)", {"scale": ones(2)}),
     ("softcap 0", r"softcap is 0", {"softcap": 0.0}),
     ("softcap negative", r"softcap is -1", {"softcap": -1.0}),
     ("softcap nan", r"softcap is nan", {"softcap": float("nan")}),

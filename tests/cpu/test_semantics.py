@@ -101,10 +101,10 @@ def test_nothing_to_compute(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) 
     o, lse, gradients = backward_of(q, q, k, k, sinks=sinks, bias=bias)
     assert o.shape == q_shape
     assert lse.shape == q_shape[:-1]
-    *of_arrays, dscore = gradients
+    *of_arrays, dscore, dscale = gradients
     assert [x.shape for x in of_arrays] == [q_shape, k_shape, k_shape, (1, 1), (heads,)]
     assert not any(x.any() for x in of_arrays)
-    assert dscore is None
+    assert dscore is dscale is None
 
 
 def test_nothing_to_compute_writes_into_out() -> None:
