@@ -244,7 +244,7 @@ def backward(
             function = attention_varlen_backward if stretch.cuts else attention_backward
             ordered = [given[name] for name in ("do", "q", "k", "v", "o", "lse")]
             grads = function(*ordered, *stretch.cuts, dlse=given.get("dlse"), **stretch.how)
-            dq[at(stretch.queries, call.axis)] = grads.dq
+            dq[at(stretch.queries, call.axis)] = link.narrow(grads.dq, q)
             for name, total in sums.items():
                 total[at(stretch.keys, call.axis)] += getattr(grads, f"d{name}")
             if dsinks is not None:
