@@ -54,7 +54,7 @@ CORE = ("", "derivatives", "functions", "quantized", "spans")
 OWN = {
     "ring.py": ("ring",),
     "mpi.py": ("mpi",),
-    "parts.py": ("mpi",),
+    **dict.fromkeys(("allgather.py", "alltoall.py", "group.py", "parts.py", "schedules.py"), ("mpi",)),
     "torch/": ("torch",),
     "jax/": ("jax", "jax.flax"),
     "flash_attn/": ("torch", "flash_attn", "flash_attn.modules.mha", "flash_attn.bert_padding"),

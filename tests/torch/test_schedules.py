@@ -89,5 +89,6 @@ def process(rank, ranks, seeds):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_agree_with_float64(ranks, tmp_path):
-    seeds = np.random.SeedSequence().generate_state(40).tolist()
+    # The first one is packed, in 16 bits, by all-gather: torch writes rows by index in their own dtype only.
+    seeds = [96549698, *np.random.SeedSequence().generate_state(40).tolist()]
     in_processes(ranks, process, tmp_path, seeds, seconds=120)
