@@ -23,6 +23,7 @@ from .commands import (
     memory,
     overhead,
     pages,
+    parallel,
     plot,
     probes,
     soak,
@@ -59,6 +60,7 @@ COMMANDS = {
     "cost": Command(
         "least times by the cost model, for GPUs at hand or not", cost.run, cost.arguments, False
     ),
+    "parallel": Command("a sequence over many GPUs, by the model of schedules", parallel.run, measures=False),
     "probes": Command("ceilings, exp, launches, cubins", probes.run, probes.arguments, measures=False),
     "gpu_check": Command(
         "all of it, in one visit to a GPU", gpu_check.run, gpu_check.arguments, measures=False

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError
 from .adopt import adopt
+from .checks import one_of
 from .operands import FLOATS, check_place, row_operand, wrong
 from .outputs import namespace
 
@@ -28,7 +29,7 @@ def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tupl
     layout : {"bhsd", "bshd"}
         That of q; packed rows are "bshd".
     """
-    of_heads = len(q) - (2 if layout == "bshd" else 3)
+    of_heads = len(q) - (2 if one_of(layout, ("bshd",)) else 3)  # others are refused where options are
     axes: tuple[int, ...] = ()
     if of_heads >= 0 and shape == (q[of_heads],):
         axes = (of_heads,)
@@ -71,9 +72,10 @@ class HeadScale(NamedTuple):
     @classmethod
     def of(cls, scale: Any, q: Any, layout: str) -> HeadScale | None:
         """That of a call; None if its scale is a number, or an array of one number that is of no head."""
-        shape = tuple(getattr(scale, "shape", ()))
-        if not shape:
+        shape = getattr(scale, "shape", ())
+        if not shape or not isinstance(shape, tuple):  # a number, or what is refused as one
             return None
+        shape = tuple(shape)
         raw = {"q": adopt(q, "q"), "scale": adopt(scale, "scale")}
         try:
             factor = scale_shape(shape, raw["q"].shape, layout)

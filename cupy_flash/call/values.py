@@ -37,9 +37,10 @@ def finite_number(value: Any, name: str) -> float:
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        if name == "scale" and math.prod(getattr(value, "shape", ())) > 1:
+        shape = getattr(value, "shape", ())
+        if name == "scale" and isinstance(shape, tuple) and math.prod(shape) > 1:
             raise InvalidArgumentsError(
-                f"scale has shape {tuple(value.shape)}, and this call takes one number for all heads.",
+                f"scale has shape {tuple(shape)}, and this call takes one number for all heads.",
                 hint="q * scale[..., None, None], with scale=1.0; its gradient is q * dq, summed over rows",
             ) from None
         raise InvalidArgumentsError(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None

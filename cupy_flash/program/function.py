@@ -138,14 +138,7 @@ class Program:
     def _traced(self, key: tuple[Argument, ...]) -> Body:
         if isinstance(self.function, str):
             return Template(self.function, "mask" if self.masks else "score", key)
-        wanted = len(self._names)
-        if len(key) < wanted or (len(key) > wanted and not self._rest):
-            missing = ", ".join(self._names) or "none"
-            raise InvalidArgumentsError(
-                f"{self.name} takes {wanted} argument{'s' * (wanted != 1)} behind j ({missing}); "
-                f"{len(key)} {'is' if len(key) == 1 else 'are'} bound.",
-                hint=f"f({missing if wanted else ''}), where f is what cupy_flash.score or mask made",
-            )
+        self.check_count(len(key))
         learned, names = self._learned, self.names(len(key))
         for number in learned:
             if not key[number].differentiable:
@@ -154,6 +147,17 @@ class Program:
                     hint="a floating dtype, or learned without it",
                 )
         return trace(self.function, self.masks, key, names, learned, self.name, self._line)
+
+    def check_count(self, count: int) -> None:
+        """Refuse too many arguments behind j, or too few."""
+        wanted = len(self._names)
+        if count < wanted or (count > wanted and not self._rest):
+            missing = ", ".join(self._names) or "none"
+            raise InvalidArgumentsError(
+                f"{self.name} takes {wanted} argument{'s' * (wanted != 1)} behind j ({missing}); "
+                f"{count} {'is' if count == 1 else 'are'} bound.",
+                hint=f"f({missing if wanted else ''}), where f is what cupy_flash.score or mask made",
+            )
 
     def in_python(self) -> Callable[..., Any]:
         """The function, for a caller that runs it.
@@ -198,13 +202,19 @@ def both(first: Program, count: int, mask: Program) -> Program:
     """
     mine, other = first.in_python(), mask.in_python()
 
+    def cut(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        of_each = arguments[:count], arguments[count:]
+        for program, own in zip((first, mask), of_each, strict=True):
+            program.check_count(len(own))
+        return of_each
+
     def masked(s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
-        return np.where(
-            other(b, h, i, j, *arguments[count:]), mine(s, b, h, i, j, *arguments[:count]), -np.inf
-        )
+        of_mine, of_other = cut(arguments)
+        return np.where(other(b, h, i, j, *of_other), mine(s, b, h, i, j, *of_mine), -np.inf)
 
     def mask_by_both(b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
-        return mine(b, h, i, j, *arguments[:count]) & other(b, h, i, j, *arguments[count:])
+        of_mine, of_other = cut(arguments)
+        return mine(b, h, i, j, *of_mine) & other(b, h, i, j, *of_other)
 
     made = Program(mask_by_both if first.masks else masked, first.masks, ())
     made.name = f"{first.name} and {mask.name}"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, UnsupportedError, ring, testing
-from cupy_flash.agreement import Agreement
+from cupy_flash import InvalidArgumentsError, UnsupportedError, mpi, testing
 from cupy_flash.plan import choose
 from cupy_flash.testing import reference
+from tests.communicator import in_threads
 from tests.float8_cases import E4M3, Float8Case, check, check_packed
 from tests.plan_cases import BASE
 from tests.public import quantized
@@ -106,11 +105,11 @@ def test_refused(error: type[Exception], first_line: str, changes: dict[str, Any
     assert str(caught.value).splitlines()[-1].startswith("Try: ")
 
 
-def test_no_ring() -> None:
+@pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
+def test_no_parts_of_a_sequence(schedule: str) -> None:
     """Its result would be rounded to 8 bits, which nobody asked for."""
-    options = {"scale": None, "softcap": None, "sinks": None, "layout": "bhsd", "precision": None}
-    with pytest.raises(UnsupportedError, match="a ring adds up results in the dtype of q"):
-        ring.forward(SimpleNamespace(agreement=Agreement()), ONE, ONE, ONE, False, options)
+    with pytest.raises(UnsupportedError, match="a sequence in parts has results in the dtype of q"):
+        in_threads(2, lambda comm: mpi.ring_attention(ONE, ONE, ONE, comm, schedule=schedule))
 
 
 def test_no_gradient_and_no_textbook() -> None:

@@ -694,3 +694,17 @@ def test_a_text_is_planned_and_built_as_others_are(monkeypatch: pytest.MonkeyPat
         assert "score(score in C, 1 argument)" in text
         assert bodies[0].digest[:12] in text
         assert "bound" not in text
+
+
+@pytest.mark.parametrize("joined", ["with a score function", "with another mask"])
+@pytest.mark.parametrize("count", [0, 2])
+def test_each_of_two_functions_takes_its_own_arguments(joined: str, count: int) -> None:
+    """Python would say how many both take."""
+    q, x = np.ones((1, 4, 6, 8), np.float32), np.ones(4, np.float32)
+    near = cupy_flash.mask(lambda b, h, i, j, x: j <= i + x[h])(*[x] * count)
+    score = cupy_flash.score(lambda s, b, h, i, j, x: s * x[h])(x)
+    other = cupy_flash.mask(lambda b, h, i, j: j < 5)
+    how = {"mask": near, "score": score} if "score" in joined else {"mask": (other, near)}
+    are = "is" if count == 1 else "are"
+    with pytest.raises(InvalidArgumentsError, match=rf"takes 1 argument behind j \(x\); {count} {are} bound"):
+        cupy_flash.attention(q, q, q, **how)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,3 +183,15 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentsError, match=says) as caught:
         call()
     assert "Try: " in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [None, 3, "ab", [4], math.prod])
+@pytest.mark.parametrize("call", [cupy_flash.attention, cupy_flash.naive_attention, cupy_flash.explain])
+def test_what_has_a_shape_of_another_kind_is_no_number(call: Callable[..., Any], shape: Any) -> None:
+    with pytest.raises(InvalidArgumentsError, match=r"scale is .*, not a number"):
+        call(Q, K, V, scale=SimpleNamespace(shape=shape))
+
+
+def test_a_layout_that_is_an_array_is_refused() -> None:
+    with pytest.raises(InvalidArgumentsError, match="layout is"):
+        cupy_flash.explain(Q, K, V, scale=np.ones(4), layout=np.zeros(3, "i4,f4"))
