@@ -283,12 +283,11 @@ def scaled_dot_product_attention(
     """
     given = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
     seen = key_of(query, key, value, given, enable_gqa, "sdpa")
-    o: Tensor
-    if seen is not None and (o := repeated(seen, query, key, value)) is not None:
+    o: Tensor | None = None if seen is None else repeated(seen, query, key, value)
+    if o is not None:
         return o
     if are_ragged_rows(query):
-        o = _nested_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return o
+        return _nested_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
     align = causal_alignment(attn_mask)
     if align is None:
@@ -322,7 +321,7 @@ def scaled_dot_product_attention(
 
 def _nested_sdpa(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
-) -> Any:
+) -> Tensor:
     """`scaled_dot_product_attention` of nested tensors, which torch takes without a mask only."""
     if attn_mask is not None:
         raise InvalidArgumentsError("attn_mask with nested tensors.", hint="attn_mask=None, is_causal=True")
@@ -330,7 +329,7 @@ def _nested_sdpa(
         raise InvalidArgumentsError(
             f"{query.shape[1]} heads of query, {key.shape[1]} of key.", hint="enable_gqa=True"
         )
-    o: Any = attention(query, key, value, causal=causal, align="top_left", scale=scale, dropout=dropout)
+    o: Tensor = attention(query, key, value, causal=causal, align="top_left", scale=scale, dropout=dropout)
     return o
 
 
