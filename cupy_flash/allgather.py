@@ -18,7 +18,7 @@ from .call.masks import resolve_band
 from .call.problem import describe
 from .errors import InvalidArgumentsError
 from .exchange import ToParts, ToWhole, exchange, room
-from .group import Link, Round, at, row_axis, terms_of
+from .group import Asked, Link, Round, at, row_axis, terms_of
 from .partial import attention_backward, attention_varlen_backward
 from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
 from .varlen import attention_varlen
@@ -170,23 +170,16 @@ def _packed_stretches(
     ]
 
 
-def forward(
-    link: Link,
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    terms: dict[str, Any] | None = None,
-) -> tuple[Any, Any]:
+def forward(asked: Asked) -> tuple[Any, Any]:
     """As `ring.forward`."""
+    link, arrays, causal, options, cut, _ = asked
+    q, _, v = arrays.values()
     with link.agreement.refusals():
-        call = _Call(link, "forward", {"q": q, "k": k, "v": v}, causal, options, cut)
+        call = _Call(link, "forward", arrays, causal, options, cut)
         o = room(link, q, (*q.shape[:-1], v.shape[-1]))
         swapped = call.axis == -3
         lse = room(link, q, (*q.shape[:-3], q.shape[-2], q.shape[-3]) if swapped else q.shape[:-1], wide=True)
-    link.agreement.reach({**call.terms, **(terms or {})})
+    link.agreement.reach({**call.terms, **asked.terms})
 
     def attend() -> None:
         for journey in call.there:
@@ -204,36 +197,24 @@ def forward(
     return o, lse
 
 
-def backward(
-    link: Link,
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    dlse: Any,
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    wanted: tuple[bool, bool] = (True, True),
-    terms: dict[str, Any] | None = None,
-) -> Gradients[Any]:
+def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As `ring.backward`."""
-    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    link, arrays, causal, options, cut, _ = asked
+    q = arrays["q"]
     with link.agreement.refusals():
         call = _Call(link, "backward", arrays, causal, options, cut)
         dq = room(link, q, tuple(q.shape))
-        asked = [name for name, x in zip("kv", wanted, strict=True) if x]
+        given_back = [name for name, x in zip("kv", wanted, strict=True) if x]
         shapes = {name: tuple(x.whole.shape) for name, x in zip("kv", call.there, strict=True)}
-        sums = {name: room(link, arrays[name], shapes[name], wide=True) for name in asked}
+        sums = {name: room(link, arrays[name], shapes[name], wide=True) for name in given_back}
         dsinks = None if options["sinks"] is None else link.wide(options["sinks"])
         for total in (*sums.values(), *([] if dsinks is None else [dsinks])):
             total[...] = 0
         homes = {
-            name: ToParts(link, arrays[name], shapes[name], call.rows, call.axis, wide=True) for name in asked
+            name: ToParts(link, arrays[name], shapes[name], call.rows, call.axis, wide=True)
+            for name in given_back
         }
-    link.agreement.reach({**call.terms, **(terms or {})})
+    link.agreement.reach({**call.terms, **asked.terms})
     of_queries = {name: x for name, x in arrays.items() if name not in ("k", "v")}
 
     def differentiate() -> None:

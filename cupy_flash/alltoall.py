@@ -21,7 +21,7 @@ from .call.options import PER_HEAD
 from .call.problem import describe
 from .errors import InvalidArgumentsError
 from .exchange import ToParts, ToWhole, exchange
-from .group import Link, Round, at, row_axis, terms_of
+from .group import Asked, Link, Round, at, row_axis, terms_of
 from .parts import Rows, Split, packed_starts, packed_stretches
 from .varlen import attention_varlen, attention_varlen_backward
 
@@ -144,21 +144,14 @@ class _Call:
         return self._link.narrow(every, like)
 
 
-def forward(
-    link: Link,
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    terms: dict[str, Any] | None = None,
-) -> tuple[Any, Any]:
+def forward(asked: Asked) -> tuple[Any, Any]:
     """As `ring.forward`."""
+    link, arrays, causal, options, cut, _ = asked
+    q, _, v = arrays.values()
     with link.agreement.refusals():
-        call = _Call(link, "forward", {"q": q, "k": k, "v": v}, causal, options, cut)
+        call = _Call(link, "forward", arrays, causal, options, cut)
         homes = {"o": call.home("o", v), "lse": call.home("lse", q)}
-    link.agreement.reach({**call.terms, **(terms or {})})
+    link.agreement.reach({**call.terms, **asked.terms})
 
     def attend() -> None:
         arrays = [x.arrive() for x in call.there.values()]
@@ -173,28 +166,14 @@ def forward(
     return homes["o"].arrive(), homes["lse"].arrive()
 
 
-def backward(
-    link: Link,
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    dlse: Any,
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    wanted: tuple[bool, bool] = (True, True),
-    terms: dict[str, Any] | None = None,
-) -> Gradients[Any]:
+def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As `ring.backward`: a process that fails adds NaN to the gradients of its heads."""
-    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    link, arrays, causal, options, cut, _ = asked
     with link.agreement.refusals():
         call = _Call(link, "backward", arrays, causal, options, cut)
-        asked = [name for name, x in zip("qkv", (True, *wanted), strict=True) if x]
-        homes = {name: call.home(name, arrays[name]) for name in asked}
-    link.agreement.reach({**call.terms, **(terms or {})})
+        given_back = [name for name, x in zip("qkv", (True, *wanted), strict=True) if x]
+        homes = {name: call.home(name, arrays[name]) for name in given_back}
+    link.agreement.reach({**call.terms, **asked.terms})
     sinks = options["sinks"]
     dsinks: Any = None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Protocol
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from .call.options import PER_HEAD
 from .call.problem import describe
 from .errors import UnsupportedError
 
-__all__ = ["Link", "Round", "all_done", "at", "row_axis", "terms_of"]
+__all__ = ["Asked", "Link", "Round", "all_done", "at", "row_axis", "terms_of"]
 
 
 class Link(Protocol):
@@ -46,6 +46,31 @@ class Link(Protocol):
 
     def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
         """Integers as an array of the library of another one, on its device."""
+
+
+class Asked(NamedTuple):
+    """What a process asks of all.
+
+    Attributes
+    ----------
+    link : Link
+    arrays : dict of str to array
+        Its parts of q, k and v; for gradients of do, q, k, v, o, lse and dlse.
+    causal : bool
+    options : dict
+        The other `RingOptions`.
+    cut : array of int32, optional
+        Offsets of its rows of packed sequences; layout is then "bshd".
+    terms : dict
+        What else must be the same in all processes.
+    """
+
+    link: Link
+    arrays: dict[str, Any]
+    causal: bool
+    options: dict[str, Any]
+    cut: Any = None
+    terms: Mapping[str, Any] = MappingProxyType({})
 
 
 def all_done(waits: Iterable[Callable[[], Any]]) -> None:

@@ -28,7 +28,7 @@ from .call.options import RingGradientOptions, RingOptions, defaults
 from .call.signature import takes
 from .call.spelling import kind_of
 from .errors import InvalidArgumentsError
-from .group import all_done
+from .group import Asked, all_done
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -146,7 +146,8 @@ def ring_attention(
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    return schedules.forward(_Link(comm, agreement), q, k, v, every.pop("causal"), every, cu_seqlens)
+    arrays, causal = {"q": q, "k": k, "v": v}, every.pop("causal")
+    return schedules.forward(Asked(_Link(comm, agreement), arrays, causal, every, cu_seqlens))
 
 
 @takes(RingGradientOptions)
@@ -183,5 +184,5 @@ def ring_attention_backward(
     dlse, causal = every.pop("dlse"), every.pop("causal")
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    arrays = do, q, k, v, o, lse, dlse
-    return schedules.backward(_Link(comm, agreement), arrays, causal, every, cu_seqlens)
+    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    return schedules.backward(Asked(_Link(comm, agreement), arrays, causal, every, cu_seqlens))

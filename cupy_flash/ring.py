@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .api import Gradients
-from .group import Link, Round, at, row_axis, terms_of
+from .group import Asked, Link, Round, at, row_axis, terms_of
 from .merge import merge
 from .parts import Packed, Pair, Whole, packed_positions, positions
 
@@ -84,36 +84,15 @@ class _Room:
         )
 
 
-def forward(
-    link: Link,
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    terms: dict[str, Any] | None = None,
-) -> tuple[Any, Any]:
-    """O and LSE of this process's queries over everybody's keys.
-
-    Parameters
-    ----------
-    link : Link
-    q, k, v : array
-        This process's parts.
-    causal : bool
-    options : dict
-        The other `RingOptions`.
-    cut : array of int32, optional
-        Offsets of this process's rows of packed sequences; layout is then "bshd".
-    terms : dict, optional
-        What else must be the same in all processes.
-    """
+def forward(asked: Asked) -> tuple[Any, Any]:
+    """O and LSE of this process's queries over everybody's keys."""
+    link, arrays, causal, options, cut, _ = asked
+    q, k, v = arrays.values()
     with link.agreement.refusals():
-        call = _checked(link, "forward", {"q": q, "k": k, "v": v}, causal, options, cut)
+        call = _checked(link, "forward", arrays, causal, options, cut)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Room(link, call, keys, len(call.parts.steps) - 1)
-    link.agreement.reach({**call.terms, **(terms or {})})
+    link.agreement.reach({**call.terms, **asked.terms})
     parts, axis, _ = call
     steps = parts.steps
     o: Any = None
@@ -147,21 +126,7 @@ def forward(
     return link.narrow(o, q), lse
 
 
-def backward(
-    link: Link,
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    dlse: Any,
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    wanted: tuple[bool, bool] = (True, True),
-    terms: dict[str, Any] | None = None,
-) -> Gradients[Any]:
+def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """Gradients of this process's q, k and v; those of k and v travel with them and come home at the end.
 
     With the LSE of the whole sequence each pair of parts gives its share of the gradients exactly. A process
@@ -169,7 +134,8 @@ def backward(
 
     wanted: whether anybody asks for the gradients of k, and of v; others do not travel, and are None.
     """
-    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    link, arrays, causal, options, cut, _ = asked
+    do, q, k, v, o, lse, dlse = arrays.values()
     with link.agreement.refusals():
         call = _checked(link, "backward", arrays, causal, options, cut)
         keys = tuple(link.contiguous(x) for x in (k, v))
@@ -179,7 +145,7 @@ def backward(
         dq, sums = link.wide(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
             x[...] = 0
-    link.agreement.reach({**call.terms, **(terms or {})})
+    link.agreement.reach({**call.terms, **asked.terms})
     parts, axis, _ = call
     steps = parts.steps
     shares: tuple[Any, ...] = ()

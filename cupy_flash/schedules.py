@@ -16,7 +16,7 @@ from .call.checks import one_of
 from .call.compound import Spans
 from .call.reproducible import MODES
 from .errors import InvalidArgumentsError, UnsupportedError
-from .group import Link
+from .group import Asked
 
 __all__ = ["backward", "check", "forward"]
 
@@ -69,35 +69,22 @@ def check(options: dict[str, Any], packed: bool) -> str:
     return str(schedule)
 
 
-def forward(
-    link: Link,
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    terms: dict[str, Any] | None = None,
-) -> tuple[Any, Any]:
-    """`ring.forward`, or that of another schedule."""
-    with link.agreement.refusals():
-        schedule = check(options, cut is not None)
-    options = {**options, "schedule": schedule}
-    o, lse = _MODULES[schedule].forward(link, q, k, v, causal, options, cut, terms)
+def _module(asked: Asked) -> tuple[ModuleType, Asked]:
+    """What the options name, and the same with its name among them."""
+    with asked.link.agreement.refusals():
+        schedule = check(asked.options, asked.cut is not None)
+    return _MODULES[schedule], asked._replace(options={**asked.options, "schedule": schedule})
+
+
+def forward(asked: Asked) -> tuple[Any, Any]:
+    """O and LSE of this process's queries over everybody's keys."""
+    module, asked = _module(asked)
+    o, lse = module.forward(asked)
     return o, lse
 
 
-def backward(
-    link: Link,
-    arrays: tuple[Any, ...],
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any = None,
-    wanted: tuple[bool, bool] = (True, True),
-) -> Gradients[Any]:
-    """`ring.backward`, or that of another schedule: do, q, k, v, o, lse and dlse are the arrays."""
-    with link.agreement.refusals():
-        schedule = check(options, cut is not None)
-    options = {**options, "schedule": schedule}
-    grads: Gradients[Any] = _MODULES[schedule].backward(link, *arrays, causal, options, cut, wanted)
+def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+    """Gradients of this process's q, k and v; wanted: whether anybody asks for those of k, and of v."""
+    module, asked = _module(asked)
+    grads: Gradients[Any] = module.backward(asked, wanted)
     return grads

@@ -18,7 +18,7 @@ from ..call.options import RingOptions, defaults
 from ..call.signature import takes
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
-from ..group import all_done
+from ..group import Asked, all_done
 from .inputs import check_tensors, refuse_lost_gradients
 from .ops import first_derivative_only, in_forward_mode
 
@@ -110,7 +110,8 @@ class _Ring(torch.autograd.Function):
         cut: Any,
     ) -> tuple[Any, Any]:
         with_sinks = {**options, "sinks": sinks}
-        o, lse = schedules.forward(link, q, k, v, causal, with_sinks, cut, {"gradients of": recorded})
+        arrays, terms = {"q": q, "k": k, "v": v}, {"gradients of": recorded}
+        o, lse = schedules.forward(Asked(link, arrays, causal, with_sinks, cut, terms))
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.rest = link, recorded, causal, options, cut
         ctx.set_materialize_grads(False)
@@ -127,8 +128,8 @@ class _Ring(torch.autograd.Function):
         with torch.no_grad():
             with_sinks = {**options, "sinks": sinks}
             wanted = "k" in recorded, "v" in recorded
-            arrays = do, q, k, v, o, lse, dlse
-            grads = schedules.backward(link.returning(), arrays, causal, with_sinks, cut, wanted)
+            arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+            grads = schedules.backward(Asked(link.returning(), arrays, causal, with_sinks, cut), wanted)
         firsts = (*grads[:3], grads.dsinks)
         return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 5
 
