@@ -48,16 +48,9 @@ class _Stretch(NamedTuple):
 class _Call:
     """A call that is checked: keys and values on their way here, and the stretches that are called then."""
 
-    def __init__(
-        self,
-        link: Link,
-        direction: str,
-        arrays: dict[str, Any],
-        causal: bool,
-        options: dict[str, Any],
-        cut: Any,
-    ) -> None:
-        self.terms = terms_of(direction, arrays, causal, options)
+    def __init__(self, asked: Asked) -> None:
+        link, arrays, causal, options, cut, _ = asked
+        self.terms = terms_of(asked)
         q, k = arrays["q"], arrays["k"]
         self.axis = axis = row_axis(options, q)
         how = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
@@ -82,7 +75,7 @@ class _Call:
         if cut is None:
             for stretch in self.stretches:
                 operands, values = split(stretch.how)
-                describe(direction, {**operands, **self.operands(stretch, arrays)}, values)
+                describe(asked.direction, {**operands, **self.operands(stretch, arrays)}, values)
 
     def operands(self, stretch: _Stretch, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays of a stretch."""
@@ -172,10 +165,10 @@ def _packed_stretches(
 
 def forward(asked: Asked) -> tuple[Any, Any]:
     """As `ring.forward`."""
-    link, arrays, causal, options, cut, _ = asked
-    q, _, v = arrays.values()
+    link = asked.link
+    q, _, v = asked.arrays.values()
     with link.agreement.refusals():
-        call = _Call(link, "forward", arrays, causal, options, cut)
+        call = _Call(asked)
         o = room(link, q, (*q.shape[:-1], v.shape[-1]))
         swapped = call.axis == -3
         lse = room(link, q, (*q.shape[:-3], q.shape[-2], q.shape[-3]) if swapped else q.shape[:-1], wide=True)
@@ -199,10 +192,10 @@ def forward(asked: Asked) -> tuple[Any, Any]:
 
 def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As `ring.backward`."""
-    link, arrays, causal, options, cut, _ = asked
+    link, arrays, options = asked.link, asked.arrays, asked.options
     q = arrays["q"]
     with link.agreement.refusals():
-        call = _Call(link, "backward", arrays, causal, options, cut)
+        call = _Call(asked)
         dq = room(link, q, tuple(q.shape))
         given_back = [name for name, x in zip("kv", wanted, strict=True) if x]
         shapes = {name: tuple(x.whole.shape) for name, x in zip("kv", call.there, strict=True)}

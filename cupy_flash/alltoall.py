@@ -21,7 +21,7 @@ from .call.options import PER_HEAD
 from .call.problem import describe
 from .errors import InvalidArgumentsError
 from .exchange import ToParts, ToWhole, exchange
-from .group import Asked, Link, Round, at, row_axis, terms_of
+from .group import Asked, Round, at, row_axis, terms_of
 from .parts import Rows, Split, packed_starts, packed_stretches
 from .varlen import attention_varlen, attention_varlen_backward
 
@@ -34,17 +34,10 @@ _OF_QUERIES = ("q", "o", "lse", "do", "dlse")
 class _Call:
     """A call that is checked: its arrays on their way to whole sequences, and what is called there."""
 
-    def __init__(
-        self,
-        link: Link,
-        direction: str,
-        arrays: dict[str, Any],
-        causal: bool,
-        options: dict[str, Any],
-        cut: Any,
-    ) -> None:
+    def __init__(self, asked: Asked) -> None:
+        link, arrays, causal, options, cut, _ = asked
         self._link = link
-        self.terms = terms_of(direction, arrays, causal, options)
+        self.terms = terms_of(asked)
         q, k = arrays["q"], arrays["k"]
         self._rows_axis = row_axis(options, q)
         # The axis next to rows, or none.
@@ -74,7 +67,8 @@ class _Call:
         }
         if cut is None:
             operands, values = split(self.how)
-            describe(direction, {**operands, **{name: x.whole for name, x in self.there.items()}}, values)
+            operands |= {name: x.whole for name, x in self.there.items()}
+            describe(asked.direction, operands, values)
 
     def _axes(self, name: str) -> tuple[int, int | None]:
         """Those of rows and of heads."""
@@ -146,10 +140,10 @@ class _Call:
 
 def forward(asked: Asked) -> tuple[Any, Any]:
     """As `ring.forward`."""
-    link, arrays, causal, options, cut, _ = asked
-    q, _, v = arrays.values()
+    link = asked.link
+    q, _, v = asked.arrays.values()
     with link.agreement.refusals():
-        call = _Call(link, "forward", arrays, causal, options, cut)
+        call = _Call(asked)
         homes = {"o": call.home("o", v), "lse": call.home("lse", q)}
     link.agreement.reach({**call.terms, **asked.terms})
 
@@ -168,9 +162,9 @@ def forward(asked: Asked) -> tuple[Any, Any]:
 
 def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As `ring.backward`: a process that fails adds NaN to the gradients of its heads."""
-    link, arrays, causal, options, cut, _ = asked
+    link, arrays, options = asked.link, asked.arrays, asked.options
     with link.agreement.refusals():
-        call = _Call(link, "backward", arrays, causal, options, cut)
+        call = _Call(asked)
         given_back = [name for name, x in zip("qkv", (True, *wanted), strict=True) if x]
         homes = {name: call.home(name, arrays[name]) for name in given_back}
     link.agreement.reach({**call.terms, **asked.terms})

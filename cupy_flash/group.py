@@ -72,6 +72,11 @@ class Asked(NamedTuple):
     cut: Any = None
     terms: Mapping[str, Any] = MappingProxyType({})
 
+    @property
+    def direction(self) -> str:
+        """ "forward" or "backward"."""
+        return "backward" if "do" in self.arrays else "forward"
+
 
 def all_done(waits: Iterable[Callable[[], Any]]) -> None:
     """Wait for every message, whatever becomes of the others, then raise the first error."""
@@ -146,8 +151,9 @@ def row_axis(options: dict[str, Any], q: Any) -> int:
 _OF_THE_WHOLE = ("mask", "parts", "seqlen", "schedule")
 
 
-def terms_of(direction: str, arrays: dict[str, Any], causal: bool, options: dict[str, Any]) -> dict[str, Any]:
+def terms_of(asked: Asked) -> dict[str, Any]:
     """Check what this process holds; what must be the same in all processes, by name."""
+    direction, arrays, causal, options = asked.direction, asked.arrays, asked.causal, asked.options
     per_head = {name: options[name] for name in PER_HEAD if options[name] is not None}
     given = {name: x for name, x in {**arrays, **per_head}.items() if x is not None}
     values = {name: x for name, x in options.items() if name not in (*PER_HEAD, *_OF_THE_WHOLE)}

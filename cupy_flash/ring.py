@@ -36,16 +36,10 @@ class _Call(NamedTuple):
     terms: dict[str, Any]
 
 
-def _checked(
-    link: Link,
-    direction: str,
-    arrays: dict[str, Any],
-    causal: bool,
-    options: dict[str, Any],
-    cut: Any,
-) -> _Call:
+def _checked(asked: Asked) -> _Call:
     """The parts of a call; what can be refused is refused here, before the first message."""
-    terms = terms_of(direction, arrays, causal, options)
+    link, arrays, causal, options, cut, _ = asked
+    terms = terms_of(asked)
     q, axis = arrays["q"], row_axis(options, arrays["q"])
     plain = {name: x for name, x in options.items() if name != "sinks"}
     parts: Whole | Packed
@@ -86,10 +80,10 @@ class _Room:
 
 def forward(asked: Asked) -> tuple[Any, Any]:
     """O and LSE of this process's queries over everybody's keys."""
-    link, arrays, causal, options, cut, _ = asked
-    q, k, v = arrays.values()
+    link, options = asked.link, asked.options
+    q, k, v = asked.arrays.values()
     with link.agreement.refusals():
-        call = _checked(link, "forward", arrays, causal, options, cut)
+        call = _checked(asked)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Room(link, call, keys, len(call.parts.steps) - 1)
     link.agreement.reach({**call.terms, **asked.terms})
@@ -134,10 +128,10 @@ def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradient
 
     wanted: whether anybody asks for the gradients of k, and of v; others do not travel, and are None.
     """
-    link, arrays, causal, options, cut, _ = asked
-    do, q, k, v, o, lse, dlse = arrays.values()
+    link, options = asked.link, asked.options
+    do, q, k, v, o, lse, dlse = asked.arrays.values()
     with link.agreement.refusals():
-        call = _checked(link, "backward", arrays, causal, options, cut)
+        call = _checked(asked)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Room(link, call, keys, len(call.parts.steps) - 1)
         home = tuple(x for x, asked in zip((k, v), wanted, strict=True) if asked)
