@@ -74,7 +74,7 @@ class Asked(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """ "forward" or "backward"."""
+        """Which pass it is, forward or backward."""
         return "backward" if "do" in self.arrays else "forward"
 
 
