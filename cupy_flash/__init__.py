@@ -21,11 +21,13 @@ from .kv_cache import attention_with_kv_cache
 from .merge import merge
 from .naive import NaiveResult, naive_attention
 from .report import MemoryReport, explain, memory_report
+from .statistics import AttentionStatistics, attention_statistics
 from .varlen import attention_varlen, attention_varlen_backward
 from .version import __version__
 
 __all__ = [
     "AttentionConfig",
+    "AttentionStatistics",
     "BlockMask",
     "CubinNotFoundError",
     "FlashAttention",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_statistics",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kv_cache",

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .api import Gradients, adopted
-from .call.given import Options, Packing, split
+from .call.given import Options, Packing
 from .call.opaque import opaque
 from .call.operands import Views
 from .call.options import SecondGradientOptions, TangentOptions
 from .call.signature import Array, takes
-from .errors import InvalidArgumentsError
 from .second_order import run_hvp, run_jvp, tangents_of
-from .varlen import pack, split_packed
+from .varlen import pack, split_dense_or_packed
 from .with_jvp import run_with_jvp
 
 if TYPE_CHECKING:
@@ -190,18 +189,7 @@ def hvp(
 
 def _taken(options: Any, **named: Any) -> tuple[Views, Views, Options, Packing | None]:
     """The arrays of a call, its tangents and its values; and how it is packed, if offsets are given."""
-    cuts = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
-    if cuts[0] is None and cuts[1] is None:
-        for name in ("max_seqlen_q", "max_seqlen_k", "seqused_k"):
-            if options.get(name) is not None:
-                raise InvalidArgumentsError(f"{name} is given without cu_seqlens_q.", hint=f"{name}=None")
-        given, values = split({name: x for name, x in options.items() if name not in _PACKED})
-        tangents = tangents_of(given)
-        return adopted(**named, **given), tangents, values, None
-    given, values, packing = split_packed(options)
+    given, values, packed = split_dense_or_packed(options)
     tangents = tangents_of(given)
     raw = adopted(**named, **given)
-    return raw, tangents, values, pack(raw, cuts, *packing)
-
-
-_PACKED = ("max_seqlen_q", "max_seqlen_k", "seqused_k")
+    return raw, tangents, values, None if packed is None else pack(raw, *packed)

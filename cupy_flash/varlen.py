@@ -28,6 +28,7 @@ __all__ = [
     "check_packing",
     "over_pages",
     "pack",
+    "split_dense_or_packed",
     "split_packed",
 ]
 
@@ -309,3 +310,18 @@ def split_packed(
     used = options.pop("seqused_k", None), options.pop("seqused_q", None)
     arrays, values = split({**options, "layout": "bshd"})
     return arrays, values, (longest, *used)
+
+
+def split_dense_or_packed(options: Any) -> tuple[dict[str, Any], Options, tuple[Any, ...] | None]:
+    """`split` of the options of a call that takes both; of packed sequences also what `pack` takes."""
+    cuts = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
+    if cuts[0] is not None or cuts[1] is not None:
+        arrays, values, packing = split_packed(options)
+        return arrays, values, (cuts, *packing)
+    for name in _OF_PACKED:
+        if options.pop(name, None) is not None:
+            raise InvalidArgumentsError(f"{name} is given without cu_seqlens_q.", hint=f"{name}=None")
+    return *split(options), None
+
+
+_OF_PACKED = ("max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")

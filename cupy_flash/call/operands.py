@@ -48,8 +48,10 @@ Views = dict[str, ArrayView]
 
 
 def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
-    """The inputs as rows of an error's table."""
-    return [(spelled(name), view.describe()) for name, view in views.items() if name != "mask_starts"]
+    """The inputs as rows of an error's table, without what the caller did not give."""
+    no_values = {v for k, v in (("k", "v"), ("k_cache", "v_cache")) if views.get(k) is views.get(v)}
+    hidden = {"mask_starts", *no_values}
+    return [(spelled(name), view.describe()) for name, view in views.items() if name not in hidden]
 
 
 def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArgumentsError:

@@ -10,7 +10,7 @@ tangent, in `_Tangents`, and a field of `Gradients` that checkers of types read.
 
 # No annotations from __future__: types are read here, with what is attached to them.
 import functools
-from typing import Annotated, Any, Literal, NamedTuple, SupportsFloat, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, SupportsFloat, TypeAlias, TypedDict, get_args
 
 from ..program.function import Bound, Program
 from .compound import MASK_PARTS, Rotary, Tuning
@@ -43,6 +43,7 @@ __all__ = [
     "RingOptions",
     "SecondGradientOptions",
     "ShardOptions",
+    "StatisticsOptions",
     "TangentOptions",
     "declared",
     "defaults",
@@ -347,6 +348,36 @@ class _Cut(_Packing, total=False):
     cu_seqlens_k: Annotated[Any, _array("array of int32, optional", "The same of k and v.")]
 
 
+# Of a cache, wherever keys of one are read.
+_Leftpad: TypeAlias = Annotated[
+    Any,
+    _array(
+        "array of int32, shape (batch,), optional",
+        "Left padding: so many keys at the start of a sequence are masked. They count in cache_seqlens "
+        "and in positions.",
+    ),
+]
+_Table: TypeAlias = Annotated[
+    Any,
+    _array(
+        "array of int32, shape (batch, pages of the longest sequence) or (batch,), optional",
+        "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Of shape "
+        "(batch,) the slot of each sequence in a cache that is not paged; default: its own number.",
+    ),
+]
+_Rotary: TypeAlias = Annotated[
+    Rotary | None,
+    Option(
+        None,
+        "Rotary, optional",
+        "Rotary position embedding of q, and of k before it is stored: tables of cosines and sines, see "
+        "`Rotary`.",
+        array=True,
+        parts=("rotary_cos", "rotary_sin", "rotary_seqlens"),
+    ),
+]
+
+
 class _Ragged(TypedDict, total=False):
     seqused_q: Annotated[
         Any,
@@ -388,14 +419,7 @@ class _Queries(_Ragged, total=False):
             "Rows of each sequence in k and v, which are then (rows, heads_k, head_dim).",
         ),
     ]
-    cache_leftpad: Annotated[
-        Any,
-        _array(
-            "array of int32, shape (batch,), optional",
-            "Left padding: so many keys at the start of a sequence are masked. They count in cache_seqlens "
-            "and in positions.",
-        ),
-    ]
+    cache_leftpad: _Leftpad
     mask: Annotated[
         Any,
         Option(
@@ -412,14 +436,7 @@ class _Queries(_Ragged, total=False):
 
 
 class _Stored(TypedDict, total=False):
-    block_table: Annotated[
-        Any,
-        _array(
-            "array of int32, shape (batch, pages of the longest sequence) or (batch,), optional",
-            "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Of shape "
-            "(batch,) the slot of each sequence in a cache that is not paged; default: its own number.",
-        ),
-    ]
+    block_table: _Table
     k: Annotated[
         Any,
         _array(
@@ -428,17 +445,7 @@ class _Stored(TypedDict, total=False):
         ),
     ]
     v: Annotated[Any, _array("array, shape (batch, heads_k, new, head_dim_v), optional", "New values, as k.")]
-    rotary: Annotated[
-        Rotary | None,
-        Option(
-            None,
-            "Rotary, optional",
-            "Rotary position embedding of q, and of k before it is stored: tables of cosines and sines, see "
-            "`Rotary`.",
-            array=True,
-            parts=("rotary_cos", "rotary_sin", "rotary_seqlens"),
-        ),
-    ]
+    rotary: _Rotary
     prefix: Annotated[
         tuple[Any, Any] | None,
         Option(
@@ -462,6 +469,12 @@ class _Pages(_Ragged, total=False):
             "Keys and values are paged, as in `attention_with_kv_cache`.",
         ),
     ]
+
+
+class _Cached(TypedDict, total=False):
+    block_table: _Table
+    cache_leftpad: _Leftpad
+    rotary: _Rotary
 
 
 class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
@@ -493,6 +506,12 @@ class TangentOptions(
 
 class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
     """Those of `derivatives.hvp`."""
+
+
+class StatisticsOptions(
+    _Aligned, _Pairs, _Scores, _Function, _Rows, _Cut, _Ragged, _Cached, _Layout, total=False
+):
+    """Those of `attention_statistics`, over dense, packed and cached keys."""
 
 
 class PackedOptions(_Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tuning, total=False):

@@ -21,7 +21,8 @@ for _name in (
     "call.arrays", "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values",
     "call.functions", "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem",
     "call.spans", "cpu", "device", "functions", "kv_cache", "naive", "parts", "plan", "prepare", "program",
-    "ready", "report", "ring", "second_order", "spans", "torch.functions", "varlen", "with_jvp",
+    "ready", "report", "ring", "second_order", "spans", "statistics", "torch.functions", "varlen",
+    "with_jvp",
 ):  # fmt: skip
     trace_rules.add(f"{PACKAGE}.{_name}")
 

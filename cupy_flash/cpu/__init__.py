@@ -6,5 +6,6 @@ from .forward import forward
 from .hvp import hvp
 from .jvp import jvp
 from .packed import each_sequence
+from .statistics import statistics
 
-__all__ = ["backward", "decode", "each_sequence", "forward", "hvp", "jvp"]
+__all__ = ["backward", "decode", "each_sequence", "forward", "hvp", "jvp", "statistics"]

@@ -10,6 +10,7 @@ Dao et al. 2023, Flash-Decoding, without its parts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,12 @@ FLOPS_OF_A_READ = 40
 LOWEST = {np.dtype(kind): np.finfo(kind).min for kind in (np.float32, np.float64)}
 # Of 4-bit codes of integers, whose scales are no factors of scores and results.
 CODES = {"k_scale": "k_codes_scale", "v_scale": "v_codes_scale"}
+# What says where keys lie and what they stand for, and nothing of one sequence.
+_IN_CACHE = frozenset((
+    "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_leftpad", "rotary_cos", "rotary_sin",
+    "rotary_seqlens", "v_scale", "k_codes_scale", "v_codes_scale", "k_zero", "v_zero", "k_block_scale",
+    "v_block_scale",
+))  # fmt: skip
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
@@ -75,8 +82,7 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         the caches, with what 4-bit codes stand for, if k is.
     """
     p = problem
-    if p.cache is not None and p.cache.dtype == "int4":
-        arrays = {CODES.get(name, name): x for name, x in arrays.items()}
+    arrays = _named(p, arrays)
     sequences = _sequences(p, arrays)
     with one_blas_thread(), np.errstate(all="ignore"):  # as in the forward pass
         if p.cache is not None and p.cache.appended:
@@ -86,6 +92,55 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         q = _queries(p, arrays, sequences)
         for sequence in sequences:
             _attend(p, arrays, sequence, q[sequence.batch])  # [D2]
+
+
+def gathered(problem: Problem, arrays: dict[str, Array]) -> Iterator[tuple[Problem, dict[str, Array]]]:
+    """Yield each sequence as a problem without a cache, its keys read from there; problem has no spans.
+
+    Parameters
+    ----------
+    problem : Problem
+        As of `decode`; nothing is appended.
+    arrays : dict of str to array
+        As of `decode`, and others with an axis of the batch in front.
+
+    Yields
+    ------
+    Problem
+        Of one sequence.
+    dict of str to array
+        What belongs to it: k (1, heads, keys in use, head_dim), a mask of what the cache hides, and views.
+    """
+    p, arrays = problem, _named(problem, arrays)
+    sequences = _sequences(p, arrays)
+    own = [sequence.length - p.seqlen_q for sequence in sequences]
+    arrays["q"] = _rotated(p, arrays, arrays["q"], _turned_from(arrays, own)).astype(arrays["q"].dtype)
+    for sequence, offset in zip(sequences, own, strict=True):
+        b, length = sequence.batch, sequence.length
+        views = {
+            name: x if len(x) == 1 or name == "sinks" else x[b : b + 1]
+            for name, x in arrays.items()
+            if name not in _IN_CACHE
+        }
+        k = _rows(arrays, "k", sequence, 0, length, np.dtype(p.accumulator))[None]
+        views["k"] = _rotated(p, arrays, k, [0]) if p.cache is not None and p.cache.unrotated else k
+        mask = arrays["mask"] if "mask" in arrays else np.ones((1, 1, 1, 1), np.bool_)
+        mask = mask[b : b + 1] if len(mask) > 1 else mask
+        seen = np.arange(length) >= sequence.first
+        if sequence.hidden is not None:
+            seen &= ~sequence.hidden
+        views["mask"] = mask[..., :length] & seen
+        one = p._replace(
+            cache=None, batch=1, seqlen_k=length, offset=offset, offset_from_end=False,
+            mask=views["mask"].shape,
+        )  # fmt: skip
+        yield one, views
+
+
+def _named(p: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
+    """The arrays, those of 4-bit codes by names that are not of factors."""
+    of_integers = p.cache is not None and p.cache.dtype == "int4"
+    return {CODES.get(name, name) if of_integers else name: x for name, x in arrays.items()}
 
 
 def flops(p: Problem, keys: int) -> float:

@@ -17,14 +17,18 @@ from .decode import decode
 from .forward import forward
 from .hvp import hvp
 from .jvp import jvp
+from .statistics import statistics
 
 if TYPE_CHECKING:
     from ..call.problem import Cache, Problem
 
 Array = np.ndarray[Any, Any]
 
-_QUERY_ROWS = ("q", "o", "do", "dq", "lse", "dlse", "q_dot", "o_dot", "lse_dot")
-_KEY_ROWS = ("k", "v", "dk", "dv", "k_dot", "v_dot")
+_QUERY_ROWS = (
+    "q", "o", "do", "dq", "lse", "dlse", "q_dot", "o_dot", "lse_dot", "entropy", "top_weights", "top_keys",
+)  # fmt: skip
+_OF_KEYS = ("key_sum", "key_max")
+_KEY_ROWS = ("k", "v", "dk", "dv", "k_dot", "v_dot", *_OF_KEYS)
 _GRADIENTS = frozenset(f"d{name}" for name in DIFFERENTIABLE)
 # Options of a number per head, and their tangents: what may differ between sequences, and what is shared.
 _OF_SEQUENCES = tuple(n for name in PER_HEAD if "batch" in AXES_OF[name] for n in (name, f"{name}_dot"))
@@ -37,6 +41,7 @@ _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
     "decode": decode,
     "jvp": lambda one, views: jvp(one, views, [views]),
     "hvp": lambda one, views: hvp(one, views, [views]),
+    "statistics": statistics,
 }
 
 
@@ -89,6 +94,7 @@ def _sequence(
             one = one._replace(offset=problem.offset + one.seqlen_k - one.seqlen_q, offset_from_end=False)
     else:
         one = one._replace(cache=_in_cache(problem.cache, arrays, views, sequence))
+        views |= {name: arrays[name][sequence : sequence + 1] for name in _OF_KEYS if name in arrays}
     for name in ("mask", "bias", "bias_dot"):
         if name in arrays:
             views[name] = _pairs_of(arrays[name], sequence, one)

@@ -68,26 +68,35 @@ def row_lse(
     far = np.isfinite(finite) & (np.abs(finite) > FAR_FROM_0)
     if not far.any():
         return RowLse(finite, None)
+    top, total = row_sums(scores, x, box, blocks, q, k)
+    # why: an LSE that is larger is that of more keys, of other parts of a ring, which are not here.
+    more = TOLERANCE * np.finfo(scores.acc).eps * np.abs(finite)
+    own = far & (total > 0) & (finite - (top + np.log(total)) <= more)
+    return RowLse(np.where(own, top, finite), np.where(own, 1 / total, scores.acc.type(1)))
+
+
+def row_sums(
+    scores: Scores, x: dict[str, Array], box: tiles.Box, blocks: list[tiles.Block], q: Array, k: Array
+) -> tuple[Array, Array]:
+    """Return the largest score of each row of a query block, sinks among them, and the sum relative to it.
+
+    Parameters as of `row_lse`; both are (batch, key heads, group, m).
+    """
     top, total = np.full(q.shape[:3], -np.inf, scores.acc), np.zeros(q.shape[:3], scores.acc)
     for block in blocks:
         visible, nothing_left = scores.visible(box, block)
         if nothing_left:
             continue
-        s = q @ k[..., block.j0 : block.j1, :].swapaxes(-1, -2)
-        grouped = scores.grouped(s, block)
-        scores.finish(grouped, box, block, visible)
-        scores.hide_scores(grouped, block, visible)
+        s = scores_again(scores, box, block, q, k[..., block.j0 : block.j1, :], visible)
         top, rescale = softmax(s, top)
         total = rescale * total + s.sum(axis=-1)
-    top, total = top.reshape(lse.shape), total.reshape(lse.shape)
+    rows = (*q.shape[:2], scores.problem.heads_q // scores.problem.heads_k, -1)
+    top, total = top.reshape(rows), total.reshape(rows)
     if scores.problem.sinks:
         sink = cut_out(x["sinks"], box)
         both = np.maximum(top, sink)
         top, total = both, total * np.exp(top - both) + np.exp(sink - both)
-    # why: an LSE that is larger is that of more keys, of other parts of a ring, which are not here.
-    more = TOLERANCE * np.finfo(scores.acc).eps * np.abs(finite)
-    own = far & (total > 0) & (finite - (top + np.log(total)) <= more)
-    return RowLse(np.where(own, top, finite), np.where(own, 1 / total, scores.acc.type(1)))
+    return top, total
 
 
 def gradient_rows(x: dict[str, Array], at: tuple[Any, ...], acc: np.dtype[Any]) -> tuple[Array, Array]:
@@ -97,6 +106,28 @@ def gradient_rows(x: dict[str, Array], at: tuple[Any, ...], acc: np.dtype[Any]) 
     if "dlse" in x:
         delta -= x["dlse"][at]
     return do, delta
+
+
+def scores_again(
+    scores: Scores,
+    box: tiles.Box,
+    block: tiles.Block,
+    q: Array,
+    k: Array,
+    visible: Array | None,
+    capped: Array | None = None,
+    bare: Array | None = None,
+) -> Array:
+    """Return S of a tile (batch, key heads, rows, keys), -inf where hidden; parameters as of `weights_again`.
+
+    capped: filled as of `Scores.finish`.
+    """
+    s: Array = q @ k.swapaxes(-1, -2)
+    grouped = scores.grouped(s, block)
+    tanh = None if capped is None else scores.grouped(capped, block)
+    scores.finish(grouped, box, block, visible, tanh, bare)
+    scores.hide_scores(grouped, block, visible)
+    return s
 
 
 def weights_again(
@@ -114,13 +145,9 @@ def weights_again(
     q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1);
     bare as of `Scores.finish`.
     """
-    s = q @ k.swapaxes(-1, -2)
-    grouped = scores.grouped(s, block)
-    capped = None if scores.problem.softcap is None else np.empty_like(s)
-    tanh = None if capped is None else scores.grouped(capped, block)
-    scores.finish(grouped, box, block, visible, tanh, bare)
-    scores.hide_scores(grouped, block, visible)
-    weights = lse.exp(s)
+    shape = (*q.shape[:-1], k.shape[-2])
+    capped = None if scores.problem.softcap is None else np.empty(shape, scores.acc)
+    weights = lse.exp(scores_again(scores, box, block, q, k, visible, capped, bare))
     if capped is not None:
         np.copyto(capped, 0, where=weights == 0)  # of hidden keys k, and so this, may be NaN
     return weights, capped

@@ -12,11 +12,13 @@ from .functional import attention, dot_product_attention
 from .kv_cache import attention_with_kv_cache
 from .prefix import attention_with_shared_prefix
 from .ring import ring_attention
+from .statistics import attention_statistics
 from .varlen import attention_varlen
 
 __all__ = [
     "attention",
     "attention_fn",
+    "attention_statistics",
     "attention_varlen",
     "attention_with_kv_cache",
     "attention_with_shared_prefix",

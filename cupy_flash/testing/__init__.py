@@ -1,7 +1,7 @@
 """What attention must compute, and how to hold an implementation to it.
 
 `reference_attention` and `reference_backward` are the specification in plain FP64 NumPy, `reference_jvp` and
-`reference_hvp` that of second order;
+`reference_hvp` that of second order, `reference_statistics` that of `attention_statistics`;
 `assert_within_budget` compares any result with it; `naive_same_precision` is the yardstick of
 that budget; `gradient_check` is for functions that have no reference; `hostile` and `dead` make
 inputs and outputs that show stray reads and writes. `same_bits` holds the machine at hand to
@@ -13,7 +13,15 @@ from .gradients import gradient_check
 from .hostile import DEAD, STYLES, Guarded, dead, hostile
 from .kv_cache import CacheReference, error_budget_with_kv_cache, reference_with_kv_cache
 from .naive import NaiveResult, naive_same_precision
-from .reference import Gradients, Options, Reference, reference_attention, reference_backward
+from .reference import (
+    Gradients,
+    Options,
+    Reference,
+    Statistics,
+    reference_attention,
+    reference_backward,
+    reference_statistics,
+)
 from .same_bits import SameBits, same_bits
 from .second_order import reference_hvp, reference_jvp
 
@@ -27,6 +35,7 @@ __all__ = [
     "Options",
     "Reference",
     "SameBits",
+    "Statistics",
     "Verdict",
     "assert_within_budget",
     "dead",
@@ -39,6 +48,7 @@ __all__ = [
     "reference_backward",
     "reference_hvp",
     "reference_jvp",
+    "reference_statistics",
     "reference_with_kv_cache",
     "same_bits",
     "to_numpy",

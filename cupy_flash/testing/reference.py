@@ -15,7 +15,15 @@ import numpy as np
 
 from .dual import Dual
 
-__all__ = ["Gradients", "Options", "Reference", "reference_attention", "reference_backward"]
+__all__ = [
+    "Gradients",
+    "Options",
+    "Reference",
+    "Statistics",
+    "reference_attention",
+    "reference_backward",
+    "reference_statistics",
+]
 
 
 class Reference(NamedTuple):
@@ -33,6 +41,16 @@ class Gradients(NamedTuple):
     dv: np.ndarray
     dbias: np.ndarray | None
     dsinks: np.ndarray | None
+
+
+class Statistics(NamedTuple):
+    """What `reference_statistics` returns, as `cupy_flash.AttentionStatistics`."""
+
+    key_sum: np.ndarray
+    key_max: np.ndarray
+    entropy: np.ndarray
+    top_weights: np.ndarray
+    top_keys: np.ndarray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -171,6 +189,37 @@ def reference_backward(do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **o
         dbias,
         dsinks,
     )
+
+
+def reference_statistics(q: Any, k: Any, *, top_k: int = 8, **options: Any) -> Statistics:
+    """Compute the statistics of `cupy_flash.attention_statistics` in FP64, from the whole matrix P.
+
+    Parameters
+    ----------
+    q, k : array
+        As in `reference_attention`.
+    top_k : int
+        Keys to list of each query.
+    **options
+        The fields of `Options`; dropout changes nothing.
+
+    Returns
+    -------
+    Statistics
+        key_sum and key_max ([[batch,] heads_q,] seqlen_k), entropy (..., seqlen_q), top_weights and
+        top_keys (..., seqlen_q, top_k), as there.
+    """
+    chosen = Options(**{**options, "dropout": 0.0})
+    rank = np.ndim(q)
+    p = forward(q, k, np.zeros((*np.shape(k)[:-1], 1)), chosen).p
+    key_sum, key_max = p.sum(axis=2), p.max(axis=2, initial=0)
+    entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
+    padded = np.concatenate([p, np.zeros((*p.shape[:-1], top_k))], axis=-1)  # there may be fewer keys
+    order = np.argsort(-padded, axis=-1, kind="stable")[..., :top_k]  # of equal weights the lower key first
+    top_weights = np.take_along_axis(padded, order, axis=-1)
+    top_keys = np.where(top_weights > 0, order, -1)
+    of_rows = (restore_rows(x, rank) for x in (key_sum, key_max, entropy))
+    return Statistics(*of_rows, *(x.reshape(x.shape[4 - rank :]) for x in (top_weights, top_keys)))
 
 
 def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:

@@ -16,11 +16,13 @@ from .module import FlashAttention
 from .prefix import attention_with_shared_prefix
 from .ring import ring_attention
 from .sdpa import sdpa_with_fallback, use_in_sdpa
+from .statistics import attention_statistics
 from .tally import sdpa_calls
 
 __all__ = [
     "FlashAttention",
     "attention",
+    "attention_statistics",
     "attention_varlen",
     "attention_with_kv_cache",
     "attention_with_shared_prefix",

@@ -32,7 +32,7 @@ LAYERS = (
     ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("partial",),
-    ("parts", "second_order", "group"),
+    ("parts", "second_order", "group", "statistics"),
     ("exchange",),
     ("ring", "alltoall", "allgather"),
     ("schedules",),

@@ -1,0 +1,151 @@
+"""attention_statistics as a JAX function: the call of `cupy_flash`, put into a program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from .. import statistics
+from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.options import StatisticsOptions
+from ..call.signature import takes
+from ..statistics import WANTED, AttentionStatistics, kinds_of_results, refuse_gpus, results_of
+from .buffers import address
+from .call import alike
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["attention_statistics"]
+
+
+@takes(StatisticsOptions)
+def attention_statistics(
+    q: Any,
+    k: Any,
+    lse: Any = None,
+    *,
+    want: Iterable[str] = WANTED,
+    top_k: int = 8,
+    cache_seqlens: Any = None,
+    **options: Unpack[StatisticsOptions],
+) -> AttentionStatistics:
+    """`cupy_flash.attention_statistics` as a JAX function: under jit, scan and vmap, without gradients.
+
+    Parameters
+    ----------
+    q, k, lse, cache_seqlens
+        As in `cupy_flash.attention_statistics`. All arrays may be traced, lengths and offsets too; their
+        gradients are stopped.
+    want, top_k
+        As in `cupy_flash.attention_statistics`; static under jit.
+    {options: As in `cupy_flash.attention_statistics`; what is no array is static under jit.}
+
+    Returns
+    -------
+    AttentionStatistics
+        Of Arrays.
+
+    Raises
+    ------
+    InvalidArgumentsError
+        As in `cupy_flash.attention_statistics`. What is wrong with arrays or options raises when the program
+        runs, as an error of JAX with our text in it.
+    UnsupportedError
+        As in `cupy_flash.attention_statistics`, when the program runs.
+    """
+    names = results_of(want, top_k)
+    given = {"q": q, "k": k, "lse": lse, "cache_seqlens": cache_seqlens, **options}
+    leaves, tree = jax.tree.flatten(given)
+    # why by identity: offsets given twice say that queries and keys are cut alike.
+    arrays = {id(x): jnp.asarray(x) for x in leaves if hasattr(x, "shape")}
+    places = list(arrays)
+    sources = tuple(places.index(id(x)) if hasattr(x, "shape") else None for x in leaves)
+    fixed = tuple((type(x), None if hasattr(x, "shape") else x) for x in leaves)
+    ins = [jax.lax.stop_gradient(x) for x in arrays.values()]
+    dtypes = tuple("bool" if x.dtype == bool else x.dtype.name for x in ins)
+    static = _Call(tree, sources, fixed, dtypes, names, top_k)
+    wire = tuple(jax.ShapeDtypeStruct(*kind) for kind in _kinds(given, names, top_k).values())
+    made = buffer_callback(_callback(static), wire, vmap_method="sequential")(*ins)
+    return AttentionStatistics(**dict(zip(names, alike(*made, over=ins), strict=True)))
+
+
+class _Call(NamedTuple):
+    """What a compiled call holds fixed.
+
+    Attributes
+    ----------
+    tree : PyTreeDef
+        Of the arguments by name.
+    sources : tuple of (int or None)
+        Which input each of its leaves is; None for those that are `fixed`.
+    fixed : tuple of (type, object)
+        With types, as 1 is True.
+    dtypes : tuple of str
+        Of the inputs.
+    names, top_k
+        What is wanted.
+    """
+
+    tree: Any
+    sources: tuple[int | None, ...]
+    fixed: tuple[tuple[type, Any], ...]
+    dtypes: tuple[str, ...]
+    names: tuple[str, ...]
+    top_k: int
+
+
+def _kinds(given: dict[str, Any], names: tuple[str, ...], top_k: int) -> dict[str, Any]:
+    """Shape and dtype of each result, from shapes alone."""
+    q, k = (getattr(x, "codes", getattr(x, "latents", x)) for x in (given["q"], given["k"]))
+    cut = given.get("cu_seqlens_q")
+    layout = given.get("layout", "bhsd")
+    room = None
+    if given["cache_seqlens"] is not None:
+        table, most = given.get("block_table"), given.get("max_seqlen_k")
+        capacity = k.shape[1 if layout == "bshd" else 2]
+        if table is not None and table.ndim == 2:
+            capacity *= table.shape[1]
+        room = q.shape[0] if cut is None else cut.shape[0] - 1, min(capacity, most or capacity)
+    layout = layout if cut is None else "bshd"
+    return kinds_of_results(names, top_k, q.shape, k.shape, jnp.asarray(q).dtype.name, layout, room)
+
+
+@functools.lru_cache(maxsize=1024)
+def _callback(static: _Call) -> Callable[..., None]:
+    """The callback of a call. why cached: JAX compiles anew for every new function object."""
+
+    def callback(_: Any, outs: Any, *ins: Any) -> None:
+        views = [_view(x, dtype) for x, dtype in zip(ins, static.dtypes, strict=True)]
+        refuse_gpus({"q": views[0]})
+        arrays = [view.numpy() for view in views]
+        leaves = [
+            x if source is None else arrays[source]
+            for source, (_, x) in zip(static.sources, static.fixed, strict=True)
+        ]
+        given = jax.tree.unflatten(static.tree, leaves)
+        if np.ndim(given["cache_seqlens"]) == 0 and given["cache_seqlens"] is not None:
+            given["cache_seqlens"] = int(given["cache_seqlens"])
+        want = {"top_k" if name.startswith("top_") else name for name in static.names}
+        made = statistics.attention_statistics(**given, want=want, top_k=static.top_k)
+        for out, name in zip(outs, static.names, strict=True):
+            result = getattr(made, name)
+            _view(out, result.dtype.name).numpy()[...] = result
+
+    return callback
+
+
+def _view(buffer: Any, dtype: str) -> ArrayView:
+    """What XLA hands over."""
+    kind, ordinal = buffer.__dlpack_device__()
+    device = CPU if kind == 1 else ("cuda", ordinal)
+    shape = tuple(buffer.shape)
+    pointer = address(buffer, dtype, device == CPU)
+    library = "numpy" if device == CPU else "jax"
+    return ArrayView(pointer, shape, contiguous(shape), dtype, device, library, False, buffer)

@@ -1,0 +1,324 @@
+"""attention_statistics: what each key received and how each query spread its weights, without the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .api import adopted, scaled
+from .call import outputs
+from .call.arrays import CPU, device_name
+from .call.blocks import check_blocks
+from .call.cache.describe import PACKED, adopt_cache, describe_cache, pack_queries
+from .call.cache.parts import cache_parts
+from .call.cache.values import check_values
+from .call.checks import integer, one_of
+from .call.compound import LatentCache, unquantized
+from .call.functions import check_integers
+from .call.given import split_of_cache
+from .call.head_scale import HeadScale
+from .call.opaque import opaque
+from .call.operands import Views, row_operand, table_of
+from .call.options import CacheOptions, StatisticsOptions, declared
+from .call.problem import Problem, describe
+from .call.progress import TOLD, telling
+from .call.signature import takes
+from .call.spans import check_spans
+from .errors import InvalidArgumentsError, UnsupportedError
+from .prepare import computed_by
+from .ready import driver_of
+from .varlen import pack, split_dense_or_packed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "WANTED",
+    "AttentionStatistics",
+    "attention_statistics",
+    "kinds_of_results",
+    "refuse_gpus",
+    "results_of",
+]
+
+WANTED = ("key_sum", "key_max", "entropy", "top_k")
+_ONLY_OF_A_CACHE = ("block_table", "cache_leftpad", "rotary")
+
+
+class AttentionStatistics(NamedTuple):
+    """What `attention_statistics` returns; None where it was not wanted.
+
+    Attributes
+    ----------
+    key_sum : array or None
+        Sum of the weights that a key receives, over all queries.
+    key_max : array or None
+        Largest weight that a key receives from any query.
+    entropy : array or None
+        Of the weights of each query, in nats: ``-sum(p log p)`` over the keys.
+    top_weights : array or None
+        The largest weights of each query, falling.
+    top_keys : array of int32, or None
+        Their keys, as positions in the sequence; of equal weights the lower key first. Where there are fewer
+        keys with a weight above 0, -1 beside a weight of 0.
+    """
+
+    key_sum: Any = None
+    key_max: Any = None
+    entropy: Any = None
+    top_weights: Any = None
+    top_keys: Any = None
+
+
+@takes(StatisticsOptions)
+@opaque
+def attention_statistics(
+    q: Any,
+    k: Any,
+    lse: Any = None,
+    *,
+    want: Iterable[str] = WANTED,
+    top_k: int = 8,
+    cache_seqlens: Any = None,
+    **options: Unpack[StatisticsOptions],
+) -> AttentionStatistics:
+    """Statistics of the attention weights P = softmax(scores), in memory linear in the sequence length.
+
+    P is that of `attention` before dropout, of each query head. Sinks take part in the softmax and are no
+    keys: their share is in none of the results. The call has no gradient.
+
+    Parameters
+    ----------
+    q : array, shape (batch, heads_q, seqlen_q, head_dim)
+        As in `attention`, on a CPU. To count some of the queries only, give those, their lse, and their
+        positions by align: ``q[..., -32:, :]`` with align="bottom_right". With cu_seqlens_q
+        (rows_q, heads_q, head_dim).
+    k : array, shape (batch, heads_k, seqlen_k, head_dim)
+        As in `attention`; with cu_seqlens_k (rows_k, heads_k, head_dim). With cache_seqlens the k_cache of
+        `attention_with_kv_cache`, which may be a `QuantizedCache` or a `LatentCache`.
+    lse : array, optional, shape (batch, heads_q, seqlen_q)
+        As returned by the forward call with the same options and return_lse=True, which saves a pass over the
+        keys. That of a call over more keys gives their share of the whole.
+    want : iterable of {"key_sum", "key_max", "entropy", "top_k"}
+        What to compute.
+    top_k : int
+        How many keys of each query to list; time is linear in it.
+    cache_seqlens : array of int32, shape (batch,), or int, optional
+        Keys of each sequence in the cache, new ones included. The last query stands on the last key, as in
+        `attention_with_kv_cache`; bias and score functions are not taken then.
+    cu_seqlens_q : array of int32, shape (sequences + 1,), optional
+        Packed queries, as in `attention_varlen`, or over a cache as in `attention_with_kv_cache`.
+    {options: As in `attention`, `attention_varlen` and `attention_with_kv_cache`.}
+
+    Returns
+    -------
+    AttentionStatistics
+        Arrays of the library of q, float32 (float64 for float64 inputs), for each query head.
+
+        key_sum, key_max: (batch, heads_q, seqlen_k), of packed sequences (heads_q, rows_k), over a cache
+        (batch, heads_q, capacity); 0 for a key that no query sees, and for rows not in use.
+        entropy: shape of lse; 0 for a query that sees no key.
+        top_weights, top_keys: shape of lse with an axis of top_k behind.
+
+    Raises
+    ------
+    InvalidArgumentsError
+        As in `attention`, `attention_varlen` and `attention_with_kv_cache`.
+    UnsupportedError
+        Arrays on a GPU, for which there is no kernel; and spans over a cache.
+
+    Notes
+    -----
+    Grouped heads are not summed. Eviction from a cache that h query heads share takes
+    ``key_sum.reshape(batch, heads_k, h, -1).sum(2)``.
+
+    NumPy computes, with every instruction set and dtype.
+
+    References
+    ----------
+    .. [1] Z. Zhang et al., "H2O", arXiv:2306.14048 (key_sum of all queries).
+    .. [2] Y. Li et al., "SnapKV", arXiv:2404.14469 (key_sum of the last queries).
+
+    Examples
+    --------
+    >>> import numpy as np, cupy_flash
+    >>> q = k = v = np.random.default_rng(0).standard_normal((1, 4, 256, 64)).astype(np.float32)
+    >>> o, lse = cupy_flash.attention(q, k, v, causal=True, return_lse=True)
+    >>> seen = cupy_flash.attention_statistics(q, k, lse, causal=True, want=("key_sum", "entropy"))
+    >>> seen.key_sum.shape, bool(np.allclose(seen.key_sum.sum(-1), 256, rtol=1e-4))
+    ((1, 4, 256), True)
+    """
+    names = results_of(want, top_k)
+    if cache_seqlens is None:
+        problem, views, raw = _described(q, k, lse, options)
+    else:
+        problem, views, raw = _described_cache(q, k, lse, cache_seqlens, options)
+    refuse_gpus(raw)
+    room = (problem.batch, problem.seqlen_k) if problem.cache else None
+    layout = "bshd" if problem.packed else options.get("layout", "bhsd")
+    kinds = kinds_of_results(names, int(top_k), raw["q"].shape, raw["k"].shape, raw["q"].dtype, layout, room)
+    made = {name: outputs.zeros(raw["q"], *kind) for name, kind in kinds.items()}
+    arrays = {name: view.numpy() for name, view in views.items()}
+    arrays |= {name: view.lifted(4 if name in _OF_PLACES else 3).numpy() for name, view in made.items()}
+    if "top_keys" in arrays:
+        arrays["top_keys"][...] = -1
+    _compute(problem._replace(direction="statistics"), arrays)
+    return AttentionStatistics(**{name: outputs.finished(view) for name, view in made.items()})
+
+
+_OF_PLACES = ("top_weights", "top_keys")
+
+
+def results_of(want: Any, top_k: Any) -> tuple[str, ...]:
+    """The fields of `AttentionStatistics` that a caller wants, of a number of keys that is one."""
+    if (integer(top_k) or 0) < 1:
+        raise InvalidArgumentsError(f"top_k is {top_k!r}.", hint="how many keys to list, at least 1")
+    asked = (want,) if isinstance(want, str) else tuple(want) if isinstance(want, Iterable) else (want,)
+    for name in asked:
+        if not one_of(name, WANTED):
+            raise InvalidArgumentsError(f"want has {name!r}.", hint=f"want= some of {', '.join(WANTED)}")
+    if not asked:
+        raise InvalidArgumentsError("want is empty.", hint=f"want= some of {', '.join(WANTED)}")
+    return tuple(
+        name for name in AttentionStatistics._fields
+        if (name if name not in _OF_PLACES else "top_k") in asked
+    )  # fmt: skip
+
+
+def kinds_of_results(
+    names: tuple[str, ...],
+    top_k: int,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    dtype: str,
+    layout: str,
+    room: tuple[int, int] | None,
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each result.
+
+    Parameters
+    ----------
+    names, top_k
+        What is wanted.
+    q, k : tuple of int
+        Shapes as they are given.
+    dtype, layout : str
+        Of q; packed rows are "bshd".
+    room : (int, int), optional
+        Of a cache: sequences, and keys that each has room for.
+    """
+
+    def rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+        outer = shape[:-1]
+        return outer if layout == "bhsd" or len(outer) < 2 else (*outer[:-2], outer[-1], outer[-2])
+
+    of_queries = rows(q)
+    heads = of_queries[-2:-1]
+    # k has the heads of keys, results those of queries.
+    of_keys = (room[0], *heads, room[1]) if room else (*rows(k)[:-2], *heads, rows(k)[-1])
+    acc = "float64" if dtype == "float64" else "float32"
+    every = {
+        "key_sum": (of_keys, acc),
+        "key_max": (of_keys, acc),
+        "entropy": (of_queries, acc),
+        "top_weights": ((*of_queries, top_k), acc),
+        "top_keys": ((*of_queries, top_k), "int32"),
+    }
+    return {name: every[name] for name in names}
+
+
+def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, Views]:
+    """A call over dense or packed keys: the problem, its arrays as the pass sees them, and as given."""
+    for name in _ONLY_OF_A_CACHE:
+        if options.pop(name, None) is not None:
+            raise InvalidArgumentsError(
+                f"{name} is given without cache_seqlens.",
+                hint="cache_seqlens=, with the k_cache of attention_with_kv_cache as k",
+            )
+    arrays, values, packed = split_dense_or_packed(options)
+    parts = unquantized(q=q, k=k, v=k)
+    q, k, _ = (parts.pop(name) for name in "qkv")
+    arrays |= parts
+    if getattr(values.scale, "shape", None):
+        q, values, _ = scaled(q, values)
+    if lse is not None:
+        arrays["lse"] = lse
+    raw = adopted(q=q, k=k, **arrays)
+    raw["v"] = raw["k"]  # which nothing reads
+    packing = None if packed is None else pack(raw, *packed)
+    problem, views, given = describe("forward", raw, values, packing=packing)
+    check_spans(problem.spans, given)
+    check_blocks(problem.blocks, given)
+    check_integers(problem.function, problem.extents, 64, given)
+    return problem, views, given
+
+
+def _described_cache(
+    q: Any, k: Any, lse: Any, cache_seqlens: Any, options: Any
+) -> tuple[Problem, Views, Views]:
+    """The same of a call over a cache."""
+    align = options.pop("align", None)
+    if align is not None and not one_of(align, ("bottom_right",)):
+        raise InvalidArgumentsError(
+            f"align is {align!r}; over a cache the last query of a sequence is at its last key.",
+            hint='align="bottom_right"',
+        )
+    for name in [name for name in options if name not in declared(CacheOptions)]:
+        if options.pop(name) is not None:
+            raise UnsupportedError(
+                f"{name} is not supported over a cache.", hint=f"no {name}, or keys in one piece"
+            )
+    k = k.latents if isinstance(k, LatentCache) else k
+    every = cache_parts(k, k, options)
+    if getattr(every.get("scale"), "shape", None):
+        layout = "bshd" if every.get("cu_seqlens_q") is not None else every.get("layout", "bhsd")
+        by_head = HeadScale.of(every["scale"], q, layout)
+        if by_head is not None:
+            q, every["scale"] = by_head.times(q), 1.0
+    arrays, values, asked = split_of_cache(every)
+    raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
+    raw["v_cache"] = raw["k_cache"]  # which nothing reads
+    packing = None
+    if asked.longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, asked, length)
+    problem, views = describe_cache(raw, values, asked, packing=packing)
+    if problem.spans is not None:
+        raise UnsupportedError("spans are not supported over a cache here.", hint="mask= a boolean array")
+    check_values(problem, raw, length)
+    if lse is not None:
+        heads, rows = views["q"].shape[1:3]
+        shape = (heads, rows) if problem.packed else (problem.batch, heads, rows)
+        views["lse"] = row_operand("lse", raw, (shape,), problem.accumulator).lifted(3)
+    if length is not None:
+        views["cache_seqlens"] = raw["cache_seqlens"] = adopted(
+            cache_seqlens=np.full(problem.batch, length, np.int32)
+        )["cache_seqlens"]
+    return problem, views, {"k": raw["k_cache"], **raw}
+
+
+def refuse_gpus(raw: Views) -> None:
+    """Refuse arrays that no path here computes on."""
+    q = raw["q"]
+    if q.device != CPU or driver_of(q.device, q.library) is not None:
+        where = device_name(q.device) if q.device != CPU else "in the simulator of one"
+        raise UnsupportedError(
+            f"attention_statistics has no kernel for GPUs, and q is {where}.",
+            table_of(raw),
+            hint="arrays on a CPU; or for key_sum alone attention_backward with a v of ones, whose dv it is "
+            "(docs/recipes.md, Attention weights)",
+        )
+
+
+def _compute(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+    # why here: the CPU path is a fifth of what the package takes to import
+    from . import cpu
+    from .cpu.progress import Count, counting, pairs
+
+    computed_by(["NumPy"])
+    path = cpu.each_sequence if problem.packed else cpu.statistics
+    with telling(TOLD.get()) as tell:
+        counts = tell is not None and problem.cache is None
+        with counting(Count(pairs(problem, arrays), tell) if counts and tell else None):
+            path(problem, arrays)
