@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,8 @@ __all__ = [
 ]
 
 WANTED = ("key_sum", "key_max", "entropy", "top_k")
+# why: each takes a look at every weight.
+MOST_PLACES = 1024
 _ONLY_OF_A_CACHE = ("block_table", "cache_leftpad", "rotary")
 
 
@@ -79,7 +81,7 @@ def attention_statistics(
     k: Any,
     lse: Any = None,
     *,
-    want: Iterable[str] = WANTED,
+    want: str | Collection[str] = WANTED,
     top_k: int = 8,
     cache_seqlens: Any = None,
     **options: Unpack[StatisticsOptions],
@@ -101,10 +103,10 @@ def attention_statistics(
     lse : array, optional, shape (batch, heads_q, seqlen_q)
         As returned by the forward call with the same options and return_lse=True, which saves a pass over the
         keys. That of a call over more keys gives their share of the whole.
-    want : iterable of {"key_sum", "key_max", "entropy", "top_k"}
-        What to compute.
+    want : str, or tuple, list or set of str
+        What to compute, of "key_sum", "key_max", "entropy" and "top_k".
     top_k : int
-        How many keys of each query to list; time is linear in it.
+        How many keys of each query to list, at most 1024; time is linear in it.
     cache_seqlens : array of int32, shape (batch,), or int, optional
         Keys of each sequence in the cache, new ones included. The last query stands on the last key, as in
         `attention_with_kv_cache`; bias and score functions are not taken then.
@@ -173,9 +175,11 @@ _OF_PLACES = ("top_weights", "top_keys")
 
 def results_of(want: Any, top_k: Any) -> tuple[str, ...]:
     """The fields of `AttentionStatistics` that a caller wants, of a number of keys that is one."""
-    if (integer(top_k) or 0) < 1:
-        raise InvalidArgumentsError(f"top_k is {top_k!r}.", hint="how many keys to list, at least 1")
-    asked = (want,) if isinstance(want, str) else tuple(want) if isinstance(want, Iterable) else (want,)
+    if not 1 <= (integer(top_k) or 0) <= MOST_PLACES:
+        raise InvalidArgumentsError(
+            f"top_k is {top_k!r}.", hint=f"how many keys to list, from 1 to {MOST_PLACES}"
+        )
+    asked = tuple(want) if isinstance(want, (tuple, list, set, frozenset)) else (want,)
     for name in asked:
         if not one_of(name, WANTED):
             raise InvalidArgumentsError(f"want has {name!r}.", hint=f"want= some of {', '.join(WANTED)}")

@@ -152,6 +152,13 @@ GOOD: dict[str, dict[str, Any]] = {
     "attention_varlen": {**_PACKED, **_OFFSETS},
     "attention_varlen_backward": {"do": _PACKED["q"], **_PACKED, "o": _PACKED["q"], "lse": _ROWS, **_OFFSETS},
     "attention_with_kv_cache": _CACHED,
+    "attention_statistics": {"q": _INPUTS["q"], "k": _INPUTS["k"], "lse": _BACK["lse"]},
+    "attention_statistics packed": {"q": _PACKED["q"], "k": _PACKED["k"], "lse": _ROWS, **_OFFSETS},
+    "attention_statistics over a cache": {
+        "q": _CACHED["q"],
+        "k": _CACHED["k_cache"],
+        "cache_seqlens": _CACHED["cache_seqlens"],
+    },
     "derivatives.jvp": {**_TANGENTS, "dq": _INPUTS["q"]},
     "derivatives.value_and_jvp": {**_INPUTS, "dq": _INPUTS["q"]},
     "derivatives.hvp": {**_BACK, "jvp": (_BACK["o"], _BACK["lse"]), "dq": _INPUTS["q"]},
@@ -211,6 +218,8 @@ def _quantized(draw: random.Random) -> Any:
 _OFTEN = ("attention", "attention", "attention_backward", "attention_varlen", *GOOD)
 # What an argument of this name would hold if it were right, or nearly.
 _NEARLY: dict[str, Callable[[random.Random], Any]] = {
+    "want": lambda draw: draw.choice(["key_sum", ("key_max", "top_k"), ["entropy"], (), "max", None, 3]),
+    "top_k": lambda draw: draw.choice([1, 3, 0, -1, 2.0, True, np.int32(5), None]),
     "causal": lambda draw: draw.choice([True, False, 1, None, "yes", np.True_]),
     "window": lambda draw: draw.choice([(1, 1), (0, None), [1, 2], (3.0, 1), (-1, -1), (2**40, 0), 4]),
     "align": lambda draw: draw.choice(["top_left", "bottom_right", 3, -3, 0.0, True, 2**33, -(2**33)]),

@@ -100,7 +100,7 @@ def gathered(problem: Problem, arrays: dict[str, Array]) -> Iterator[tuple[Probl
     Parameters
     ----------
     problem : Problem
-        As of `decode`; nothing is appended.
+        As of `decode`; nothing is appended, and no entry leads outside the cache.
     arrays : dict of str to array
         As of `decode`, and others with an axis of the batch in front.
 
@@ -109,7 +109,7 @@ def gathered(problem: Problem, arrays: dict[str, Array]) -> Iterator[tuple[Probl
     Problem
         Of one sequence.
     dict of str to array
-        What belongs to it: k (1, heads, keys in use, head_dim), a mask of what the cache hides, and views.
+        What belongs to it: k (1, heads, keys in use, head_dim), a mask that hides padding, and views.
     """
     p, arrays = problem, _named(problem, arrays)
     sequences = _sequences(p, arrays)
@@ -124,15 +124,15 @@ def gathered(problem: Problem, arrays: dict[str, Array]) -> Iterator[tuple[Probl
         }
         k = _rows(arrays, "k", sequence, 0, length, np.dtype(p.accumulator))[None]
         views["k"] = _rotated(p, arrays, k, [0]) if p.cache is not None and p.cache.unrotated else k
-        mask = arrays["mask"] if "mask" in arrays else np.ones((1, 1, 1, 1), np.bool_)
-        mask = mask[b : b + 1] if len(mask) > 1 else mask
-        seen = np.arange(length) >= sequence.first
-        if sequence.hidden is not None:
-            seen &= ~sequence.hidden
-        views["mask"] = mask[..., :length] & seen
+        mask = views["mask"][..., :length] if "mask" in views else None
+        if sequence.first:
+            inside = np.arange(length) >= sequence.first
+            mask = inside[None, None, None] if mask is None else mask & inside
+        if mask is not None:
+            views["mask"] = mask
         one = p._replace(
             cache=None, batch=1, seqlen_k=length, offset=offset, offset_from_end=False,
-            mask=views["mask"].shape,
+            mask=None if mask is None else mask.shape,
         )  # fmt: skip
         yield one, views
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from .. import statistics
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.options import StatisticsOptions
 from ..call.signature import takes
+from ..call.spelling import kind_of
+from ..errors import InvalidArgumentsError
 from ..statistics import WANTED, AttentionStatistics, kinds_of_results, refuse_gpus, results_of
 from .buffers import address
 from .call import alike
@@ -31,7 +32,7 @@ def attention_statistics(
     k: Any,
     lse: Any = None,
     *,
-    want: Iterable[str] = WANTED,
+    want: str | Collection[str] = WANTED,
     top_k: int = 8,
     cache_seqlens: Any = None,
     **options: Unpack[StatisticsOptions],
@@ -61,17 +62,18 @@ def attention_statistics(
         As in `cupy_flash.attention_statistics`, when the program runs.
     """
     names = results_of(want, top_k)
-    given = {"q": q, "k": k, "lse": lse, "cache_seqlens": cache_seqlens, **options}
-    leaves, tree = jax.tree.flatten(given)
+    leaves, tree = jax.tree.flatten((q, k, lse, cache_seqlens, options))
     # why by identity: offsets given twice say that queries and keys are cut alike.
     arrays = {id(x): jnp.asarray(x) for x in leaves if hasattr(x, "shape")}
     places = list(arrays)
     sources = tuple(places.index(id(x)) if hasattr(x, "shape") else None for x in leaves)
-    fixed = tuple((type(x), None if hasattr(x, "shape") else x) for x in leaves)
+    fixed = tuple(None if hasattr(x, "shape") else (type(x), x) for x in leaves)
     ins = [jax.lax.stop_gradient(x) for x in arrays.values()]
     dtypes = tuple("bool" if x.dtype == bool else x.dtype.name for x in ins)
     static = _Call(tree, sources, fixed, dtypes, names, top_k)
-    wire = tuple(jax.ShapeDtypeStruct(*kind) for kind in _kinds(given, names, top_k).values())
+    wire = tuple(
+        jax.ShapeDtypeStruct(*kind) for kind in _kinds(q, k, cache_seqlens, options, names, top_k).values()
+    )
     made = buffer_callback(_callback(static), wire, vmap_method="sequential")(*ins)
     return AttentionStatistics(**dict(zip(names, alike(*made, over=ins), strict=True)))
 
@@ -82,10 +84,10 @@ class _Call(NamedTuple):
     Attributes
     ----------
     tree : PyTreeDef
-        Of the arguments by name.
+        Of q, k, lse, cache_seqlens and the options.
     sources : tuple of (int or None)
         Which input each of its leaves is; None for those that are `fixed`.
-    fixed : tuple of (type, object)
+    fixed : tuple of ((type, object) or None)
         With types, as 1 is True.
     dtypes : tuple of str
         Of the inputs.
@@ -95,24 +97,32 @@ class _Call(NamedTuple):
 
     tree: Any
     sources: tuple[int | None, ...]
-    fixed: tuple[tuple[type, Any], ...]
+    fixed: tuple[tuple[type, Any] | None, ...]
     dtypes: tuple[str, ...]
     names: tuple[str, ...]
     top_k: int
 
 
-def _kinds(given: dict[str, Any], names: tuple[str, ...], top_k: int) -> dict[str, Any]:
+def _kinds(
+    q: Any, k: Any, cache_seqlens: Any, options: Mapping[str, Any], names: tuple[str, ...], top_k: int
+) -> dict[str, Any]:
     """Shape and dtype of each result, from shapes alone."""
-    q, k = (getattr(x, "codes", getattr(x, "latents", x)) for x in (given["q"], given["k"]))
-    cut = given.get("cu_seqlens_q")
-    layout = given.get("layout", "bhsd")
+    q, k = (getattr(x, "codes", getattr(x, "latents", x)) for x in (q, k))
+    for name, x, least in (("q", q, 2), ("k", k, 2 if cache_seqlens is None else 4)):
+        if len(getattr(x, "shape", ())) < least:
+            raise InvalidArgumentsError(
+                f"{name} is {kind_of(x)} of less than {least} axes.", hint=f"{name} as a JAX array"
+            )
+    cut = options.get("cu_seqlens_q")
+    layout = options.get("layout", "bhsd")
     room = None
-    if given["cache_seqlens"] is not None:
-        table, most = given.get("block_table"), given.get("max_seqlen_k")
+    if cache_seqlens is not None:
+        table, most = options.get("block_table"), options.get("max_seqlen_k")
         capacity = k.shape[1 if layout == "bshd" else 2]
         if table is not None and table.ndim == 2:
             capacity *= table.shape[1]
-        room = q.shape[0] if cut is None else cut.shape[0] - 1, min(capacity, most or capacity)
+        capacity = capacity if most is None else min(capacity, most)
+        room = q.shape[0] if cut is None else cut.shape[0] - 1, capacity
     layout = layout if cut is None else "bshd"
     return kinds_of_results(names, top_k, q.shape, k.shape, jnp.asarray(q).dtype.name, layout, room)
 
@@ -123,17 +133,19 @@ def _callback(static: _Call) -> Callable[..., None]:
 
     def callback(_: Any, outs: Any, *ins: Any) -> None:
         views = [_view(x, dtype) for x, dtype in zip(ins, static.dtypes, strict=True)]
-        refuse_gpus({"q": views[0]})
+        refuse_gpus({"q": views[0]})  # its leaf comes first
         arrays = [view.numpy() for view in views]
         leaves = [
-            x if source is None else arrays[source]
-            for source, (_, x) in zip(static.sources, static.fixed, strict=True)
+            arrays[source or 0] if x is None else x[1]
+            for source, x in zip(static.sources, static.fixed, strict=True)
         ]
-        given = jax.tree.unflatten(static.tree, leaves)
-        if np.ndim(given["cache_seqlens"]) == 0 and given["cache_seqlens"] is not None:
-            given["cache_seqlens"] = int(given["cache_seqlens"])
+        q, k, lse, lengths, options = jax.tree.unflatten(static.tree, leaves)
+        if getattr(lengths, "shape", None) == ():
+            lengths = int(lengths)
         want = {"top_k" if name.startswith("top_") else name for name in static.names}
-        made = statistics.attention_statistics(**given, want=want, top_k=static.top_k)
+        made = statistics.attention_statistics(
+            q, k, lse, want=want, top_k=static.top_k, cache_seqlens=lengths, **options
+        )
         for out, name in zip(outs, static.names, strict=True):
             result = getattr(made, name)
             _view(out, result.dtype.name).numpy()[...] = result

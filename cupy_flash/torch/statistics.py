@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ def attention_statistics(
     k: Any,
     lse: Tensor | None = None,
     *,
-    want: Iterable[str] = WANTED,
+    want: str | Collection[str] = WANTED,
     top_k: int = 8,
     cache_seqlens: Tensor | int | None = None,
     **options: Unpack[StatisticsOptions],

@@ -20,39 +20,13 @@ from cupy_flash import (
     testing,
 )
 from cupy_flash.call.arrays import ArrayView
-from cupy_flash.testing import reference
 from tests.block_cases import as_mask, random_blocks
 from tests.cases import Case, feature_cases, length_cases
 from tests.kv_cases import KvCase, cases
 from tests.public import dequantized, int4_parts, over_cache
+from tests.statistic_checks import assert_close
 
 RNG = np.random.default_rng(0)
-
-
-def assert_close(made: Any, q: np.ndarray, k: np.ndarray, places: int, **options: Any) -> None:
-    """Hold every result to FP64: a weight is off by at most the errors of its score and of its LSE."""
-    exact = testing.reference_statistics(q, k, top_k=places, **options)
-    state = reference.forward(q, k, np.zeros((*k.shape[:-1], 1)), reference.Options(**options))
-    p = state.p.reshape(state.p.shape[4 - q.ndim :])
-    seen = np.isfinite(state.lse)
-    norms = [np.linalg.norm(x, axis=-1).max(initial=0) for x in (state.q, state.k)]
-    rest = (state.lse[seen], state.added[np.isfinite(state.added)])
-    size = abs(state.scale) * norms[0] * norms[1] + sum(np.abs(x).max(initial=0) for x in rest) + 8
-    acc = made.entropy.dtype
-    off = 2 * float(np.finfo(acc).eps) * size
-    least = 1e-37  # weights below may be 0
-    for name in ("key_sum", "key_max", "entropy", "top_weights"):
-        ours, theirs = getattr(made, name), getattr(exact, name)
-        assert ours.shape == theirs.shape, name
-        assert ours.dtype == acc, name
-        room = off * (theirs + (name == "entropy")) + least
-        assert (np.abs(ours - theirs) <= room).all(), (name, np.abs(ours - theirs).max(), room.max())
-    # Of nearly equal weights any order is right; the weights are those of the keys.
-    found = np.where(made.top_keys >= 0, np.take_along_axis(p, np.maximum(made.top_keys, 0), -1), 0.0) \
-        if p.shape[-1] else np.zeros(made.top_keys.shape)  # fmt: skip
-    assert (np.abs(found - exact.top_weights) <= 2 * off * exact.top_weights + least).all()
-    once = np.sort(made.top_keys, axis=-1)
-    assert ((once[..., 1:] != once[..., :-1]) | (once[..., 1:] < 0)).all(), "a key is listed twice"
 
 
 def given(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -420,6 +394,8 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a name": (InvalidArgumentsError, "want has 'key_mean'(.|\n)*Try: want= some of", {"want": ["key_mean"]}),
     "no name": (InvalidArgumentsError, "want is empty", {"want": ()}),
     "no string": (InvalidArgumentsError, "want has 3", {"want": 3}),
+    "an array of one name": (InvalidArgumentsError, "want has array", {"want": np.array("key_sum")}),
+    "too many places": (InvalidArgumentsError, "top_k is 2048", {"top_k": 2048}),
     "no places": (InvalidArgumentsError, "top_k is 0", {"top_k": 0}),
     "a flag": (InvalidArgumentsError, "top_k is True", {"top_k": True}),
     "heads": (InvalidArgumentsError, "3 heads of q", {"q": Q[:, :3]}),

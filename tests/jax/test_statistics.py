@@ -62,6 +62,25 @@ def test_vmap_and_scan():
     assert_equal(shared, cupy_flash.attention_statistics(np.asarray(q), np.stack([k[0], k[0]]), causal=True))
 
 
+def test_other_numbers_do_not_recompile():
+    """Lengths, offsets and scales are traced: one program serves all."""
+    compiled = []
+
+    @jax.jit
+    def call(q, k, length, scale):
+        compiled.append(True)
+        return cf.attention_statistics(q, k, cache_seqlens=length, scale=scale)
+
+    q, k = arrays()
+    for length in (3, 40):
+        made = call(q, k, length, 0.01 * length)
+        wanted = cupy_flash.attention_statistics(
+            np.asarray(q), np.asarray(k), cache_seqlens=length, scale=np.float32(0.01 * length)
+        )
+        assert_equal(made, wanted)
+    assert len(compiled) == 1
+
+
 def test_gradients_are_stopped():
     q, k = arrays()
 
@@ -140,5 +159,9 @@ def test_refusals():
         jax.jit(lambda q: cf.attention_statistics(q, k, want="mean"))(q)
     with pytest.raises(Exception, match="3 heads of q are not a multiple of 2"):
         jax.block_until_ready(cf.attention_statistics(q[:, :3], k))
+    with pytest.raises(InvalidArgumentsError, match="k is a list"):
+        cf.attention_statistics(q, [1.0])
+    with pytest.raises(InvalidArgumentsError, match="less than 4 axes"):
+        cf.attention_statistics(q, k[0], cache_seqlens=3)
     with pytest.raises(InvalidArgumentsError, match="top_k is 0"):
         cf.attention_statistics(q, k, top_k=0)

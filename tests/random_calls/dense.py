@@ -1,4 +1,4 @@
-"""Calls over whole sequences: attention and its gradients, tangents, second order, and parts merged."""
+"""Calls over whole sequences: attention, gradients, tangents, second order, statistics, parts merged."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.cases import BROADCASTS, DTYPES, Case
 from tests.function_cases import MADE
 from tests.public import with_function, with_mask
 from tests.span_cases import SpanCase
+from tests.statistic_checks import assert_close
 
 from .edges import (
     HEAD_DIMS,
@@ -37,7 +38,15 @@ from .edges import (
 )
 from .memory import numpy_of
 
-__all__ = ["ANYTHING", "Dense", "MergeOfTwo", "SecondOrder", "assert_of_second_order", "largest_score"]
+__all__ = [
+    "ANYTHING",
+    "Dense",
+    "MergeOfTwo",
+    "SecondOrder",
+    "Statistics",
+    "assert_of_second_order",
+    "largest_score",
+]
 
 # Roundings of a result of second order, in units of the largest number of all of them.
 SECOND_ORDER_UNITS = {"float64": 1e4}
@@ -263,6 +272,43 @@ def largest_score(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> floa
     f = reference.forward(*(arrays[name] for name in "qkv"), testing.Options(**options))
     size = abs(f.scale) * np.abs(f.q) @ np.abs(f.k).swapaxes(-1, -2) + np.abs(f.added)
     return float(np.where(f.keep & np.isfinite(size), size, 0).max(initial=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics(Dense):
+    """Statistics of the weights.
+
+    Attributes
+    ----------
+    known : bool
+        Whether the call gets the lse.
+    places : int
+        Keys that are listed of each query.
+    """
+
+    known: bool = False
+    places: int = 8
+
+    @classmethod
+    def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> Statistics:
+        """Any but dropout, which they do not have."""
+        drawn = _drawn(draw, dtypes, large=0.02) | {"dropout": 0.0}
+        return cls(**drawn, known=draw.random() < 0.5, places=draw.choice((1, 3, 8, 40)))
+
+    def check(self, memory: Any) -> None:
+        """Compare with FP64."""
+        host, given, options = self._placed(memory)
+        own, exact = (
+            {name: x for name, x in o.items() if name not in ("dropout", "seed")}
+            for o in (options, self.options(host))
+        )
+        lse = None
+        if self.known:
+            lse = cupy_flash.attention(*(given[name] for name in "qkv"), return_lse=True, **options)[1]
+        made = cupy_flash.attention_statistics(given["q"], given["k"], lse, top_k=self.places, **own)
+        memory.synchronize()
+        with one_thread():
+            assert_close(made, host["q"], host["k"], self.places, **exact)
 
 
 @dataclass(frozen=True, kw_only=True)

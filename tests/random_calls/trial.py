@@ -16,15 +16,17 @@ from cupy_flash.cpu.core import family
 from cupy_flash.cpu.core.isa import OVERRIDE
 
 from .cache import Cached
-from .dense import Dense, MergeOfTwo, SecondOrder
+from .dense import Dense, MergeOfTwo, SecondOrder, Statistics
 from .memory import Pages
 from .packed import Packed
 
 __all__ = ["Outcome", "Trial", "draw", "smaller"]
 
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Dense, SecondOrder, MergeOfTwo, Packed, Cached)}
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Dense, SecondOrder, MergeOfTwo, Statistics, Packed, Cached)
+}
 # How often each is drawn.
-SHARES = {"Dense": 9, "SecondOrder": 3, "MergeOfTwo": 1, "Packed": 4, "Cached": 6}
+SHARES = {"Dense": 9, "SecondOrder": 3, "MergeOfTwo": 1, "Statistics": 2, "Packed": 4, "Cached": 6}
 
 
 class Outcome(NamedTuple):
@@ -52,7 +54,7 @@ class Trial(NamedTuple):
 
     Attributes
     ----------
-    call : Dense, SecondOrder, MergeOfTwo, Packed or Cached
+    call : Dense, SecondOrder, MergeOfTwo, Statistics, Packed or Cached
     library : str
         Of the CPU core, or "numpy".
     threads : int
