@@ -20,8 +20,9 @@ for _name in (
     "agreement", "api", "blocks", "call.adopt.jax", "call.adopt.numpy_cupy", "call.adopt.protocols",
     "call.arrays", "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values",
     "call.functions", "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem",
-    "call.spans", "cpu", "device", "functions", "kv_cache", "naive", "parts", "plan", "prepare", "program",
-    "ready", "report", "ring", "second_order", "spans", "torch.functions", "varlen", "with_jvp",
+    "call.spans", "cpu", "derivatives.second_order", "derivatives.with_jvp", "device", "dispatch",
+    "functions", "kv_cache", "naive", "parts", "plan", "program", "report", "ring", "spans",
+    "torch.functions", "varlen",
 ):  # fmt: skip
     trace_rules.add(f"{PACKAGE}.{_name}")
 

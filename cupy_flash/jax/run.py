@@ -22,9 +22,9 @@ from ..call.progress import told_anywhere
 from ..call.spans import check_spans
 from ..call.values import Moment
 from ..device.run import Driver
+from ..dispatch.backends import Backend, chosen_by_environment, driver_of, ready
+from ..dispatch.memo import lifted
 from ..errors import UnsupportedError
-from ..prepare import lifted
-from ..ready import Backend, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
 
 __all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "held", "run"]

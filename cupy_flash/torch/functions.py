@@ -12,8 +12,8 @@ from ..call.given import Packing, split
 from ..call.opaque import opaque
 from ..call.options import WITH_GRADIENT
 from ..call.spelling import spelled
+from ..derivatives.second_order import run_hvp, run_jvp
 from ..errors import UnsupportedError
-from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_untouched
