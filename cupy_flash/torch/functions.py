@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,11 @@ _ARGUMENT = "bound["
 Packed: TypeAlias = tuple[Any, ...] | None
 
 
-@opaque
+@functools.partial(
+    opaque,
+    why="a call with a score or mask function is no part of a compiled program. "
+    "Try: fullgraph=False; or a bias, a boolean array or Spans that say the same",
+)
 def attend_by_function(
     q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool, cuts: tuple[Any, Any] | None = None
 ) -> Any:
