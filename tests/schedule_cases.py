@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash.parallel import packed_positions, positions
 from cupy_flash.testing import assert_within_budget
 
 SCHEDULES = ("ring", "alltoall", "allgather")

@@ -279,7 +279,7 @@ class _Parts(TypedDict, total=False):
         Option(
             None,
             '{"zigzag", "contiguous"}, optional',
-            "Which rows a process holds, as `cupy_flash.ring.positions` names them. Default: zigzag with "
+            "Which rows a process holds, as `cupy_flash.parallel.positions` names them. Default: zigzag with "
             "causal, else contiguous. Causal with a window or with unequal lengths takes contiguous parts "
             "only, and they must be named.",
         ),

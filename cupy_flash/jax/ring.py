@@ -16,7 +16,7 @@ from ..call.reproducible import refuse_reproducible
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..merge import united
-from ..parts import check_parts, halves, positions
+from ..parallel.parts import check_parts, halves, positions
 from .call import alike, backward, forward
 from .functional import attention, check
 
@@ -263,15 +263,15 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : Array
-        This device's parts, of one length on all devices: the rows `cupy_flash.ring.positions` names, in that
-        order. The whole sequence attends to itself.
+        This device's parts, of one length on all devices: the rows that `cupy_flash.parallel.positions`
+        names, in that order. The whole sequence attends to itself.
     axis_name : str
         Of the mesh axis that `jax.shard_map` cuts the sequence along.
     cu_seqlens : Array of int32, shape (sequences + 1,), optional
         Offsets of this device's rows of packed sequences, the same on all devices: q, k and v are then
-        (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. They may be traced,
-        so that nobody reads them before the program runs: with causal a sequence of which a device holds an
-        odd number of rows makes everything NaN.
+        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` names. They may be
+        traced, so that nobody reads them before the program runs: with causal a sequence of which a device
+        holds an odd number of rows makes everything NaN.
     max_seqlen : int, optional
         At least the longest of these parts of sequences, static under jit. Default: all rows.
     schedule : {"ring", "alltoall"}, optional

@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from .. import schedules
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
-from ..ring import positions
+from ..parallel import positions, schedules
 from .ring import ring_attention
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
@@ -35,7 +34,7 @@ def context_parallel(
     """Inside this context tensors and torch's scaled_dot_product_attention are of a part of the sequence.
 
     Buffers are cut in place to the rows of this process, two stretches of the sequence as in
-    `cupy_flash.ring.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
+    `cupy_flash.parallel.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
     `ring_attention` over the mesh, in all threads; a module that has imported the function keeps torch's.
 
     Parameters

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, UnsupportedError, mpi, parts, ring
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.call.masks import Band
-from cupy_flash.mpi import ring_attention, ring_attention_backward
-from cupy_flash.parts import halves, pair, stretches
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash.parallel import mpi, packed_positions, parts, positions, ring
+from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
+from cupy_flash.parallel.parts import halves, pair, stretches
 from tests.communicator import in_threads
 from tests.paths import ROOT
 

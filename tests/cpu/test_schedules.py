@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, UnsupportedError, allgather, alltoall, mpi
-from cupy_flash.mpi import ring_attention, ring_attention_backward
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.parallel import allgather, alltoall, mpi
+from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
 from tests.schedule_cases import Case, random_case

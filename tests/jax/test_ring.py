@@ -11,7 +11,7 @@ import numpy as np
 
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash.parallel import packed_positions, positions
 
 pytestmark = pytest.mark.jax
 RANKS = 4

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import torch.distributed as dist
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, UnsupportedError, parts, ring
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.parallel import packed_positions, parts, positions, ring
 from tests.torch.processes import in_processes
 
 pytestmark = [

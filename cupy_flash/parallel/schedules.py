@@ -9,13 +9,13 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from ..api import Gradients
+from ..call.blocks import BlockMask
+from ..call.checks import one_of
+from ..call.compound import Spans
+from ..call.reproducible import MODES
+from ..errors import InvalidArgumentsError, UnsupportedError
 from . import allgather, alltoall, ring
-from .api import Gradients
-from .call.blocks import BlockMask
-from .call.checks import one_of
-from .call.compound import Spans
-from .call.reproducible import MODES
-from .errors import InvalidArgumentsError, UnsupportedError
 from .group import Asked
 
 __all__ = ["backward", "check", "forward"]

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .api import Gradients, attention
-from .call.compound import Spans
-from .call.given import split
-from .call.masks import resolve_band
-from .call.problem import describe
-from .errors import InvalidArgumentsError
+from ..api import Gradients, attention
+from ..call.compound import Spans
+from ..call.given import split
+from ..call.masks import resolve_band
+from ..call.problem import describe
+from ..errors import InvalidArgumentsError
+from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room
 from .group import Asked, Link, Round, at, row_axis, terms_of
 from .partial import attention_backward, attention_varlen_backward
 from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
-from .varlen import attention_varlen
 
 __all__ = ["backward", "forward"]
 

@@ -6,7 +6,7 @@ of q share them, and no further than some process sees them.
 
 This module is the loop. How a sequence lies in parts is in `parts`, what is compared before the first message
 in `agreement`, other schedules in `alltoall` and `allgather`; how arrays travel is the business of the
-adapters, `cupy_flash.torch`, `cupy_flash.jax` and `cupy_flash.mpi`.
+adapters, `cupy_flash.torch`, `cupy_flash.jax` and `cupy_flash.parallel.mpi`.
 
 .. [1] H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .api import Gradients
+from ..api import Gradients
+from ..merge import merge
 from .group import Asked, Link, Round, at, row_axis, terms_of
-from .merge import merge
-from .parts import Packed, Pair, Whole, packed_positions, positions
+from .parts import Packed, Pair, Whole
 
-__all__ = ["backward", "forward", "packed_positions", "positions"]
+__all__ = ["backward", "forward"]
 
 
 class _Call(NamedTuple):

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from .api import Gradients, attention, attention_backward
-from .call.blocks import BlockMask
-from .call.compound import Spans
-from .call.given import split
-from .call.options import PER_HEAD
-from .call.problem import describe
-from .errors import InvalidArgumentsError
+from ..api import Gradients, attention, attention_backward
+from ..call.blocks import BlockMask
+from ..call.compound import Spans
+from ..call.given import split
+from ..call.options import PER_HEAD
+from ..call.problem import describe
+from ..errors import InvalidArgumentsError
+from ..varlen import attention_varlen, attention_varlen_backward
 from .exchange import ToParts, ToWhole, exchange
 from .group import Asked, Round, at, row_axis, terms_of
 from .parts import Rows, Split, packed_starts, packed_stretches
-from .varlen import attention_varlen, attention_varlen_backward
 
 __all__ = ["backward", "forward"]
 
