@@ -271,7 +271,7 @@ class _Parts(TypedDict, total=False):
             '{"ring", "alltoall", "allgather"}, optional',
             "What travels: keys and values in a ring; heads to one process each, with all rows, which takes "
             "most options but needs heads that divide; or keys and values to all processes at once. Default: "
-            '"ring".',
+            "the one of the first two that sends fewer bytes; the third if both cannot.",
         ),
     ]
     parts: Annotated[

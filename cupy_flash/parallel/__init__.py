@@ -5,5 +5,6 @@ pass, whose messages go through a `group.Link` that an adapter makes: `cupy_flas
 """
 
 from .parts import packed_positions, positions
+from .schedules import explain
 
-__all__ = ["packed_positions", "positions"]
+__all__ = ["explain", "packed_positions", "positions"]
