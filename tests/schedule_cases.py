@@ -211,7 +211,7 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
     options["parts"] = (
         "contiguous" if schedule == "ring" and causal and not plain else chosen(["contiguous"], 0.4)
     )
-    if schedule != "ring" and options["parts"] is None:
+    if (schedule != "ring" or not (causal or window)) and options["parts"] is None:
         options["parts"] = chosen(["zigzag"], 0.3)
     options["seqlen"] = (q_rows, k_rows)
     if schedule == "ring" or options["parts"]:

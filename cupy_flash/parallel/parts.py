@@ -191,11 +191,13 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
     ----------
     mine, theirs : tuple of range
         Rows of the queries and of the keys: of one stretch each, or of two if the parts are a zigzag, whose
-        band is causal.
+        band is causal, or open.
     band : Band
         Of the whole sequence.
     """
     whole = slice(None)
+    if band.open:
+        return Pair(whole, whole) if sum(map(len, mine)) and sum(map(len, theirs)) else None
     if len(mine) == 2:
         if mine == theirs:
             return Pair(whole, whole, causal=True)
@@ -346,11 +348,11 @@ def _lengths(seqlen: Any) -> tuple[int, int]:
 
 def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tuple[int, int]) -> None:
     """Refuse an order of parts that does not fit, and one that would be a guess."""
-    if order == "contiguous":
+    if order == "contiguous" or band.open:
         return
     if not causal:
         raise InvalidArgumentsError(
-            'parts="zigzag" is for causal.', hint='parts="contiguous", or causal=True'
+            'parts="zigzag" with a window is for causal.', hint='parts="contiguous", or causal=True'
         )
     if band != (0, None, 0) or lengths[0] != lengths[1]:
         counts = f"{lengths[0]} queries and {lengths[1]} keys"

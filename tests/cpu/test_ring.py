@@ -33,6 +33,7 @@ ring_attention, ring_attention_backward = (
 BANDS = [
     # zigzag?, queries, keys, band
     (True, None, None, Band(0, None, 0)),
+    (True, 13, 7, Band()),
     (False, None, None, Band()),
     (False, None, None, Band(0, None, 0)),
     (False, None, None, Band(0, 3, 0)),
@@ -402,7 +403,7 @@ def test_refusals_come_before_the_first_message():
             ({"seqlen": 13}, "holds 6 queries; of 13 in zigzag parts it holds"),
             ({"seqlen": "13"}, "seqlen is '13'"),
             ({"parts": "striped"}, "parts is 'striped'"),
-            ({"causal": False, "parts": "zigzag"}, 'zigzag" is for causal'),
+            ({"causal": False, "parts": "zigzag", "window": (2, 2)}, 'zigzag" with a window is for'),
         ]
         for options, words in named:
             with pytest.raises(InvalidArgumentsError, match=words):
