@@ -1,6 +1,7 @@
 """A model in context_parallel: trained in parts it is the model that one process trains."""
 
 import contextlib
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
+from tests.paths import ROOT
 from tests.torch.processes import in_processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -85,8 +87,60 @@ def process(rank, ranks):
             for ours, theirs in zip(trained(steps, seqlen, mesh, schedule), wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
             assert functional.scaled_dot_product_attention is own
+    check_sharded()
+    check_decode(rank, ranks)
     check_buffers(mesh)
     check_refusals(mesh, own)
+
+
+def code_of(name):
+    """What the page defines in the block that has a function."""
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    (block,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"def {name}(" in x)
+    defined = {}
+    exec(block, defined)
+    return defined
+
+
+def check_sharded():
+    """Weights sharded over all processes, sequences over two of them, as the page has it."""
+    recipe, seqlen = code_of("sharded"), 16
+    torch.manual_seed(1)
+    batches = torch.randint(WORDS, (5, 4, seqlen + 1))
+    alone, model = (Model(seqlen).double() for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for tokens in batches:
+        loss = functional.cross_entropy(alone(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    before = [x.detach().clone() for x in model.parameters()]
+    cp, share = recipe["sharded"](model, 2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for tokens in batches:
+        own = tokens[2 * share : 2 * share + 2]
+        recipe["sharded_step"](model, optimizer, own[:, :-1].clone(), own[:, 1:].clone(), cp)
+    for x, wanted, first in zip(model.parameters(), alone.parameters(), before, strict=True):
+        torch.testing.assert_close(x.full_tensor(), wanted, rtol=0, atol=1e-9)
+        assert not torch.equal(wanted, first)
+
+
+def check_decode(rank, ranks):
+    """Keys dealt out one by one; with two keys some processes hold none."""
+    decode = code_of("decode")["decode"]
+    generator = torch.Generator().manual_seed(0)
+    for length in (2, 3, 21):
+        q, k, v = (
+            torch.randn(2, heads, rows, 8, generator=generator, dtype=torch.float64)
+            for heads, rows in ((4, 1), (2, length), (2, length))
+        )
+        own = [torch.zeros(2, 2, 8, 8, dtype=torch.float64) for _ in "kv"]
+        held = len(range(rank, length, ranks))
+        for cache, x in zip(own, (k, v), strict=True):
+            cache[:, :, :held] = x[:, :, rank::ranks]
+        wanted = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        torch.testing.assert_close(decode(q, *own, held), wanted, rtol=0, atol=1e-12)
 
 
 def check_buffers(mesh):
