@@ -26,19 +26,15 @@ LAYERS = (
     ("plan", "cpu"),
     ("cubins",),
     ("device",),
-    ("naive", "merge", "info", "dispatch", "agreement"),
+    ("naive", "merge", "info", "dispatch"),
     ("quantized", "shared_prefix"),
     ("api",),
     ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
-    ("partial",),
-    ("parts", "group"),
-    ("exchange",),
-    ("ring", "alltoall", "allgather"),
-    ("schedules",),
+    ("parallel",),
     ("derivatives",),
     ("__init__",),
-    ("testing", "torch", "jax", "mpi"),
+    ("testing", "torch", "jax"),
     ("check", "transformers", "flash_attn"),  # over testing; over cupy_flash.torch
     ("flash_attn_3", "__main__"),
 )
@@ -47,7 +43,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Who may import a framework, inside functions: driver launches through CuPy; protocols makes CuPy's arrays of
 # others; outputs makes results in the caller's library; naive_attention computes with it.
 MAY_IMPORT = {
-    "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "mpi", "check"},
+    "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "parallel.mpi", "check"},
     "torch": {"call.untraced", "torch", "testing", "flash_attn", "flash_attn_3", "transformers", "check"},
     "jax": {"call.outputs", "jax"},
     "transformers": {"transformers"},
