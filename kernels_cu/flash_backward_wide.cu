@@ -272,7 +272,7 @@ CF_DEVICE void dkv(const BackwardParams& p) {
     Storage& s = storage_of_pass<Storage>();
 
     // [A2.6]
-    const BlockWork work = work_of_block(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t n_first = work.tile * kBlockN;
     if (n_first >= sequence.rows_k) return;
@@ -330,7 +330,7 @@ CF_DEVICE void dkv(const BackwardParams& p) {
     go_over(0, steps, copy, make_parts, finish_pair, add);
 
     // why anew: these numbers then need no registers in the loop.
-    const BlockWork at = work_of_block(opaque(blockIdx.x), cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
+    const TileCoord at = tile_coord(opaque(blockIdx.x), cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence of_keys = sequence_of(p.shape, at.batch);
     const auto own_gradients = [&](const Tensor& t, int32_t columns) {
         const int32_t row = at.tile * kBlockN;
@@ -356,7 +356,7 @@ CF_DEVICE void dq(const BackwardParams& p) {
     Storage& s = storage_of_pass<Storage>();
 
     const int32_t all_tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_of_block(blockIdx.x, all_tiles, p.shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, all_tiles, p.shape.heads_q);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t m_first = (all_tiles - 1 - work.tile) * kBlockM;
     if (m_first >= sequence.seqlen_q) return;

@@ -71,7 +71,7 @@ CF_DEVICE void load_fragments(uint32_t (&r)[kBlockM / 16][4], const PairTile& ti
         ldmatrix_x4(r[k], smem_addr(tile.data) + PairTile::offset(row, 2 * k + lane / 16));
 }
 
-CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
+CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const WorkTile& work, int warpgroup) {
     float rDK[kHalf / 2] = {}, rDV[kHalf / 2] = {};
     const bool scores = warpgroup == 0;    // S and P are this warpgroup's; of the other one dP and dS
 
@@ -99,7 +99,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if (scores || rows < kBlockM) s.q_ring.wait(step.at);
             if (!scores || rows < kBlockM) s.do_ring.wait(step.at);
             if (rows < kBlockM) clear_after(rows, s.q[stage], s.d_o[stage]);
-            wgmma_own(rX);
+            wgmma_fence_operand(rX);
             wgmma_fence();
             multiply(rX, keys, queries.of_tile(stage), false);
             wgmma_commit();
@@ -107,11 +107,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             mbar_wait(s.statistics[stage], step.at.phase);
             // sync: S or dP is in registers.
             wgmma_wait<0>();
-            wgmma_own(rX);
+            wgmma_fence_operand(rX);
             // [A2.11]
             if (scores) {
                 uint32_t rP16[kBlockM / 16][4];
-                gradient.weigh(rX, rP16, smem_addr(s.terms.lse_log2[stage]),
+                gradient.recompute_p(rX, rP16, smem_addr(s.terms.lse_log2[stage]),
                                TileScore<Block::Product>(p.call.score, work.sequence, step.head), step.tile);
                 store_fragments(s.pairs[kP + stage], 0, 0, rP16);
                 if constexpr (kAny) {
@@ -125,7 +125,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             bar_sync(kPComplete, kConsumerThreads);
             // [A2.12]
             s.do_ring.wait(step.at);
-            wgmma_own(rDV);
+            wgmma_fence_operand(rDV);
             wgmma_fence();
             multiply(rDV, weights.of_tile(stage), do_columns.of_tile(stage), true);
             wgmma_commit();
@@ -133,7 +133,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if (!scores) {
                 uint32_t r16[kBlockM / 16][4];
                 load_fragments(r16, s.pairs[kAny ? kWeights : kP + stage]);
-                gradient.differentiate(rX, r16, smem_addr(s.terms.delta[stage]));
+                gradient.compute_ds(rX, r16, smem_addr(s.terms.delta[stage]));
                 to_fragments<Element>(r16, rX);
                 store_fragments(s.pairs[kDS], 0, 0, r16);
                 fence_proxy_async();
@@ -142,14 +142,14 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             bar_sync(kDSComplete, kConsumerThreads);
             // [A2.16]
             s.q_ring.wait(step.at);
-            wgmma_own(rDK);
+            wgmma_fence_operand(rDK);
             wgmma_fence();
             multiply(rDK, ds, q_columns.of_tile(stage), true);
             wgmma_commit();
             // sync: dV and dK are in registers; dO, Q and dS in use no more.
             wgmma_wait<0>();
-            wgmma_own(rDV);
-            wgmma_own(rDK);
+            wgmma_fence_operand(rDV);
+            wgmma_fence_operand(rDK);
             s.do_ring.release(step.at);
             s.q_ring.release(step.at);
         }
@@ -172,7 +172,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 }
 
 CF_DEVICE void dkdv(const HopperBackwardParams& p) {
-    Block::run(p, [&](SharedStorage& s, const Work& work, int warpgroup) { consume(p, s, work, warpgroup); });
+    Block::run(p, [&](SharedStorage& s, const WorkTile& work, int warpgroup) { consume(p, s, work, warpgroup); });
 }
 
 CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dkdv)

@@ -11,7 +11,7 @@
 //   [A1.8]      S = score(Q K^T), -inf where hidden: by the band, and by spans of the last keys, drafts
 //   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
 //   [A1.10]     O = O + P V
-//   [D4]    O and LSE of the warps are united by their row_max and row_sum
+//   [D4]    O and LSE of the warps are merged by their row_max and row_sum
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
 //
@@ -21,7 +21,7 @@
 // Block:  kWarps warps.
 // Shared: Q tile, kRows x kHeadDim elements; then for each warp kStages tiles of K and of V as they are
 //         stored, 16 x kHeadDim each, and, if stored in 8 bits, both tiles widened. At the end O of each warp
-//         in float lies over all of it; last, what is parked. See SharedStorage. Of 4-bit codes the scales and zeros
+//         in float lies over all of it; last, what is saved. See SharedStorage. Of 4-bit codes the scales and zeros
 //         of kStages steps lie before the tiles, and nothing is widened there: cache/integers.cuh, cache/e2m1.cuh.
 //
 // Assumes: rows of q, o and the cache start on 16-byte boundaries, last axes contiguous; row strides below
@@ -33,7 +33,7 @@
 #include "cache/rows.cuh"
 #include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/softmax_tile.cuh"
+#include "tile/online_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -87,7 +87,7 @@ static_assert(!kCodes || sizeof(WarpStorage) == WarpStorage::kRingBytes + kStage
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the loop over wide rows
 // of floats spill. Products of 16 bits have the scores of their rows in registers nevertheless, see row_score:
 // without, ptxas computes addresses again in every step, 60 instructions.
-struct Parked {
+struct Saved {
     RowScore scores[kRows];
     RowBlock block;
     float q_scales[kRows];    // of integers: what products with a row of Q are multiplied by
@@ -101,7 +101,7 @@ struct SharedStorage {
     };
     alignas(128) float row_max[kWarps][kRows];
     float row_sum[kWarps][kRows];
-    alignas(128) Parked parked;
+    alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -117,7 +117,7 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
 }
 
 // Of a step: the last keys, as many as there are queries, are drafts, which the queries in their spans see.
-CF_DEVICE void hide_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
+CF_DEVICE void mask_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
                            const RowBlock& block, int32_t key) {
     const int32_t first = key + threadIdx.x % 4 * 2 - (sequence.seqlen_k - sequence.seqlen_q);
     CF_UNROLL
@@ -179,14 +179,14 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         }
         if constexpr (kIntegers) {
             const float unit = raise_row<Element, QTile::kChunks>(value, chunk);
-            if (chunk == 0) s.parked.q_scales[row] = unit * scale;
+            if (chunk == 0) s.saved.q_scales[row] = unit * scale;
         }
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
 
     if (threadIdx.x < kRows)
-        s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
-    if (threadIdx.x == 0) s.parked.block = block;
+        s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x == 0) s.saved.block = block;
 
     // [D3]
     Loader k_loader(p.cache.k, kv_head, p.shape.head_dim >> kCodes);
@@ -242,28 +242,28 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     CF_UNROLL
     for (int i = 0; i < kStages - 1; i++) start(i);
 
-    // sync: Q and what is parked are in shared memory, written by all threads.
+    // sync: Q and what is saved are in shared memory, written by all threads.
     __syncthreads();
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
     if constexpr (kQInRegisters) register_q.fill(shared_q);
 
     // Of the two rows of this thread.
-    const RowScore mine[2] = {s.parked.scores[g], s.parked.scores[g + 8]};
+    const RowScore mine[2] = {s.saved.scores[g], s.saved.scores[g + 8]};
     const auto row_score = [&](int half) -> const RowScore& {
-        return kScarce ? s.parked.scores[g + 8 * half] : mine[half];
+        return kScarce ? s.saved.scores[g + 8 * half] : mine[half];
     };
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
-    const float scales[2] = {kIntegers ? s.parked.q_scales[g] : scale,
-                             kIntegers ? s.parked.q_scales[g + 8] : scale};
+    const float scales[2] = {kIntegers ? s.saved.q_scales[g] : scale,
+                             kIntegers ? s.saved.q_scales[g + 8] : scale};
     const auto row_scale = [&](int half) {
-        return kScarce && kIntegers ? s.parked.q_scales[g + 8 * half] : scales[half];
+        return kScarce && kIntegers ? s.saved.q_scales[g + 8 * half] : scales[half];
     };
     const float softcap = static_cast<float>(p.score.softcap), inverse_cap = 1.0f / softcap;
 
     Coded coded(shared_q, k_ring - Coded::kKeptBytes);
     float rO[1][kHeadDim / 8][4] = {};
-    TileSoftmax<Product, 1> softmax;
+    OnlineSoftmax<Product, 1> softmax;
 #pragma unroll 1
     for (int32_t step = 0; step < count; step++) {
         const int32_t stage = step % kStages, key = warp_key + step * kWarps * kStepKeys;
@@ -314,17 +314,17 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 x = seen ? x : -kInfinity;
             });
         if (kDrafts && p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
-            hide_drafts(rS, p.score, sequence, s.parked.block, key);
+            mask_drafts(rS, p.score, sequence, s.saved.block, key);
         // [A1.9] [A1.10]
         if constexpr (kCodes) {
             // why: of codes a step has few bytes, and instructions are what it may wait for. A maximum seldom rises.
-            const float rescale[2] = {softmax.weigh_row(rS, 0, 0, kLog2e), softmax.weigh_row(rS, 0, 1, kLog2e)};
+            const float rescale[2] = {softmax.softmax_row(rS, 0, 0, kLog2e), softmax.softmax_row(rS, 0, 1, kLog2e)};
             const bool lowered = v_unit.lowers(step);
             if (__any_sync(0xffffffffu, lowered || rescale[0] != 1.0f || rescale[1] != 1.0f)) {
                 coded.follow(rO, rescale, lowered);
             }
         } else {
-            softmax.weigh(rS, rO, kLog2e);
+            softmax.softmax_rescale_o(rS, rO, kLog2e);
         }
         if constexpr (kCodes) coded.multiply_by_columns(rO, rS, operands.y, at_units + own.kOfKeys);
         else multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
@@ -363,12 +363,12 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     __syncthreads();
 
     // [A1.12] [A1.13]
-    const RowBlock parked = s.parked.block;
-    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, parked.batch, parked.kv_head);
+    const RowBlock saved = s.saved.block;
+    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
     for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
         const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
-        if (row >= parked.rows || column >= p.shape.head_dim_v) continue;
-        const Row at = parked.row(row);
+        if (row >= saved.rows || column >= p.shape.head_dim_v) continue;
+        const Row at = saved.row(row);
         // why: with splits the sink is one part's, and flash_combine adds it.
         const float sink = p.score.sinks && !parted
                                ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
@@ -391,16 +391,16 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
         const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
         if (parted) {
-            const int64_t index = parked.part_row(p.shape, at);
+            const int64_t index = saved.part_row(p.shape, at);
             st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
             if (column == 0) st_global(p.partial_lse + index, lse);
             continue;
         }
-        Element* gO = head_rows<Element>(p.o, parked.batch, at.head, at.query) + column;
+        Element* gO = head_rows<Element>(p.o, saved.batch, at.head, at.query) + column;
         if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
         else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
         if (column == 0 && p.lse.data)
-            st_global(head_rows<float>(p.lse, parked.batch, at.head, at.query), lse);
+            st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), lse);
     }
 }
 

@@ -17,10 +17,10 @@
 //   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
 // Grid:   x, any number of blocks. They share ceil(rows / kBlockM) * groups * batch tiles in the order of
-//         work_in_sections, longest first, groups in sections of L2 size: each block takes the tile of its
+//         lpt_query_tile, longest first, groups in sections of L2 size: each block takes the tile of its
 //         number, then the next that nobody has (p.call.next_tile), or without that counter every gridDim.x-th.
 //         A group is a head of q and its rows are queries; or (p.call.head_bits) all heads of q that share one
-//         of k, and rows are (query, head), see GroupedRows.
+//         of k, and rows are (query, head), see PackGqa.
 //         Packed: tiles are numbered sequence by sequence, each as if it were alone.
 // Block:  kConsumers warpgroups of 64 rows each, then one warpgroup of which one thread is the producer, and one of
 //         another warp the scheduler, a tile ahead.
@@ -31,7 +31,12 @@
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
 //         Kind spans: flash_reach has run, and a tile is of one head.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).
-#include "hopper/forward.cuh"
+#include "hopper/epilogue.cuh"
+#include "hopper/named_barriers.cuh"
+#include "hopper/online_softmax.cuh"
+#include "hopper/producer.cuh"
+#include "hopper/tile_scheduler.cuh"
+#include "hopper/warpgroup.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -72,10 +77,10 @@ struct SharedStorage {
     KTile k[kStages];
     VTile v[kStages];
     QRing q_ring;
-    Work<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
+    WorkTile<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
     WorkRing work_ring;
     Ring k_ring, v_ring;
-    SeenBlock seen[2][kStages];    // of kind spans: by phase and stage of K
+    SparseBlock sparse_blocks[2][kStages];    // of kind spans: by phase and stage of K
 
     CF_DEVICE QTile& q_tile(int stage, int warpgroup) { return q[stage][warpgroup]; }
     CF_DEVICE OTile& o(int stage, int warpgroup, int warp) {
@@ -85,10 +90,10 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-constexpr int kCleared = kTurn + kConsumers;    // a named barrier
-constexpr int kPassedOver = kCleared + 1;       // the first of kConsumers, one per warpgroup
+constexpr int kCleared = kWarpScheduler + kConsumers;    // a named barrier
+constexpr int kSkipped = kCleared + 1;                   // the first of kConsumers, one per warpgroup
 
-// What hopper/forward.cuh asks for.
+// What the headers of hopper/ ask for.
 struct Kernel {
     using Params = HopperForwardParams;
     using Storage = SharedStorage;
@@ -101,16 +106,16 @@ struct Kernel {
     using WorkRing = ::WorkRing;
     using Product = ::Product;
     // why 8: weights up to 256 are as exact in 16 bits.
-    using Softmax = TileSoftmax<Product, 1, 0, 8>;
+    using Softmax = OnlineSoftmax<Product, 1, 0, 8>;
     static constexpr Mask kMask = ::kMask;
-    static constexpr bool kTurns = CF_TURNS;    // warpgroups take turns in starting products
-    static constexpr bool kScheduler = true;
+    static constexpr bool kSchedulerBarrier = CF_TURNS;    // warpgroups take turns in starting products
+    static constexpr bool kSchedulerThread = true;
     static constexpr int kHeadDimV = ::kHeadDimV;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
 };
 
 // Where a consumer stands in the rings, from tile to tile.
-struct Place {
+struct Cursors {
     QRing::Cursor q;
     Ring::Cursor k, v;
 };
@@ -118,18 +123,18 @@ struct Place {
 // The products of one warpgroup. Between start and end neither accumulators nor rP are touched.
 struct Products {
     SharedStorage& s;
-    Place& at;
+    Cursors& at;
     const ByRows<QTile> q;
     ByRows<KTile> k;
     ByColumns<VTile> v;
 
-    CF_DEVICE Products(SharedStorage& s, Place& at, int warpgroup)
+    CF_DEVICE Products(SharedStorage& s, Cursors& at, int warpgroup)
         : s(s), at(at), q(s.q_tile(at.q.stage, warpgroup)), k(s.k[0]), v(s.v[0]) {
         k.hold(), v.hold();
     }
     // S = Q K^T, of a K that has come.
     CF_DEVICE void start_s(float (&rS)[kBlockN / 2]) {
-        wgmma_own(rS);
+        wgmma_fence_operand(rS);
         wgmma_fence();
         // why: or ptxas makes the descriptors of all steps before the wait for K, for which wide heads have no registers.
         if constexpr (kHeadDim > 128) multiply(rS, q.anew(), k.of_tile(at.k.stage), false);
@@ -137,10 +142,10 @@ struct Products {
         wgmma_commit();
     }
     // Returns what the producer says of the block, of kind spans.
-    CF_DEVICE SeenBlock end_s(float (&rS)[kBlockN / 2]) {
-        wgmma_own(rS);
-        SeenBlock block;
-        if constexpr (kMask == Mask::spans) block = s.seen[at.k.phase][at.k.stage];
+    CF_DEVICE SparseBlock end_s(float (&rS)[kBlockN / 2]) {
+        wgmma_fence_operand(rS);
+        SparseBlock block;
+        if constexpr (kMask == Mask::spans) block = s.sparse_blocks[at.k.phase][at.k.stage];
         s.k_ring.release(at.k);
         at.k.advance();
         return block;
@@ -148,40 +153,40 @@ struct Products {
     // O += P V
     CF_DEVICE void start_o(float (&rO)[kHeadDimV / 2], const uint32_t (&rP)[kBlockN / 16][4]) {
         s.v_ring.wait(at.v);
-        wgmma_own(rO);
+        wgmma_fence_operand(rO);
         wgmma_fence();
         multiply(rO, rP, v.of_tile(at.v.stage), true);
         wgmma_commit();
     }
     CF_DEVICE void end_o(float (&rO)[kHeadDimV / 2]) {
-        wgmma_own(rO);
+        wgmma_fence_operand(rO);
         s.v_ring.release(at.v);
         at.v.advance();
     }
     // [skip] of K of a block, which has its turn as any other.
-    CF_DEVICE void pass_over_k(int warpgroup) {
+    CF_DEVICE void skip_k(int warpgroup) {
         s.k_ring.wait(at.k);
         // sync: every warp of the warpgroup knows that K came, before a thread gives it back.
-        if constexpr (Kernel::kTurns) take_turn<Kernel>(warpgroup);
-        else bar_sync(kPassedOver + warpgroup, 128);
+        if constexpr (Kernel::kSchedulerBarrier) warp_scheduler_barrier_sync<Kernel>(warpgroup);
+        else bar_sync(kSkipped + warpgroup, 128);
         s.k_ring.release(at.k);
         at.k.advance();
-        pass_turn<Kernel>(warpgroup);
+        warp_scheduler_barrier_arrive<Kernel>(warpgroup);
     }
     // [skip] of V, when K of the next block was asked for. why not at once: V comes after it, and others would wait
     // for their turn.
-    CF_DEVICE void pass_over_v(int warpgroup) {
+    CF_DEVICE void skip_v(int warpgroup) {
         s.v_ring.wait(at.v);
         // sync: the same of V.
-        bar_sync(kPassedOver + warpgroup, 128);
+        bar_sync(kSkipped + warpgroup, 128);
         s.v_ring.release(at.v);
         at.v.advance();
     }
 };
 
 // Zeros behind the last key of a block, where in memory other rows of V follow. why: 0 times NaN is NaN.
-CF_DEVICE void clear_end(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work,
-                         const Place& at, int32_t block) {
+CF_DEVICE void clear_v_tail(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work,
+                            const Cursors& at, int32_t block) {
     const int32_t rows = work.sequence.seqlen_k - work.first_key - block * kBlockN;
     if (rows >= kBlockN || !(p.call.shape.packed || p.call.shape.seqused_k)) return;
     s.v_ring.wait(at.v);
@@ -192,63 +197,65 @@ CF_DEVICE void clear_end(const HopperForwardParams& p, SharedStorage& s, const W
 }
 
 // The rows of one warpgroup.
-CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
-                      Place& at) {
+CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work,
+                      int warpgroup, Cursors& at) {
     const double scale = p.call.score.scale;
     const int32_t first_row = work.first_row + 64 * warpgroup;
-    Weights<Kernel> weights(
+    MaskedSoftmax<Kernel> softmax(
         p.call.score, work, first_row,
-        kMask == Mask::any ? kLog2e : of_warp(static_cast<float>(scale * 1.4426950408889634)));
+        kMask == Mask::any ? kLog2e : warp_uniform(static_cast<float>(scale * 1.4426950408889634)));
     float rO[kHeadDimV / 2] = {};
     if (work.blocks > 0) {
         Products products(s, at, warpgroup);
         uint32_t rP[kBlockN / 16][4];
         float rS[kBlockN / 2];
         // [skip]
-        const int32_t seen = weights.seen_blocks(work, first_row);
+        const int32_t seen = softmax.visible_blocks(work, first_row);
 #pragma unroll 1
         for (int32_t block = work.blocks - 1; block >= seen; block--) {
-            clear_end(p, s, work, at, block);
-            products.pass_over_k(warpgroup);
-            if (block < work.blocks - 1) products.pass_over_v(warpgroup);
+            clear_v_tail(p, s, work, at, block);
+            products.skip_k(warpgroup);
+            if (block < work.blocks - 1) products.skip_v(warpgroup);
         }
         // [A2.4]
         s.k_ring.wait(at.k);
-        pin_schedule(__float_as_uint(weights.slack));    // why: or ptxas computes it between the products
+        pin_schedule(
+            __float_as_uint(softmax.rescale_threshold));    // why: or ptxas computes it between the products
         products.start_s(rS);
         // sync: S is in registers, K in use no more.
         wgmma_wait<0>();
-        const SeenBlock last = products.end_s(rS);
+        const SparseBlock last = products.end_s(rS);
         const int32_t last_block = kMask == Mask::spans ? last.number() : seen - 1;
-        clear_end(p, s, work, at, last_block);
+        clear_v_tail(p, s, work, at, last_block);
         // [A2.6]
-        if (last.partial()) weights.hide(rS, p.call.score, work, last);
-        weights.weigh(rS, last_block);
+        if (last.partial()) softmax.mask_partial(rS, p.call.score, work, last);
+        softmax.mask_and_softmax(rS, last_block);
         to_fragments<Element>(rP, rS);
-        if (seen < work.blocks) products.pass_over_v(warpgroup);
+        if (seen < work.blocks) products.skip_v(warpgroup);
 #pragma unroll 1
         for (int32_t block = seen - 2; block >= 0; block--) {
             // [A2.9]
             float rS[kBlockN / 2];
             s.k_ring.wait(at.k);
-            take_turn<Kernel>(warpgroup);
+            warp_scheduler_barrier_sync<Kernel>(warpgroup);
             products.start_s(rS);
             // [A2.11]
             products.start_o(rO, rP);
-            pass_turn<Kernel>(warpgroup);
+            warp_scheduler_barrier_arrive<Kernel>(warpgroup);
             // [A2.12]
             // sync: S is in registers, K_j in use no more.
             wgmma_wait<1>();
-            const SeenBlock found = products.end_s(rS);
+            const SparseBlock found = products.end_s(rS);
             // [A2.13]
-            if (found.partial()) weights.hide(rS, p.call.score, work, found);
-            const Rise rise = weights.weigh(rS, kMask == Mask::spans ? found.number() : block);
+            if (found.partial()) softmax.mask_partial(rS, p.call.score, work, found);
+            const Rescale rescale =
+                softmax.mask_and_softmax(rS, kMask == Mask::spans ? found.number() : block);
             // [A2.14]
             // sync: O is in registers, P and V in use no more.
             wgmma_wait<0>();
             products.end_o(rO);
             to_fragments<Element>(rP, rS);
-            weights.softmax.follow_rise(as_tile(rO), 0, rise);
+            softmax.online.rescale_o(as_tile(rO), 0, rescale);
         }
         // [A2.19]
         products.start_o(rO, rP);
@@ -256,28 +263,29 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         products.end_o(rO);
     }
 
-    finish<Kernel, Element>(p, s, work, warpgroup, at.q.stage, weights.softmax,
-                            kMask == Mask::any ? 1.0f : static_cast<float>(scale), 1.0f, rO);
+    epilogue<Kernel, Element>(p, s, work, warpgroup, at.q.stage, softmax.online,
+                              kMask == Mask::any ? 1.0f : static_cast<float>(scale), 1.0f, rO);
 }
 
 CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpgroup) {
-    Place at;
-    if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
+    Cursors at;
+    if (warpgroup == kConsumers - 1) warp_scheduler_barrier_arrive<Kernel>(warpgroup);
 #pragma unroll 1
     for (;; at.q.advance()) {
         // sync: Q has come, and with it what its tile is.
         s.q_ring.wait(at.q);
-        const Work<Kernel>& work = s.work[at.q.phase][at.q.stage];
+        const WorkTile<Kernel>& work = s.work[at.q.phase][at.q.stage];
         if (work.blocks == kNoTile) break;
         attend(p, s, work, warpgroup, at);
     }
     if (warpgroup == 0)
-        take_turn<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
+        warp_scheduler_barrier_sync<Kernel>(
+            warpgroup);    // why: nobody else takes the last one that was passed
 }
 
 CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
-    const int warpgroup = warpgroup_of_thread();
+    const int warpgroup = warpgroup_index();
     if (threadIdx.x == 0) {
         Producer<Kernel>::prefetch(p);
         s.q_ring.init(4 * kConsumers);
@@ -292,7 +300,7 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
         setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
         if (warp == 0 && elect_one()) Producer<Kernel>(p, s).run();
-        else if (warp == 1 && elect_one()) Scheduler<Kernel>(p.call, s).run();
+        else if (warp == 1 && elect_one()) TileScheduler<Kernel>(p.call, s).run();
     } else {
         setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
         consume(p, s, warpgroup);

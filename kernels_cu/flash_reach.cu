@@ -88,7 +88,7 @@ CF_DEVICE void flash_reach(const Params& p) {
     const Shape& shape = p.shape;
     const int32_t tiles = cdiv(shape.seqlen_q, kBlockM), words = cdiv(cdiv(shape.seqlen_k, kBlockN), 32);
     const uint32_t of_head = static_cast<uint32_t>(cdiv(tiles, 32) * words);
-    const BlockWork work = work_of_block(blockIdx.x, static_cast<int32_t>(of_head), shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, static_cast<int32_t>(of_head), shape.heads_q);
     if (reach_of(p, work.batch, work.head, 0) !=
         static_cast<const void*>(head_rows<uint32_t>(p.reach, work.batch, work.head, 0)))
         return;

@@ -124,7 +124,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void sum(const ArgumentParams& par
     const int64_t tiles = int64_t(p.shape.batch) * p.shape.heads_q * m_tiles;
     double* sums = params.sums + blockIdx.x * params.elements;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += params.slices) {
-        const BlockWork work = work_of_block(static_cast<uint32_t>(tile), m_tiles, p.shape.heads_q);
+        const TileCoord work = tile_coord(static_cast<uint32_t>(tile), m_tiles, p.shape.heads_q);
         const Head head(p, work.batch, work.head);
         const int32_t m_first = work.tile * kBlockM;
         // [A2.8]
@@ -141,7 +141,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void sum(const ArgumentParams& par
                 CF_UNROLL
                 for (int c = 0; c < Tiles::kColumns; ++c) {
                     rDP[0][c] = head.pair(rS[0][c], rDP[0][c], query, n_first + Tiles::other_row(c)).d_score;
-                    rS[0][c] = head.score.cap(rS[0][c]);
+                    rS[0][c] = head.score.apply_softcap(rS[0][c]);
                 }
             }
             add_shares<0, Tiles, kBlockM, kBlockN>(params, head, sums, work.head, m_first, n_first, rS, rDP, s);

@@ -141,7 +141,7 @@ struct BackwardParams {
     // Blocks that have added to each tile of sums, 0 at launch: the first stores. Null: in any order, to sums of 0.
     uint32_t* dq_turns;
     uint32_t* next_block;    // blocks that have started, 0 at launch; null if dq_turns is
-    // Blocks of a head that take turns in an order of their own, see hopper/turn_order.cuh: each tile has two sums and
+    // Blocks of a head that take turns in an order of their own, see hopper/dq_order.cuh: each tile has two sums and
     // two counters then, one behind the other. 0: one. Of masks without a left limit only, and with dq_turns.
     int32_t dq_wave, reserved;
     void* dsinks;    // (heads_q) of float (double for double inputs), may be null

@@ -205,12 +205,12 @@ template <class Acc> struct HeadScore {
     }
 
     // scale * q.k, capped.
-    CF_DEVICE Acc cap(Acc product) const {
+    CF_DEVICE Acc apply_softcap(Acc product) const {
         const Acc scaled = product * scale;
         return softcap == 0 ? scaled : softcap * hyperbolic_tangent(scaled / softcap);
     }
     // d cap / d (scale * q.k), from the capped value.
-    CF_DEVICE Acc cap_slope(Acc capped) const {
+    CF_DEVICE Acc softcap_slope(Acc capped) const {
         if (softcap == 0) return 1;
         const Acc tanh = capped / softcap;
         return 1 - tanh * tanh;

@@ -1,13 +1,11 @@
 // The consumers of the Hopper backward kernels, two warpgroups, whichever gradient they sum.
 #pragma once
+#include "hopper/mask_kind.cuh"
 #include "hopper/swizzled_tile.cuh"
 
-// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0. spans: a band,
-// and spans and blocks.
-enum class Mask { band, any, spans };
 constexpr int kStages = 2, kConsumers = 2, kConsumerThreads = 128 * kConsumers;
 // Of Q and dO that should stay in L2, beside as many sums of dQ; of K and V where a block owns queries.
-constexpr uint32_t kSectionBytes = 16 << 20;
+constexpr uint32_t kL2SectionBytes = 16 << 20;
 
 constexpr int kCleared = 1;    // a named barrier of the consumers, see clear_after
 

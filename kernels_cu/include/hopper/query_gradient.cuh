@@ -36,7 +36,7 @@ template <class Math, bool kAny, int kKeys> struct QueryGradient {
         }
     }
     // S becomes P, times what softcap makes of a gradient.
-    CF_DEVICE void weigh(Accumulator& rS, const TileScore<Math>& score, int32_t block) const {
+    CF_DEVICE void recompute_p(Accumulator& rS, const TileScore<Math>& score, int32_t block) const {
         const int32_t first_key = block * kKeys;
         if constexpr (kAny) {
             const CappedScore<Math> capped(score.head);
@@ -58,7 +58,7 @@ template <class Math, bool kAny, int kKeys> struct QueryGradient {
         }
     }
     // dP becomes dS.
-    CF_DEVICE void differentiate(Accumulator& rDP, const Accumulator& rP) const {
+    CF_DEVICE void compute_ds(Accumulator& rDP, const Accumulator& rP) const {
         each([&](int i, int, int e) { rDP[i] = rP[i] * (rDP[i] - delta[e / 2]); });
     }
 

@@ -7,7 +7,7 @@
 #pragma once
 #include "attention/mask.cuh"
 
-template <int kKeys> struct HiddenPairs {
+template <int kKeys> struct MaskedPairs {
     static_assert(kKeys <= 128 && kKeys % 16 == 0, "a word has a bit for each column of a lane");
     const Score& rule;
     const Sequence& sequence;
@@ -16,7 +16,7 @@ template <int kKeys> struct HiddenPairs {
     int32_t first_key;      // of the block, a multiple of 16
 
     // -inf where a pair is hidden. All lanes of a warp call.
-    CF_DEVICE void hide(float (&s)[1][kKeys / 8][4]) const {
+    CF_DEVICE void apply(float (&s)[1][kKeys / 8][4]) const {
         uint32_t kept[2] = {~0u, ~0u};
         if (rule.spans.data) {
             if (rule.spans_by_query) keep_keys(kept);
