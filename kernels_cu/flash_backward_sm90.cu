@@ -77,8 +77,6 @@ using SharedStorage = Block::SharedStorage;    // pairs: dS^T of two steps
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// Named barriers of the consumers.
-enum Barrier { kDSComplete = kCleared + 1, kKeysRead };
 // What is under way while a warpgroup computes. why not always the same: the operands of what is under way are
 // registers too, beside dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
 // head dims 192 and 128, all of it does not fit.

@@ -207,10 +207,10 @@ CF_DEVICE void dq(const HopperBackwardParams& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup < kConsumers) {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, s.work, warpgroup);
     } else {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<kHelperRegisters>();
         if (work.blocks.first < work.blocks.end && threadIdx.x == 128 * kConsumers) load_tiles(p, s, s.work);
     }
 }

@@ -60,8 +60,6 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 
 // Which of the pair tiles: P^T of two steps by stage, dS^T, and what dS^T has as a factor where that is not P^T.
 enum Pair { kP = 0, kDS = kStages, kWeights = kAny ? kDS + 1 : kP };
-// Named barriers of the consumers.
-enum Barrier { kPComplete = kCleared + 1, kDSComplete };
 
 // What the lanes of this warp have written into a tile with store_fragments.
 CF_DEVICE void load_fragments(uint32_t (&r)[kBlockM / 16][4], const PairTile& tile) {

@@ -25,8 +25,8 @@
 // Assumes: flash_split_f16 has run; rows of o start on 8-byte boundaries; seqlens below 2^30; scale > 0.
 // Not here: softcap, ALiBi, spans, mask, bias, dropout (flash_forward).
 #include "hopper/halves.cuh"
-#include "hopper/named_barriers.cuh"
 #include "hopper/tile_scheduler.cuh"
+#include "hopper/warp_scheduler_barrier.cuh"
 #include "hopper/warpgroup.cuh"
 #include "tile/online_softmax.cuh"
 #include "tile/score_tile.cuh"
@@ -46,6 +46,8 @@ constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers == 2);
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;    // of a thread, by setmaxnreg
+static_assert(fit_registers(kConsumers, kConsumerRegisters, kProducerRegisters));
 
 using QHalves = Halves<64, kHeadDim>;
 using KHalves = Halves<kBlockN, kHeadDim>;
@@ -380,12 +382,12 @@ CF_DEVICE void flash_forward(const F16x3ForwardParams& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup == kConsumers) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<kProducerRegisters>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
         if (warp == 0 && elect_one()) HalvesProducer{p, s}.run();
         else if (warp == 1 && elect_one()) TileScheduler<Kernel>(p.call, s).run();
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, warpgroup);
     }
 }

@@ -26,10 +26,10 @@
 //
 // Assumes: as flash_forward_sm90; scales of q and k above 0 unless kMask is any.
 #include "hopper/epilogue.cuh"
-#include "hopper/named_barriers.cuh"
 #include "hopper/online_softmax.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/tile_scheduler.cuh"
+#include "hopper/warp_scheduler_barrier.cuh"
 #include "hopper/transposed_values.cuh"
 
 // ---- Config
@@ -56,6 +56,10 @@ constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS,
 constexpr int kPartV = CF_PART_V;    // columns of O that are summed at a time
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
+// Registers of a thread, by setmaxnreg; transposers have those of the producer.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32,
+              kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+static_assert(fit_registers(kConsumers, kConsumerRegisters, kProducerRegisters));
 static_assert(kHeadDimV % kPartV == 0 && sizeof(Element) == 1);
 
 using Product = Math<Element, 1, false>;
@@ -89,8 +93,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-constexpr int kTransposers = 3;                          // warps
-constexpr int kCleared = kWarpScheduler + kConsumers;    // a named barrier
+constexpr int kTransposers = 3;    // warps
 // Units of V that a transposer has under way. why 3 where V^T is what products wait for: a unit alone waits for
 // its load, its bytes and its store, one after the other. An H200 (2026-11-27) had 803 TFLOP/s with one, 869 with 2,
 // 932 with 3 and 929 with 4, which spill. why not elsewhere: 2 were 3 % slower at head dim 128.
@@ -147,7 +150,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
             if (rows < kBlockN) {
                 clear_rows(s.v[from.stage], rows, 32 * warp + lane, 32 * kTransposers);
                 // sync: all rows are cleared before any warp reads them.
-                bar_sync(kCleared, 32 * kTransposers);
+                bar_sync(kVCleared, 32 * kTransposers);
                 rows = kBlockN;
             }
             transpose_values<kAtOnce>(s.turned[to.stage], s.v[from.stage], warp, kTransposers);
@@ -272,12 +275,12 @@ CF_DEVICE void flash_forward(const Kernel::Params& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup == kConsumers) {
-        setmaxnreg_dec<kConsumers == 2 ? 40 : 32>();
+        setmaxnreg_dec<kProducerRegisters>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
         if (warp > 0) transpose(p, s, warp - 1);
         else if (elect_one()) Producer<Kernel>(p, s).run();
     } else {
-        setmaxnreg_inc<kConsumers == 2 ? 232 : 160>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, warpgroup);
     }
 }

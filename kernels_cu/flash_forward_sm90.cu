@@ -32,10 +32,10 @@
 //         Kind spans: flash_reach has run, and a tile is of one head.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).
 #include "hopper/epilogue.cuh"
-#include "hopper/named_barriers.cuh"
 #include "hopper/online_softmax.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/tile_scheduler.cuh"
+#include "hopper/warp_scheduler_barrier.cuh"
 #include "hopper/warpgroup.cuh"
 
 // ---- Config
@@ -60,6 +60,10 @@ constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS,
 constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while this one is worked on
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
+// Registers of a thread, by setmaxnreg.
+constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32,
+              kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+static_assert(fit_registers(kConsumers, kConsumerRegisters, kProducerRegisters));
 static_assert(kHeadDimV <= kHeadDim, "O leaves through the tile of Q");
 
 using Product = Math<Element, 1, false>;
@@ -89,9 +93,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
-
-constexpr int kCleared = kWarpScheduler + kConsumers;    // a named barrier
-constexpr int kSkipped = kCleared + 1;                   // the first of kConsumers, one per warpgroup
 
 // What the headers of hopper/ ask for.
 struct Kernel {
@@ -193,7 +194,7 @@ CF_DEVICE void clear_v_tail(const HopperForwardParams& p, SharedStorage& s, cons
     clear_rows(s.v[at.v.stage], rows, threadIdx.x, 128 * kConsumers);
     fence_proxy_async();
     // sync: all consumers have cleared their share before products of any read it.
-    bar_sync(kCleared, 128 * kConsumers);
+    bar_sync(kVCleared, 128 * kConsumers);
 }
 
 // The rows of one warpgroup.
@@ -297,12 +298,12 @@ CF_DEVICE void flash_forward(const HopperForwardParams& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup == kConsumers) {
-        setmaxnreg_dec<kConsumers == 2 ? 24 : 32>();
+        setmaxnreg_dec<kProducerRegisters>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
         if (warp == 0 && elect_one()) Producer<Kernel>(p, s).run();
         else if (warp == 1 && elect_one()) TileScheduler<Kernel>(p.call, s).run();
     } else {
-        setmaxnreg_inc<kConsumers == 2 ? 240 : 160>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, warpgroup);
     }
 }

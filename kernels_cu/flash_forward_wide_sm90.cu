@@ -21,6 +21,7 @@
 //
 // Assumes: as flash_forward_sm90 of kind band.
 // Not here: mask, bias, ALiBi, softcap, dropout, spans, one order of additions (simple_forward).
+#include "hopper/named_barriers.cuh"
 #include "hopper/online_softmax.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/tile_scheduler.cuh"
@@ -46,6 +47,8 @@ constexpr int kKChunks = kHeadDim / 64, kVChunks = kHeadDimV / 64, kHalf = kVChu
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % 128 == 0,
               "chunks are whole, and each warpgroup has as many of V");
 static_assert(kBlockM == 64 && kBlockN == 64 && kThreads == 384);
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;    // of a thread, by setmaxnreg
+static_assert(fit_registers(2, kConsumerRegisters, kProducerRegisters));
 static_assert(kSlots >= kKChunks + kVChunks, "K of a block and V of the one before are read together");
 
 using Product = Math<Element, 1, false>;
@@ -70,9 +73,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
-
-// Named barriers. kFull, kEmpty: of P and its factors. kCleared: of each warpgroup.
-enum : int { kFull = 1, kEmpty = 2, kCleared = 3 };
 
 // What the headers of hopper/ ask for; of the producer all but its main loop.
 struct Kernel {
@@ -153,7 +153,7 @@ struct Values {
         }
         fence_proxy_async();
         // sync: the warpgroup has cleared them before its products read them.
-        bar_sync(kCleared + warpgroup, 128);
+        bar_sync(kVCleared + warpgroup, 128);
     }
     CF_DEVICE void start(float (&rO)[kHalf][32], const uint32_t (&rP)[4][4], Ring::Cursor at) const {
         // why all at once: with a wait between products NVRTC 12.9 serialises them.
@@ -263,11 +263,11 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         };
         const auto publish = [&](float2 factor) {
             // sync: the other warpgroup has read the P before.
-            bar_sync(kEmpty, 256);
+            bar_sync(kPEmpty, 256);
             store_fragments(s.p, 0, 0, rP);
             if (t == 0) s.factor[warp_row + g] = factor.x, s.factor[warp_row + 8 + g] = factor.y;
             // sync: P and its factors are visible to the other warpgroup.
-            bar_arrive(kFull, 256);
+            bar_arrive(kPFull, 256);
         };
         {
             // [A2.4]
@@ -317,7 +317,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
     }
     // [A2.21]
     // sync: the other warpgroup has read the factors before, and no warp of this one multiplies Q.
-    bar_sync(kEmpty, 256);
+    bar_sync(kPEmpty, 256);
     const Score& rule = p.call.score;
     float2 factor;
     CF_UNROLL
@@ -333,7 +333,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
     }
     if (t == 0) s.factor[warp_row + g] = factor.x, s.factor[warp_row + 8 + g] = factor.y;
     // sync: the factors are visible to the other warpgroup, which may use the memory of Q.
-    bar_arrive(kFull, 256);
+    bar_arrive(kPFull, 256);
     rescale_o(rO, true, factor);
     store(p, s, work, rO, 0);
 }
@@ -345,7 +345,7 @@ CF_DEVICE void follow(const HopperForwardParams& p, SharedStorage& s, const Work
     uint32_t rP[4][4];
     const auto take = [&](bool weights) {
         // sync: P and its factors are visible.
-        bar_sync(kFull, 256);
+        bar_sync(kPFull, 256);
         if (weights) {
             CF_UNROLL
             for (int k = 0; k < 4; k++)
@@ -353,7 +353,7 @@ CF_DEVICE void follow(const HopperForwardParams& p, SharedStorage& s, const Work
         }
         const float2 factor{s.factor[warp_row + lane / 4], s.factor[warp_row + 8 + lane / 4]};
         // sync: the first warpgroup may write the next ones.
-        bar_arrive(kEmpty, 256);
+        bar_arrive(kPEmpty, 256);
         return factor;
     };
     if (work.blocks > 0) skip(at, kKChunks);
@@ -378,7 +378,7 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpg
     ByRows<Chunk> k(s.slots[0]);
     k.hold();
     Cursors at;
-    if (warpgroup == 1) bar_arrive(kEmpty, 256);
+    if (warpgroup == 1) bar_arrive(kPEmpty, 256);
     StageRing<1>::Cursor q_at;
 #pragma unroll 1
     for (;; q_at.advance()) {
@@ -389,7 +389,7 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpg
         if (warpgroup == 0) attend(p, s, work, values, k, at);
         else follow(p, s, work, values, at.v);
     }
-    if (warpgroup == 0) bar_sync(kEmpty, 256);    // why: nobody else takes the last one
+    if (warpgroup == 0) bar_sync(kPEmpty, 256);    // why: nobody else takes the last one
 }
 
 CF_DEVICE void flash_forward_wide(const HopperForwardParams& p) {
@@ -405,12 +405,12 @@ CF_DEVICE void flash_forward_wide(const HopperForwardParams& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup == 2) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<kProducerRegisters>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 8;
         if (warp == 0 && elect_one()) produce(p, s);
         else if (warp == 1 && elect_one()) TileScheduler<Kernel>(p.call, s).run();
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, warpgroup);
     }
 }

@@ -276,7 +276,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     },
     (
         "flash_forward_wide_sm90.cu",
-        "bar_sync(kCleared + warpgroup, 128)",
+        "bar_sync(kVCleared + warpgroup, 128)",
         1,
     ): "the product, a collective of the warpgroup, comes before it reads",
     ("flash_forward_wide_sm90.cu", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",
@@ -287,7 +287,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ): "no schedule stops a warp between a load and an arrival",
     (
         "flash_forward_wide_sm90.cu",
-        "bar_sync(kEmpty, 256)",
+        "bar_sync(kPEmpty, 256)",
         3,
     ): "nobody waits any more; it leaves no arrival behind at the end",
     (
@@ -296,7 +296,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         2,
     ): "it only keeps the compiler from moving loads across",
     (
-        "hopper/named_barriers.cuh",
+        "hopper/warp_scheduler_barrier.cuh",
         "bar_sync(kWarpScheduler + warpgroup, 256)",
         1,
     ): "turns are for speed, they carry no data",
@@ -402,7 +402,8 @@ _NAMES = (
     "cp_async_commit", "cp_async_wait",
     "mbar_init_fence", "mbar_wait", "mbar_arrive", "mbar_expect_tx", "mbar_arrive_expect_tx",
     "fence_proxy_async", "tma_store_commit", "tma_store_wait_read", "tma_store_wait",
-    "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global", "semaphore_wait", "semaphore_release",
+    "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global",
+    "semaphore_wait", "semaphore_release",
     "cluster_arrive", "cluster_wait", "mbar_wait_cluster", "mbar_arrive_cluster",
 )  # fmt: skip
 _ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"

@@ -325,10 +325,10 @@ template <class Kernel> struct HopperBackward {
         // sync: barriers are initialised before anyone uses them.
         __syncthreads();
         if (warpgroup < kConsumers) {
-            setmaxnreg_inc<240>();
+            setmaxnreg_inc<kConsumerRegisters>();
             consume(s, s.work, warpgroup);
         } else {
-            setmaxnreg_dec<24>();
+            setmaxnreg_dec<kHelperRegisters>();
             if (work.tiles.first == work.tiles.end) return;
             const int warp = threadIdx.x / 32 % 4;
             const auto is = [=](int number) {

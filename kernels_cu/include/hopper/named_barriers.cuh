@@ -1,15 +1,20 @@
-// Named barriers of the Hopper kernels; 0 is that of __syncthreads.
+// The named barriers of the Hopper kernels; 0 is that of __syncthreads. Where there is one per consumer warpgroup, its
+// number is added.
 #pragma once
-#include "prim.cuh"
 
-constexpr int kWarpScheduler = 1;    // the first of kConsumers, one per warpgroup
-
-// FlashAttention-3's warp scheduler barriers: warpgroups issue their products in turns, so that those of one run under the
-// softmax of the others. Of K they ask for kSchedulerBarrier and kConsumers.
-template <class K> CF_DEVICE void warp_scheduler_barrier_sync(int warpgroup) {
-    // sync: the warpgroup before has started its products.
-    if constexpr (K::kSchedulerBarrier) bar_sync(kWarpScheduler + warpgroup, 256);
-}
-template <class K> CF_DEVICE void warp_scheduler_barrier_arrive(int warpgroup) {
-    if constexpr (K::kSchedulerBarrier) bar_arrive(kWarpScheduler + (warpgroup + 1) % K::kConsumers, 256);
-}
+enum ForwardBarrier : int {
+    kWarpScheduler = 1,    // 1 to 3, one per consumer warpgroup: its turn to issue products
+    kVCleared =
+        4,    // rows of V past the last key are zeros; flash_forward_wide_sm90: 4 and 5, one per warpgroup
+    kSkipped =
+        6,    // 6 to 8, one per consumer warpgroup: all of its warps know that a K or V to skip has come
+    kPFull =
+        9,    // P and its rescale factors are visible to the second warpgroup of flash_forward_wide_sm90,
+    kPEmpty = 10,    // which has read them
+};
+enum BackwardBarrier : int {
+    kCleared = 1,       // rows of a pair of tiles past the end of a sequence are zeros
+    kDSComplete = 2,    // dS is in shared memory
+    kKeysRead = 3,      // no product reads K or V any more
+    kPComplete = 4,     // P is in shared memory: flash_backward_wide_sm90
+};

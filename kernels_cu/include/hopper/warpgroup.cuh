@@ -20,6 +20,10 @@
 // registers, where wgmma reads descriptors, instead of moving it there each time; nor does it compute x again in a
 // loop.
 template <class T> CF_DEVICE T warp_uniform(T x) { return __shfl_sync(0xffffffffu, x, 0); }
+// Whether setmaxnreg can give these registers to each thread of so many warpgroups and of the one beside them.
+constexpr bool fit_registers(int consumers, int of_consumer, int of_producer) {
+    return 128 * (consumers * of_consumer + of_producer) <= 65536;
+}
 CF_DEVICE int warpgroup_index() { return warp_uniform(static_cast<int>(threadIdx.x) / 128); }
 
 // Where an operand begins, a descriptor. why only its lower half moves: the upper one is a constant, and nothing
