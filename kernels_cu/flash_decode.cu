@@ -29,6 +29,7 @@
 // Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
 //           (flash_combine).
 #include "cache/e2m1.cuh"
+#include "cache/elements.cuh"
 #include "cache/integers.cuh"
 #include "cache/rows.cuh"
 #include "cache/stored.cuh"
@@ -77,10 +78,11 @@ constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the oth
 
 constexpr int kSpans = kHeadDim / kSpan;
 using Coded = Select<kIntegers, IntegerTiles<Product, StoredTile>, E2m1Tiles<Product, StoredTile>>::Type;
-using KeyUnits = Coded::KeyUnits;
-using ValueUnits = Coded::ValueUnits;
+using Tiles = Select<kCodes, Coded, ElementTiles<Product, KeyTile>>::Type;
+using KeyUnits = Tiles::KeyUnits;
+using ValueUnits = Tiles::ValueUnits;
 struct WarpStorage : Operands<kStored, StoredTile, KeyTile>,
-                     UnitRing<kCodes, kStages, KeyUnits::kBytes, ValueUnits::kBytes, Coded::kKeptBytes> {
+                     UnitRing<kCodes, kStages, KeyUnits::kBytes, ValueUnits::kBytes, Tiles::kKeptBytes> {
     StoredTile k[kStages], v[kStages];
 };
 static_assert(!kCodes || sizeof(WarpStorage) == WarpStorage::kRingBytes + kStages * 2 * StoredTile::kBytes);
@@ -261,7 +263,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     };
     const float softcap = static_cast<float>(p.score.softcap), inverse_cap = 1.0f / softcap;
 
-    Coded coded(shared_q, k_ring - Coded::kKeptBytes);
+    Tiles tiles(shared_q, k_ring - Tiles::kKeptBytes);
     float rO[1][kHeadDim / 8][4] = {};
     OnlineSoftmax<Product, 1> softmax;
 #pragma unroll 1
@@ -287,12 +289,8 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
         const uint32_t at_stage = stage * StoredTile::kBytes, at_units = unit_ring + stage * own.kUnitBytes;
         const uint2 operands = own.from(k_ring + at_stage, v_ring + at_stage);
         float rS[1][kStepKeys / 8][4] = {};
-        const auto multiply_by_keys = [&](const auto& rows) {
-            if constexpr (kCodes) coded.multiply_by_rows(rS, rows, operands.x, at_units);
-            else multiply_by_rows<Product, KeyTile>(rS, rows, operands.x);
-        };
-        if constexpr (kQInRegisters) multiply_by_keys(register_q);
-        else multiply_by_keys(shared_q);
+        if constexpr (kQInRegisters) tiles.multiply_by_rows(rS, register_q, operands.x, at_units);
+        else tiles.multiply_by_rows(rS, shared_q, operands.x, at_units);
         each(rS, [&](float& x, int half, int) { x *= row_scale(half); });
         if (softcap != 0) {
             // why opaque: 1 / softcap would wait in a register through the loop.
@@ -315,23 +313,14 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
             });
         if (kDrafts && p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
             mask_drafts(rS, p.score, sequence, s.saved.block, key);
-        // [A1.9] [A1.10]
-        if constexpr (kCodes) {
-            // why: of codes a step has few bytes, and instructions are what it may wait for. A maximum seldom rises.
-            const float rescale[2] = {softmax.softmax_row(rS, 0, 0, kLog2e), softmax.softmax_row(rS, 0, 1, kLog2e)};
-            const bool lowered = v_unit.lowers(step);
-            if (__any_sync(0xffffffffu, lowered || rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-                coded.follow(rO, rescale, lowered);
-            }
-        } else {
-            softmax.softmax_rescale_o(rS, rO, kLog2e);
-        }
-        if constexpr (kCodes) coded.multiply_by_columns(rO, rS, operands.y, at_units + own.kOfKeys);
-        else multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
+        // [A1.9]
+        softmax_rescale_o(tiles, softmax, rS, rO, v_unit, step);
+        // [A1.10]
+        tiles.multiply_by_columns(rO, rS, operands.y, at_units + own.kOfKeys);
     }
 
     // [D4]
-    if constexpr (kCodes) coded.finish(rO, v_unit, count);
+    tiles.finalize(rO, v_unit, count);
     // sync: all warps are done with their rings, over which O is laid; no copy is under way, for each step was
     // waited for.
     __syncthreads();
