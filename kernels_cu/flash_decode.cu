@@ -31,6 +31,7 @@
 #include "cache/e2m1.cuh"
 #include "cache/elements.cuh"
 #include "cache/integers.cuh"
+#include "cache/key_stream.cuh"
 #include "cache/rows.cuh"
 #include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
@@ -86,6 +87,15 @@ struct WarpStorage : Operands<kStored, StoredTile, KeyTile>,
     StoredTile k[kStages], v[kStages];
 };
 static_assert(!kCodes || sizeof(WarpStorage) == WarpStorage::kRingBytes + kStages * 2 * StoredTile::kBytes);
+// What KeyStream asks for.
+struct Kernel {
+    using Loader = ::Loader;
+    using KeyUnits = ::KeyUnits;
+    using ValueUnits = ::ValueUnits;
+    static constexpr int kStages = ::kStages, kWarps = ::kWarps, kTileBytes = StoredTile::kBytes;
+    static constexpr int kUnitBytes = WarpStorage::kUnitBytes, kOfKeys = WarpStorage::kOfKeys;
+    static constexpr bool kTuring = ::kTuring, kCodes = ::kCodes;
+};
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the loop over wide rows
 // of floats spill. Products of 16 bits have the scores of their rows in registers nevertheless, see row_score:
 // without, ptxas computes addresses again in every step, 60 instructions.
@@ -202,47 +212,12 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     const uint32_t v_ring = kCodes ? k_ring + kStages * StoredTile::kBytes : smem_addr(own.v[0].data);
     const uint32_t unit_ring = kCodes ? k_ring - own.kRingBytes : 0;
     const int32_t count = larger(0, cdiv(end_step - first_step - warp, kWarps));
-    const int32_t warp_key = (first_step + warp) * kStepKeys;             // first key of the warp's step 0
-    int32_t slot = count > 0 ? slot_of(p.cache, batch, warp_key) : -1;    // of the step to be sent for next
-    uint32_t hidden = 0;    // a bit for each step sent for, the last one's lowest: it has no slot
-    // Scales and zeros that have come, of the step last sent for.
-    const auto store_units = [&](int32_t step) {
-        if constexpr (kCodes) {
-            const uint32_t to = unit_ring + step % kStages * own.kUnitBytes;
-            k_unit.store(to, step);
-            v_unit.store(to + own.kOfKeys, step);
-        }
-    };
-    // Sends for a step; a group of copies is one step, empty ones included.
-    const auto start = [&](int32_t step) {
-        if constexpr (kCodes && !kTuring) {
-            if (step > 0) store_units(step - 1);
-        }
-        hidden = hidden << 1 | static_cast<uint32_t>(slot) >> 31;
-        if (step < count) {
-            const int32_t key = warp_key + step * kWarps * kStepKeys, stage = step % kStages;
-            if (slot >= 0) {
-                const int32_t row = row_in_slot(p.cache, key), left = sequence.seqlen_k - key;
-                const auto copy = [&] {
-                    k_loader.copy(k_ring + stage * StoredTile::kBytes, slot, row, left);
-                    v_loader.copy(v_ring + stage * StoredTile::kBytes, slot, row, left);
-                };
-                // why the order: what Turing copies takes registers until it is stored.
-                if constexpr (!kTuring) copy();
-                if constexpr (kCodes) {
-                    k_unit.load(p.cache.k_units, slot, kv_head, row, left, p.shape.head_dim);
-                    v_unit.load(p.cache.v_units, slot, kv_head, row, left, p.shape.head_dim_v);
-                }
-                if constexpr (kCodes && kTuring) store_units(step);
-                if constexpr (kTuring) copy();
-            }
-            // why: asked for a step early, an entry of the table arrives while the products run.
-            if (step + 1 < count) slot = slot_of(p.cache, batch, key + kWarps * kStepKeys);
-        }
-        if constexpr (!kTuring) cp_async_commit();
-    };
+    const int32_t warp_key = (first_step + warp) * kStepKeys;    // first key of the warp's step 0
+    KeyStream<Kernel> stream{p,      sequence, batch,     kv_head, k_loader, v_loader, k_unit, v_unit,
+                             k_ring, v_ring,   unit_ring, count,   warp_key,
+                             count > 0 ? slot_of(p.cache, batch, warp_key) : -1};
     CF_UNROLL
-    for (int i = 0; i < kStages - 1; i++) start(i);
+    for (int i = 0; i < kStages - 1; i++) stream.load(i);
 
     // sync: Q and what is saved are in shared memory, written by all threads.
     __syncthreads();
@@ -268,11 +243,11 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     OnlineSoftmax<Product, 1> softmax;
 #pragma unroll 1
     for (int32_t step = 0; step < count; step++) {
-        const int32_t stage = step % kStages, key = warp_key + step * kWarps * kStepKeys;
+        const int32_t stage = step % kStages, key = stream.key(step);
         if constexpr (kTuring) {
             // sync: the lanes are done with the step before.
             __syncwarp();
-            start(step);
+            stream.load(step);
             // sync: what the lanes stored of this step is visible to the warp.
             __syncwarp();
         } else {
@@ -281,9 +256,8 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
             // before, whose stage is filled next.
             __syncwarp();
         }
-        if constexpr (!kTuring) start(step + kStages - 1);
-        const bool skipped = hidden >> (kTuring ? 0 : kStages - 1) & 1;
-        if (skipped) continue;
+        if constexpr (!kTuring) stream.load(step + kStages - 1);
+        if (stream.is_absent(kTuring ? 0 : kStages - 1)) continue;
 
         // [A1.8]
         const uint32_t at_stage = stage * StoredTile::kBytes, at_units = unit_ring + stage * own.kUnitBytes;
