@@ -457,7 +457,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
     const GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
     const int32_t chains = p.dq_wave == 0 ? 1 : 2;
     const int64_t first = Sums<kBlockM>::number(p.shape, work.sequence, work.tile, work.head) * chains;
-    // why: where blocks take turns the first one stores, and sums that nobody has added to are nobody's.
+    // why: where blocks take turns the first one stores, and a sum to which no block has added was never written.
     const auto exists = [&](int chain) { return !p.dq_turns || ld_global(p.dq_turns + first + chain) != 0; };
     const bool one = exists(0), other = chains == 2 && exists(1);
     const float scale = static_cast<float>(p.score.scale);

@@ -10,7 +10,7 @@
 //   [A2.13]     dP = dropout(dO_i V_j^T)
 //   [A2.14]     dB = dB + P * (dP - delta)
 //   [B3]    dB summed over the queries or keys that share an element
-// The same bits every run: nobody else adds to the tile.
+// The same bits every run: no other block adds to the tile.
 //
 // Grid:   x = (bias_batch * bias_heads + head) * tiles of the bias + tile.
 // Block:  the warps share S and dP out in parts, see row_groups.

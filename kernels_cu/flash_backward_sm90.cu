@@ -6,7 +6,7 @@
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
 //   [A2.8]  for each query head that reads them, for each tile of queries that the band lets see one of them
 //   [A2.10] S^T = K_j Q_i^T
-//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band; kind spans: or spans and blocks hide it
+//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band; kind spans: or masked by spans and blocks
 //   [A2.12] dV = dV + P^T dO_i
 //   [A2.13] dP^T = V_j dO_i^T
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient
@@ -302,7 +302,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             mbar_wait(s.dq_empty, stage ^ 1);
             dq.store(s, rDQ);
             fence_proxy_async();
-            // sync: all lanes have stored before one tells the helper.
+            // sync: all lanes have stored before one arrives for the helper.
             __syncwarp();
             if (threadIdx.x % 32 == 0) mbar_arrive(s.dq_full);
             // sync: dK is in registers, Q and the fragments of dS in use no more.

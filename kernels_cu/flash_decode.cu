@@ -1,17 +1,15 @@
-// Attention of few queries over long keys in a cache, on mma.sync tensor cores, sm_75 to sm_120: time is the
-// time to read the cache.
+// Flash decoding: attention of few queries over the long keys of a cache, on mma.sync tensor cores, sm_75 to sm_120. It
+// takes as long as reading the cache.
 //
 // Sources: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023): keys split over
 // blocks, parts merged by their LSE; A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1.
-//   [D1]    the rows of a block: queries of all heads that share a key head, heads of one query next to each
-//           other; kRows of them
-//   [D2]    the keys of a block: one of `splits` parts of those that the rows see
-//   [D3]    a warp takes every kWarps-th step of 16 keys, copies of the next steps under way in its own ring:
-//           nothing passes between warps
-//   [A1.8]      S = score(Q K^T), -inf where hidden: by the band, and by spans of the last keys, drafts
-//   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
+//   [D1]    the rows of a block: kRows queries of all heads that share a key head, heads of one query next to each other
+//   [D2]    the keys of a block: one of `splits` parts of the keys that the rows see
+//   [D3]    a warp takes every kWarps-th step of 16 keys, into a ring of its own (cache/key_stream.cuh)
+//   [A1.8]      S = score(Q K^T), -inf where masked: by the band, and the last keys, drafts, by spans
+//   [A1.9]      online softmax: row_max rises; P = e^(S - row_max); rescale row_sum and O
 //   [A1.10]     O = O + P V
-//   [D4]    O and LSE of the warps are merged by their row_max and row_sum
+//   [D4]    merge O of the warps by their row_max and row_sum
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
 //
@@ -19,15 +17,13 @@
 //         that read the same keys run next to each other. It depends on the capacity of the cache, not on
 //         the lengths in it.
 // Block:  kWarps warps.
-// Shared: Q tile, kRows x kHeadDim elements; then for each warp kStages tiles of K and of V as they are
-//         stored, 16 x kHeadDim each, and, if stored in 8 bits, both tiles widened. At the end O of each warp
-//         in float lies over all of it; last, what is saved. See SharedStorage. Of 4-bit codes the scales and zeros
-//         of kStages steps lie before the tiles, and nothing is widened there: cache/integers.cuh, cache/e2m1.cuh.
+// Shared: Q, kRows x kHeadDim; for each warp kStages tiles of K and of V as stored, 16 x kHeadDim each; of 8-bit caches
+//         both tiles widened; of 4-bit ones the scales and zeros of kStages steps. In the end O of each warp, in float, in
+//         the place of the rings. Then values saved for the epilogue. See SharedStorage.
 //
 // Assumes: rows of q, o and the cache start on 16-byte boundaries, last axes contiguous; row strides below
 //          2^31 bytes; pages hold a power of two of at least 16 keys.
-// Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
-//           (flash_combine).
+// Not here: masks, bias, dropout; new keys and rotation (flash_append), merging of splits (flash_combine).
 #include "cache/e2m1.cuh"
 #include "cache/elements.cuh"
 #include "cache/integers.cuh"
@@ -145,6 +141,101 @@ CF_DEVICE void mask_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, 
     }
 }
 
+// Q of the block's rows, zeros where there are none. Of integers each row is raised to the range of halves, and its
+// factor saved; scale: of all scores.
+CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& block, float scale) {
+    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
+    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
+        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
+        uint4 value{};
+        if (row < block.rows) {
+            const Row at = block.row(row);
+            const Element* from = head_rows<const Element>(q, block.batch, at.head, at.query);
+            if constexpr (kCodes) value = read_for_codes(from, chunk, p.shape.head_dim);
+            else value = read_chunk(from, chunk, p.shape.head_dim);
+        }
+        if constexpr (kIntegers) {
+            const float unit = raise_row<Element, QTile::kChunks>(value, chunk);
+            if (chunk == 0) s.saved.q_scales[row] = unit * scale;
+        }
+        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
+    }
+}
+
+// O of a warp, in float, with the maxima and sums of its rows.
+CF_DEVICE void store_warp(SharedStorage& s, int warp, int g, int t, const OnlineSoftmax<Product, 1>& softmax,
+                          const float (&rO)[kHeadDim / 8][4]) {
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int row = g + 8 * half;
+        const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
+        if (t == 0) s.row_max[warp][row] = softmax.row_max[0][half], s.row_sum[warp][row] = sum;
+        const uint32_t to = smem_addr(s.parts[warp][row]);
+        if constexpr (kCodes) store_for_codes(to, rO, half);
+        CF_UNROLL
+        for (int n = 0; n < (kCodes ? 0 : kHeadDim / 8); n++) {
+            if constexpr (Product::kFloat) {
+                if (n % 4 == 0) {
+                    CF_UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        const int e = 2 * half + i;
+                        st_shared(to + 4 * output_column<Product>(n, e),
+                                  float4{rO[n][e], rO[n + 1][e], rO[n + 2][e], rO[n + 3][e]});
+                    }
+                }
+            } else {
+                st_shared(to + 4 * output_column<Product>(n, 0),
+                          float2{rO[n][2 * half], rO[n][2 * half + 1]});
+            }
+        }
+    }
+}
+
+// [D4] [A1.12] [A1.13] A thread merges four columns of a row over the warps. parted: O and LSE are those of one split, for
+// flash_combine.
+CF_DEVICE void merge_warps(const DecodeParams& p, const SharedStorage& s, bool parted) {
+    const RowBlock saved = s.saved.block;
+    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
+    for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
+        const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
+        if (row >= saved.rows || column >= p.shape.head_dim_v) continue;
+        const Row at = saved.row(row);
+        // why: with splits the sink is one part's, and flash_combine adds it.
+        const float sink = p.score.sinks && !parted
+                               ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
+                               : -kInfinity;
+        float highest = sink;
+        CF_UNROLL
+        for (int w = 0; w < kWarps; w++) highest = fmaxf(highest, s.row_max[w][row]);
+        const float reference = highest == -kInfinity ? 0.0f : highest;
+        float total = ex2((sink - reference) * kLog2e);
+        float4 sum{};
+        CF_UNROLL
+        for (int w = 0; w < kWarps; w++) {
+            const float weight = ex2((s.row_max[w][row] - reference) * kLog2e);
+            const float4 x = ld_shared<float4>(smem_addr(&s.parts[w][row][column]));
+            total = fmaf(weight, s.row_sum[w][row], total);
+            sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
+            sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
+        }
+        const float factor = total == 0 ? 0.0f : v_scale / total;
+        const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
+        const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+        if (parted) {
+            const int64_t index = saved.part_row(p.shape, at);
+            st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
+            if (column == 0) st_global(p.partial_lse + index, lse);
+            continue;
+        }
+        Element* gO = head_rows<Element>(p.o, saved.batch, at.head, at.query) + column;
+        if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
+        else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
+        if (column == 0 && p.lse.data)
+            st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), lse);
+    }
+}
+
 CF_DEVICE void flash_decode(const DecodeParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -177,25 +268,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
 
     const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
                         k_scale_of<float>(p.cache, batch, kv_head);
-    // Q: what does not exist becomes zero.
-    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
-    static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
-    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
-        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
-        uint4 value{};
-        if (row < rows_here) {
-            const Row at = block.row(row);
-            const Element* from = head_rows<const Element>(q, batch, at.head, at.query);
-            if constexpr (kCodes) value = read_for_codes(from, chunk, p.shape.head_dim);
-            else value = read_chunk(from, chunk, p.shape.head_dim);
-        }
-        if constexpr (kIntegers) {
-            const float unit = raise_row<Element, QTile::kChunks>(value, chunk);
-            if (chunk == 0) s.saved.q_scales[row] = unit * scale;
-        }
-        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
-    }
-
+    load_q(p, s, block, scale);
     if (threadIdx.x < kRows)
         s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.saved.block = block;
@@ -298,73 +371,12 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     // sync: all warps are done with their rings, over which O is laid; no copy is under way, for each step was
     // waited for.
     __syncthreads();
-    CF_UNROLL
-    for (int half = 0; half < 2; half++) {
-        const int row = g + 8 * half;
-        const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
-        if (t == 0) s.row_max[warp][row] = softmax.row_max[0][half], s.row_sum[warp][row] = sum;
-        const uint32_t to = smem_addr(s.parts[warp][row]);
-        if constexpr (kCodes) store_for_codes(to, rO[0], half);
-        CF_UNROLL
-        for (int n = 0; n < (kCodes ? 0 : kHeadDim / 8); n++) {
-            if constexpr (Product::kFloat) {
-                if (n % 4 == 0) {
-                    CF_UNROLL
-                    for (int i = 0; i < 2; i++) {
-                        const int e = 2 * half + i;
-                        st_shared(to + 4 * output_column<Product>(n, e),
-                                  float4{rO[0][n][e], rO[0][n + 1][e], rO[0][n + 2][e], rO[0][n + 3][e]});
-                    }
-                }
-            } else {
-                st_shared(to + 4 * output_column<Product>(n, 0),
-                          float2{rO[0][n][2 * half], rO[0][n][2 * half + 1]});
-            }
-        }
-    }
+    store_warp(s, warp, g, t, softmax, rO[0]);
     // sync: O, row_max and row_sum of every warp are visible to all.
     __syncthreads();
 
     // [A1.12] [A1.13]
-    const RowBlock saved = s.saved.block;
-    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
-    for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
-        const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
-        if (row >= saved.rows || column >= p.shape.head_dim_v) continue;
-        const Row at = saved.row(row);
-        // why: with splits the sink is one part's, and flash_combine adds it.
-        const float sink = p.score.sinks && !parted
-                               ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
-                               : -kInfinity;
-        float highest = sink;
-        CF_UNROLL
-        for (int w = 0; w < kWarps; w++) highest = fmaxf(highest, s.row_max[w][row]);
-        const float reference = highest == -kInfinity ? 0.0f : highest;
-        float total = ex2((sink - reference) * kLog2e);
-        float4 sum{};
-        CF_UNROLL
-        for (int w = 0; w < kWarps; w++) {
-            const float weight = ex2((s.row_max[w][row] - reference) * kLog2e);
-            const float4 x = ld_shared<float4>(smem_addr(&s.parts[w][row][column]));
-            total = fmaf(weight, s.row_sum[w][row], total);
-            sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
-            sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
-        }
-        const float factor = total == 0 ? 0.0f : v_scale / total;
-        const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
-        const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
-        if (parted) {
-            const int64_t index = saved.part_row(p.shape, at);
-            st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
-            if (column == 0) st_global(p.partial_lse + index, lse);
-            continue;
-        }
-        Element* gO = head_rows<Element>(p.o, saved.batch, at.head, at.query) + column;
-        if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
-        else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
-        if (column == 0 && p.lse.data)
-            st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), lse);
-    }
+    merge_warps(p, s, parted);
 }
 
 CF_KERNEL(DecodeParams, kThreads, CF_MIN_BLOCKS, flash_decode)

@@ -7,7 +7,7 @@
 //   [A1.6]  in blocks of kBlockN, those of flash_forward, from the first to the last
 //   [D3]    a warp has 16 keys of a block in S, and a part of the columns of O; between the two the warps exchange
 //           their highest scores, and weights
-//   [A1.8]      S = score(Q K^T), -inf where hidden
+//   [A1.8]      S = score(Q K^T), -inf where masked
 //   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
 //   [A1.10]     O = O + P V, over the keys of a block as flash_forward does
 //   [A1.12] O = O / row_sum, 0 in a row without keys

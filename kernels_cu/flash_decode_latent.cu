@@ -7,7 +7,7 @@
 //           kBlockM of them
 //   [D2]    the keys of a block: one of `splits` parts of those that the rows see
 //   [D3]    steps of kBlockN keys in one ring of the block: one copy of a key serves both products
-//   [A1.8]      S = score(Q K^T), -inf where hidden. A warp takes 16 rows, kWarpKeys keys and, of kDepthWarps = 2,
+//   [A1.8]      S = score(Q K^T), -inf where masked. A warp takes 16 rows, kWarpKeys keys and, of kDepthWarps = 2,
 //               half of the features; the halves meet in shared memory
 //   [A1.9]      row_max rises over all warps; P = e^(S - row_max) goes to shared memory, row_sum and O follow
 //   [A1.10]     O = O + P V. A warp takes all rows and every kWarps-th block of 16 columns

@@ -2,7 +2,7 @@
 //
 // Source: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2. Products of split operands: Markidis et
 // al., arXiv:1803.04014; Ootomo and Yokota, arXiv:2203.03341, whose scaling and second level of sums these are.
-//   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
+//   [A2.p]  the producer loads K_j and V_j, the last block of keys first
 //   [A2.4]  S = Q1 K0^T + Q0 K1^T + Q0 K0^T of the last block; wait
 //   [A2.6]  S becomes P: mask, row_max rises, P = e^(S - row_max), row_sum; P0, P1 are the halves of 2^15 P
 //   [A2.11] T = P1 V0 + P0 V1 + P0 V0 starts, a sum over this block of keys alone
@@ -79,7 +79,7 @@ struct Kernel {
         using Element = float;
     };
     using Storage = SharedStorage;
-    using QRing = StageRing<2>;    // where tiles are told of: why two stages: Q is free before O is written
+    using QRing = StageRing<2>;    // of published tiles. why two stages: Q is free before O is written
     using WorkRing = OneStage;
     using Product = Math<float, 3, false>;
     using Softmax = OnlineSoftmax<Product, 1>;
@@ -159,7 +159,7 @@ template <int n, class A, class B> CF_DEVICE void multiply_halves(float (&d)[n],
     multiply(d, a0, b0, true);
 }
 
-// The calling thread's. why: where it is computed anew no register holds it through the loop.
+// The calling thread's. why: where it is computed again no register holds it through the loop.
 CF_DEVICE int warpgroup_here() { return static_cast<int>(opaque(threadIdx.x) / 128); }
 
 // The rows of one warpgroup.
@@ -193,7 +193,7 @@ struct WarpgroupRows {
         const auto here = Ring::at(number);
         s.k_ring.wait(here);
         k_unit = unit_of_product(q_unit, s.k_unit[here.stage].x);
-        // why anew: or ptxas keeps the descriptors of all steps of Q, for which there are no registers.
+        // why a copy: or ptxas keeps the descriptors of all steps of Q, for which there are no registers.
         const ByRows<QHalves::Part> here_q = q.anew();
         wgmma_fence_operand(rS);
         wgmma_fence();
@@ -223,7 +223,7 @@ struct WarpgroupRows {
         CF_UNROLL
         for (int i = 0; i < kHeadDimV / 2; i++) rO[i] = fmaf(rT[i], v_unit, rO[i]);
     }
-    // -inf where the band hides a pair. why all anew: no register holds it while blocks are whole.
+    // -inf outside the band. why all of it is computed here: no register holds it while blocks are full.
     CF_DEVICE void mask(float (&rS)[kBlockN / 2], int32_t block) const {
         const WorkTile<Kernel>& work = work_here(s);
         const NarrowBand band(Band(rule, work.sequence));
@@ -366,7 +366,7 @@ CF_DEVICE void consume(const F16x3ForwardParams& p, SharedStorage& s, int warpgr
         if (work.blocks == kNoTile) break;
         attend(p, s, work, warpgroup_index(), done);
     }
-    if (warpgroup_here() == 0) warp_scheduler_barrier_sync<Kernel>(0);    // why: nobody else takes the last one that was passed
+    if (warpgroup_here() == 0) warp_scheduler_barrier_sync<Kernel>(0);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward(const F16x3ForwardParams& p) {

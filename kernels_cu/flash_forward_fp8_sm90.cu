@@ -4,7 +4,7 @@
 // Sources: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2 and section 3.3: V transposed in
 // the kernel, weights brought to where e4m3 is finest; without its overlap within a warpgroup. Second level of
 // sums: SageAttention2 (Zhang et al., arXiv:2411.10958).
-//   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
+//   [A2.p]  the producer loads K_j and V_j, the last block of keys first
 //   [T]     transposers make V_j^T, in the order of keys that weights in registers have
 //   [A2.4]  S = Q K_j^T; wait
 //   [A2.6]  S becomes P: score, mask, row_max rises, P = 2^8 e^(S - row_max), row_sum; P rounded to e4m3
@@ -258,7 +258,7 @@ CF_DEVICE void consume(const Kernel::Params& p, SharedStorage& s, int warpgroup)
         if (work.blocks == kNoTile) break;
         attend(p, s, work, warpgroup, at);
     }
-    if (warpgroup == 0) warp_scheduler_barrier_sync<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
+    if (warpgroup == 0) warp_scheduler_barrier_sync<Kernel>(warpgroup);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward(const Kernel::Params& p) {

@@ -1,31 +1,29 @@
-// Attention forward on Hopper: TMA, wgmma, warp specialisation. FlashAttention-3 with exact scores of 16-bit
-// inputs.
+// Attention forward on Hopper, of 16-bit inputs: FlashAttention-3, with TMA, wgmma and warp specialisation.
 //
 // Source: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2, consumer side with its overlap
 // of products and softmax. Erratum: its line 21 prints an inverse on the last rescaling that must not be
 // there.
-//   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
-//   [skip]  the last blocks, where other rows of the tile see keys and none of this warpgroup does: free
+//   [A2.p]  the producer loads K_j and V_j, the last block of keys first
+//   [skip]  free the last blocks, of which other rows of the tile see keys and none of this warpgroup does
 //   [A2.4]  S = Q K^T of the last block that is left; wait
-//   [A2.6]  S becomes P: score, mask, row_max rises, P = e^(S - row_max), row_sum
+//   [A2.6]  online softmax, S becomes P: score, mask, row_max rises, P = e^(S - row_max), row_sum
 //   [A2.9]  S = Q K_j^T starts
 //   [A2.11] O += P V of the block before starts
 //   [A2.12] wait for S only
 //   [A2.13] P of block j, while the tensor cores still add to O
-//   [A2.14] wait for O; O = e^(old_max - row_max) O; the slots of K_j and of the V before are free
+//   [A2.14] wait for O; rescale O = e^(old_max - row_max) O; release the stages of K_j and of the V before
 //   [A2.19] O += P V of the first block
-//   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
+//   [A2.21] epilogue: O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
-// Grid:   x, any number of blocks. They share ceil(rows / kBlockM) * groups * batch tiles in the order of
-//         lpt_query_tile, longest first, groups in sections of L2 size: each block takes the tile of its
-//         number, then the next that nobody has (p.call.next_tile), or without that counter every gridDim.x-th.
-//         A group is a head of q and its rows are queries; or (p.call.head_bits) all heads of q that share one
-//         of k, and rows are (query, head), see PackGqa.
-//         Packed: tiles are numbered sequence by sequence, each as if it were alone.
-// Block:  kConsumers warpgroups of 64 rows each, then one warpgroup of which one thread is the producer, and one of
-//         another warp the scheduler, a tile ahead.
-// Shared: kQStages of Q, kConsumers tiles of 64 x kHeadDim each (O leaves through them); kStages tiles of K,
-//         kBlockN x kHeadDim; kStages of V, kBlockN x kHeadDimV; barriers.
+// Grid:   x, persistent: any number of blocks for ceil(rows / kBlockM) * groups * batch tiles, in the order of
+//         lpt_query_tile. A block takes the tile of its number, then the next of the counter p.call.next_tile, or without
+//         it every gridDim.x-th. A group is a head of q and its rows are queries; or (p.call.head_bits) all heads of q
+//         that share one of k, and rows are (query, head): PackGqa. Packed: tiles are numbered sequence by sequence.
+// Block:  kConsumers warpgroups of 64 rows each; then a warpgroup of which one thread is the producer, and one of another
+//         warp the tile scheduler, a tile ahead.
+// Shared: kQStages of Q, kConsumers tiles of 64 x kHeadDim each, through which O leaves; kStages tiles of K, kBlockN x
+//         kHeadDim, and of V, kBlockN x kHeadDimV; their barriers.
+// Read:   attend below, then hopper/producer.cuh, hopper/online_softmax.cuh, hopper/epilogue.cuh, hopper/tile_scheduler.cuh.
 //
 // Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
@@ -115,7 +113,7 @@ struct Kernel {
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
 };
 
-// Where a consumer stands in the rings, from tile to tile.
+// A consumer's place in the rings, from tile to tile.
 struct Cursors {
     QRing::Cursor q;
     Ring::Cursor k, v;
@@ -164,7 +162,7 @@ struct Products {
         s.v_ring.release(at.v);
         at.v.advance();
     }
-    // [skip] of K of a block, which has its turn as any other.
+    // [skip] of K of a block, which takes its turn at the warp scheduler barrier as any other.
     CF_DEVICE void skip_k(int warpgroup) {
         s.k_ring.wait(at.k);
         // sync: every warp of the warpgroup knows that K came, before a thread gives it back.
@@ -174,8 +172,8 @@ struct Products {
         at.k.advance();
         warp_scheduler_barrier_arrive<Kernel>(warpgroup);
     }
-    // [skip] of V, when K of the next block was asked for. why not at once: V comes after it, and others would wait
-    // for their turn.
+    // [skip] of V, after the next block's skip_k. why not at once: V is loaded after that K, and the other warpgroups would
+    // wait for their turn.
     CF_DEVICE void skip_v(int warpgroup) {
         s.v_ring.wait(at.v);
         // sync: the same of V.
@@ -185,7 +183,7 @@ struct Products {
     }
 };
 
-// Zeros behind the last key of a block, where in memory other rows of V follow. why: 0 times NaN is NaN.
+// Zeros in the rows of V past the last key, where in memory other rows follow. why: 0 times NaN is NaN.
 CF_DEVICE void clear_v_tail(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work,
                             const Cursors& at, int32_t block) {
     const int32_t rows = work.sequence.seqlen_k - work.first_key - block * kBlockN;
@@ -280,8 +278,7 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpg
         attend(p, s, work, warpgroup, at);
     }
     if (warpgroup == 0)
-        warp_scheduler_barrier_sync<Kernel>(
-            warpgroup);    // why: nobody else takes the last one that was passed
+        warp_scheduler_barrier_sync<Kernel>(warpgroup);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward(const HopperForwardParams& p) {

@@ -1,7 +1,7 @@
 // Attention forward on Hopper for head dims above 256: TMA, wgmma, two warpgroups that share the columns of O.
 //
 // Source: A2, Algorithm 2, as flash_forward_sm90 has it; tags and signs are explained there.
-//   [A2.p]  the producer keeps chunks of K_j and V_j of the blocks of keys coming, last block first
+//   [A2.p]  the producer loads K_j and V_j in chunks, the last block of keys first
 //   [A2.4]  S = Q K^T of the last block; wait
 //   [A2.6]  S becomes P: mask, row_max rises, P = e^(S - row_max), row_sum
 //   [A2.9]  S = Q K_j^T starts
@@ -13,9 +13,9 @@
 //   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
 // Grid:   as flash_forward_sm90.
-// Block:  a warpgroup that does all of the above for the first half of the columns of O; one that only does
-//         [A2.11] and [A2.14] for the other half, with P and factors from shared memory; one of which a thread is the
-//         producer, and one of another warp the scheduler, a tile ahead.
+// Block:  a warpgroup that does all of the above for the first half of the columns of O; one that does [A2.11] and
+//         [A2.14] alone for the other half, with P and rescale factors from shared memory; one of which a thread is the
+//         producer, and one of another warp the tile scheduler, a tile ahead.
 // Shared: Q (O leaves through it), 64 x kHeadDim; kSlots chunks of 64 keys x 64 columns, in one ring: K of the last
 //         block, then K of the next and V of this one, and so on; P; factors; barriers.
 //
@@ -228,7 +228,7 @@ struct Cursors {
     Ring::Cursor k, v;
 };
 
-CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
+CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
                       ByRows<Chunk> k, Cursors& at) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = threadIdx.x / 32 % 4 * 16;
     const double scale = p.call.score.scale;
@@ -338,7 +338,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
     store(p, s, work, rO, 0);
 }
 
-CF_DEVICE void follow(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
+CF_DEVICE void attend_second_half(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
                       Ring::Cursor& at) {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
     float rO[kHalf][32] = {};
@@ -386,10 +386,10 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpg
         s.q_ring.wait(q_at);
         const WorkTile<Kernel>& work = s.work[q_at.phase][0];
         if (work.blocks == kNoTile) break;
-        if (warpgroup == 0) attend(p, s, work, values, k, at);
-        else follow(p, s, work, values, at.v);
+        if (warpgroup == 0) attend_first_half(p, s, work, values, k, at);
+        else attend_second_half(p, s, work, values, at.v);
     }
-    if (warpgroup == 0) bar_sync(kPEmpty, 256);    // why: nobody else takes the last one
+    if (warpgroup == 0) bar_sync(kPEmpty, 256);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward_wide(const HopperForwardParams& p) {

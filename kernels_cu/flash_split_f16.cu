@@ -2,7 +2,7 @@
 //
 //   [S.1]  the largest finite element of a tile
 //   [S.2]  s, a power of two; h0 = half(x s), h1 = half(x s - h0), and 1 / s
-// why a kernel of its own: who attends would split K and V again for each tile of queries, and the shared memory that
+// why a kernel of its own: the attention kernel would split K and V again for each tile of queries, and the shared memory that
 // this takes, 256 KB of 64 keys of head dim 128, is as much as the products read.
 //
 // Grid:   x: the tiles of q, 64 rows of a group each; of k, kBlockN keys of a head each; of v, the same. Of packed
@@ -102,7 +102,7 @@ CF_DEVICE void flash_split(const F16x3ForwardParams& p) {
         const TileCoord work = tile_coord(blockIdx.x, tiles, groups);
         const Sequence sequence = sequence_of(shape, work.batch);
         const int32_t first = 64 * work.tile;
-        // why the whole tile of kBlockM rows: who attends reads all of it.
+        // why the whole tile of kBlockM rows: the attention kernel reads all of it.
         if (work.tile / (kBlockM / 64) >= rows.tiles(sequence.seqlen_q, kBlockM)) return;
         const int64_t record =
             record_of_q(shape, rows, sequence, work.head, work.tile / (kBlockM / 64), kBlockM) +

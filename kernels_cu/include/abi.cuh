@@ -215,7 +215,7 @@ struct Cache {
     const void* v_scale;    // the same of values
     int64_t v_scale_batch, v_scale_head;
     const int32_t* new_starts;    // (batch + 1): rows of new keys where those of sequences begin; may be null
-    const int32_t* leftpad;       // (batch): keys that nobody sees before the first; may be null
+    const int32_t* leftpad;       // (batch): masked keys before the first; may be null
     int32_t slots;
     int32_t page;          // keys of a slot, 0: a whole sequence
     int32_t page_shift;    // its logarithm; 31: a whole sequence, -1: it is no power of two

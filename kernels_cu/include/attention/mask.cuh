@@ -198,7 +198,7 @@ template <class Acc> struct HeadScore {
         if (score.alibi_slopes) slope = static_cast<const Acc*>(score.alibi_slopes)[alibi_index];
     }
 
-    // Whether spans and blocks keep any pair of a tile, as far as they tell; see theirs.
+    // Whether spans and blocks keep any pair of a tile, as far as their own `reach` can say.
     CF_DEVICE bool reach(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
         return spans.reach(query_first, query_end, key_first, key_end) &&
                blocks.reach(query_first, query_end, key_first, key_end);

@@ -102,7 +102,7 @@ struct ScoreGradient {
                 });
                 each<1>([&](int m, int, int e) {
                     const bool dropped = kept[m][0][e] == 0.0f;
-                    // why the test: a function may have any slope where it hides a pair.
+                    // why the test: a function may have any slope where it masks a pair.
                     if constexpr (kHasFunction)
                         x[m][0][e] =
                             x[m][0][e] == 0.0f ? 0.0f : flagged(x[m][0][e] * slope[m][0][e], dropped);

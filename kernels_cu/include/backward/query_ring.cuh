@@ -173,7 +173,7 @@ struct StaggeredQueryRing {
         d_o.advance(d_o_head);
         numbers += number_rows().head;
     }
-    // why: found out anew each time, strides take no registers.
+    // why: selected each time, strides take no registers.
     CF_DEVICE const Rows& number_rows() const {
         return opaque(threadIdx.x) / kRows % 2 ? delta_rows : lse_rows;
     }

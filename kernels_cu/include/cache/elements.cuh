@@ -26,7 +26,8 @@ template <class Math, class T> struct ElementTiles {
         ::multiply_by_rows<Math, T>(d, a, tile);
     }
     template <int kN>
-    CF_DEVICE static void multiply_by_columns(float (&d)[1][kN][4], const float (&a)[1][2][4], uint32_t tile, uint32_t) {
+    CF_DEVICE static void multiply_by_columns(float (&d)[1][kN][4], const float (&a)[1][2][4], uint32_t tile,
+                                              uint32_t) {
         ::multiply_by_columns<Math, T>(d, a, tile);
     }
     template <int kN> CF_DEVICE static void finalize(float (&)[1][kN][4], const NoUnits&, int32_t) {}
@@ -34,7 +35,7 @@ template <class Math, class T> struct ElementTiles {
 
 // The scores of a step become P, and O follows the maxima of its rows.
 template <class Math, class T, class Softmax, int kN>
-CF_DEVICE void softmax_rescale_o(ElementTiles<Math, T>&, Softmax& softmax, float (&rS)[1][2][4], float (&rO)[1][kN][4],
-                                 const NoUnits&, int32_t) {
+CF_DEVICE void softmax_rescale_o(ElementTiles<Math, T>&, Softmax& softmax, float (&rS)[1][2][4],
+                                 float (&rO)[1][kN][4], const NoUnits&, int32_t) {
     softmax.softmax_rescale_o(rS, rO, kLog2e);
 }

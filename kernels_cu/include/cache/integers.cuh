@@ -24,7 +24,7 @@ CF_DEVICE uint32_t pair_of_codes(uint32_t x, int j) {
     return (j < 2 ? x : x >> 8) & (j % 2 ? 0x00f000f0u : 0x000f000fu);
 }
 
-// Whether addresses wait in registers. why: the compiler computes them anew for every step otherwise, ten instructions
+// Whether addresses wait in registers. why: the compiler computes them again in every step otherwise, ten instructions
 // each of a loop that instructions are to be saved in. why not of 8 spans: there is no register to spare.
 constexpr bool addresses_wait(int spans) { return spans < 8; }
 

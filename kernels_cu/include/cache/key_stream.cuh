@@ -19,7 +19,7 @@ template <class K> struct KeyStream {
     uint32_t k_ring, v_ring, unit_ring;    // addresses of the stages
     int32_t count, first_key;              // steps, and the first key of step 0
     int32_t slot;                          // of the step to load next, -1 for none
-    uint32_t absent = 0;                   // a bit for each step loaded, the last one's lowest: it has no slot
+    uint32_t absent = 0;    // a bit for each step loaded, the last one's lowest: it has no slot
 
     CF_DEVICE int32_t key(int32_t step) const { return first_key + step * K::kWarps * kStepKeys; }
     // Starts the copies of a step; a group of copies is one step, empty ones included.

@@ -78,7 +78,7 @@ template <class Kernel> struct HopperBackward {
         }
     };
     // The same of kind spans: those tiles that reach the block, 32 to a word. Of a range that is not empty.
-    // why by every role: whoever runs ahead brings a word into L1 for the others, and nobody has to be told.
+    // why by every role: the first to read a word brings it into L1 for the others, and none waits for another.
     struct SeenStep {
         const BackwardParams& call;
         const WorkTile& work;
@@ -150,7 +150,8 @@ template <class Kernel> struct HopperBackward {
         uint64_t dq_full, dq_empty;      // dQ is complete; has left. Phase: the stage
         uint32_t number;                 // of the block, with counters
         WorkTile work;
-        uint32_t partial[kStages];    // of kind spans: words tell which pairs of the tile count; else all do
+        uint32_t partial
+            [kStages];    // of kind spans: whether KeptPairs has words for the tile; else all of its pairs count
     };
 
     // ---- helpers
@@ -177,7 +178,7 @@ template <class Kernel> struct HopperBackward {
     CF_DEVICE static void wait_for_place(SharedStorage& s, const Step& step) {
         const int stage = step.at.stage, phase = step.at.phase;
         // sync: they have released the dO of the step before, after S and dP were in registers. Before the first step
-        // nobody had to, and the wait for the other parity of a fresh barrier passes.
+        // none had to, and the wait for the other parity of a fresh barrier passes.
         if constexpr (Kernel::kSubtracted) mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1);
         // sync: or the Q or dO of the step before that.
         else mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], phase ^ 1);
@@ -225,7 +226,7 @@ template <class Kernel> struct HopperBackward {
                 const float x = terms[i] == -kInfinity ? missing : unit * terms[i];
                 s.terms.put(is_lse, stage, 32 * i + place, x);
             }
-            // sync: all lanes have stored before one tells the consumers.
+            // sync: all lanes have stored before one arrives for the consumers.
             __syncwarp();
             if (thread() % 32 == 0) mbar_arrive(s.statistics[stage]);
         }
@@ -253,7 +254,7 @@ template <class Kernel> struct HopperBackward {
                 turn = work.order.before(step.tile, seen, cdiv(queries, kBlockM));
             }
             if (turn == 0) {
-                // why: so nobody has to write zeros, which the sums would begin with.
+                // why: so no kernel has to write zeros, which the sums would begin with.
                 bulk_store(sums, s.dq, sizeof s.dq);
             } else {
                 if (p.call.dq_turns) {
@@ -281,7 +282,7 @@ template <class Kernel> struct HopperBackward {
         const Shape& shape = p.call.shape;
         uint32_t block = blockIdx.x;
         if (p.call.next_block) {
-            // why: a block waits for blocks with lower numbers only, and whoever has a number is running. In which
+            // why: a block waits for blocks with lower numbers only, and a block that has a number is running. In which
             // order blocks start is the hardware's business.
             if (threadIdx.x == 0) s.number = take_ticket(p.call.next_block);
             // sync: all threads see the number.

@@ -8,8 +8,8 @@
 template <class Math, bool kAny, int kKeys> struct QueryGradient {
     using Accumulator = float[kKeys / 2];
     const NarrowBand&
-        band;              // why a reference: it is in shared memory, and costs no register while nobody asks
-    Range whole;           // blocks of keys in which every pair counts
+        band;       // why a reference: it is in shared memory, and costs no register while it is not read
+    Range whole;    // blocks of keys in which every pair counts
     int32_t warp_query;    // the warp's first one
     float unit_log2;
     float lse_log2[2], delta[2];    // of the thread's two rows

@@ -5,12 +5,12 @@
 #include "hopper/warpgroup.cuh"
 
 // kAny: softcap, ALiBi and any scale; otherwise scale > 0 and the band only.
-// kMasks: the band hides pairs here; else whoever calls has done it.
+// kMasks: the band is applied here; else the caller has applied it.
 // kSubtracted: S and dP come without LSE / scale and delta, see query_terms.cuh; their addresses are not used.
 template <class Math, bool kAny, int kQueries, bool kSubtracted, bool kMasks = true>
 struct TransposedGradient {
     using Accumulator = float[kQueries / 2];
-    // why references: these are in shared memory, and cost no register while nobody asks.
+    // why references: these are in shared memory, and cost no register while they are not read.
     const NarrowBand& band;
     const Range& whole;          // tiles of queries in which every pair of the block counts
     const int32_t& first_key;    // of the block
@@ -40,7 +40,7 @@ struct TransposedGradient {
         recompute_p(rS, rP, lse_log2, score, tile,
                     [&](int n, const float (&weights)[4]) { pack_column(rWeights, weights, n); });
     }
-    // S becomes P, which nobody has rounded yet.
+    // S becomes P, not rounded.
     CF_DEVICE void recompute_p(Accumulator& rS, uint32_t lse_log2, int32_t tile) const {
         static_assert(!kAny, "softcap's factor would be lost");
         mask(rS, tile);

@@ -1,7 +1,8 @@
-// Blocks that take turns (sm_70): numbers in the order in which blocks start, and counters in global memory.
+// Semaphores in global memory, at which blocks take turns (sm_70): tickets in the order in which blocks start, and a count
+// of the turns that have ended.
 //
 // A block may only wait for blocks with lower numbers: those have started, and of all that wait the one with
-// the lowest number waits for nobody.
+// the lowest number waits for no other.
 #pragma once
 
 #if __CUDA_ARCH__ >= 700
