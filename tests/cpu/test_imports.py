@@ -26,17 +26,16 @@ LAYERS = (
     ("plan", "cpu"),
     ("cubins",),
     ("device",),
-    ("naive", "merge", "info", "ready", "agreement"),
-    ("prepare", "quantized", "shared_prefix"),
+    ("naive", "merge", "info", "dispatch", "agreement"),
+    ("quantized", "shared_prefix"),
     ("api",),
     ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
     ("partial",),
-    ("parts", "second_order", "group"),
+    ("parts", "group"),
     ("exchange",),
     ("ring", "alltoall", "allgather"),
     ("schedules",),
-    ("with_jvp",),
     ("derivatives",),
     ("__init__",),
     ("testing", "torch", "jax", "mpi"),
@@ -155,7 +154,7 @@ def test_no_module_goes_in_a_circle() -> None:
 
 
 def test_imports_are_seen() -> None:
-    seen = {room_of(i.name) for i in imports_of(PACKAGE / "ready.py") if i.ours}
+    seen = {room_of(i.name) for i in imports_of(PACKAGE / "dispatch/backends.py") if i.ours}
     assert seen == {"call", "cpu", "device", "errors", "log", "plan"}
     seen = {i.name for i in imports_of(PACKAGE / "device/simulator.py") if i.ours}
     assert seen >= {"plan.catalog", "cubins.sources", "device.host_build"}
