@@ -480,7 +480,7 @@ def steps_in_turns(
     low, high = band
     seqlens = dict(zip(("seqlen_q", "seqlen_k"), lengths, strict=True))
     params = pack(out=out, tiles=tiles, wave=wave, m=m, n=n, **seqlens, low=low, high=high)
-    simulator.load(unit("turn_order")).launch((blocks, 1, 1), (1, 1, 1), 0, params.tobytes())
+    simulator.load(unit("dq_order")).launch((blocks, 1, 1), (1, 1, 1), 0, params.tobytes())
     return [(first[0], [tuple(step) for step in steps if step[0] >= 0]) for first, *steps in out.tolist()]
 
 

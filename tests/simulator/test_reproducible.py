@@ -354,7 +354,7 @@ def test_a_neighbours_maximum_decides_nothing(on: Device, mode: str, kernel: str
     """A row of the same warp whose maximum rises far in a later block, where those of others rise a little.
 
     That it would be seen is a mutant of flash_forward_sm90, whose rows keep a maximum that is exceeded by
-    less than kSlackLog2; the kernels of "batch" have no such slack.
+    less than kRescaleThresholdLog2; the kernels of "batch" have no such threshold.
     """
     q, k, v = rows("float16", 400, 64)[:, :, :1]
     q = q[:, :, :16]
