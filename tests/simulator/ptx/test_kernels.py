@@ -1,8 +1,8 @@
 """Every kernel in every dtype, and every kernel as it ships for every architecture family.
 
-Under every schedule. On a push each kind of call runs in every dtype for the first family that has it, and for
-the others in one dtype, others each day; with the plugin in every dtype for all. why this loses little: no source
-asks for a dtype and for an architecture at once, so that what waits for its day is a fault of NVRTC alone.
+Under every schedule. On a push each kind of call runs in every dtype for the first family that has it, for
+the others in one dtype, others each day; with the plugin in every dtype for all. why this loses little: no
+source asks for a dtype and for an architecture at once, so what waits for its day is a fault of NVRTC alone.
 """
 
 from __future__ import annotations
