@@ -126,7 +126,10 @@ class Prepared:
 
     @property
     def only_addresses_differ(self) -> bool:
-        """Whether calls of these kinds differ only in where q, k, v, o and lse are; `run_at` takes them."""
+        """Whether calls of these kinds differ in addresses of q, k, v, o, lse and gradients alone.
+
+        `run_at` takes them.
+        """
         p, addressed = self.problem, self._backend.addressed
         looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._extents
         plain = all(name == array and name in _PLAIN for name, array in addressed)
@@ -147,7 +150,7 @@ class Prepared:
 
 
 # The arrays of a call without any but these.
-_PLAIN = frozenset(("q", "k", "v", "o", "lse"))
+_PLAIN = frozenset(("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"))
 # Views that a call's arrays have under another name.
 _SOURCES = {
     "block_table": "cache_batch_idx", "v": "k",

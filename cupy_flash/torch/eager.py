@@ -11,7 +11,14 @@ from .call import GRADIENTS, Call, arguments, backward, deterministic, forward
 from .ops import differentiate, first_derivative_only
 from .second_order import Backward
 
-__all__ = ["are_tensors", "are_untouched", "attend_eagerly", "is_plain"]
+__all__ = [
+    "are_tensors",
+    "are_untouched",
+    "attend_eagerly",
+    "gradients",
+    "is_plain",
+    "recorded",
+]
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _leaves = operator.itemgetter(*GRADIENTS)
@@ -89,21 +96,35 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
         if do is None and dlse is None:
             return (None,) * (len(GRADIENTS) + 2)
-        *tensors, o, lse = saved = ctx.saved_tensors
-        call = Call(tuple(tensors), deterministic(ctx.options), ctx.longest)
-        batched, again = _in_batches(do) or _in_batches(dlse), torch.is_grad_enabled()
-        if is_plain(do, dlse) and not batched and not again:
-            grads: Any = backward(call, do, dlse, o, lse)
-        else:  # of several directions at once, to be traced, or to be differentiated
-            function = Backward.apply if again and not batched else differentiate
-            grads = function(do, dlse, o, lse, *arguments(call))
-            grads = tuple(
-                g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)
-            )
-        if batched:
-            grads = first_derivative_only(tuple(grads), (do, dlse, *saved))
-        return *grads, None, None
+        *tensors, o, lse = ctx.saved_tensors
+        call = Call(tuple(tensors), ctx.options, ctx.longest)
+        return *gradients(call, do, dlse, o, lse, ctx.needs_input_grad), None, None
 
 
-# why not _Recorded.apply: it first looks for wrappers of torch.func, for 4 us; is_plain has excluded them.
-_record = super(torch.autograd.Function, _Recorded).apply
+def gradients(call: Call, do: Any, dlse: Any, o: Any, lse: Any, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
+    """The gradients of a recorded call, as GRADIENTS has them."""
+    call = call._replace(options=deterministic(call.options))
+    batched, again = _in_batches(do) or _in_batches(dlse), torch.is_grad_enabled()
+    # why those that were saved: hooks may have packed them, and bring back lazy views
+    if is_plain(do, dlse, o, lse, *call.tensors) and not batched and not again:
+        return backward(call, do, dlse, o, lse)
+    # of several directions at once, to be traced, or to be differentiated
+    function = Backward.apply if again and not batched else differentiate
+    grads: Any = function(do, dlse, o, lse, *arguments(call))
+    grads = tuple(g if w else None for g, w in zip(grads, wanted, strict=False))
+    if batched:
+        grads = first_derivative_only(grads, (do, dlse, *call.tensors, o, lse))
+    return tuple(grads)
+
+
+def recorded(function: Any) -> Any:
+    """How to apply a function of autograd where `is_plain` holds.
+
+    why not its own apply: that first looks for wrappers of torch.func, which takes 4 us; `is_plain` has
+    excluded them.
+    """
+    of_all: Any = super(torch.autograd.Function, function)
+    return of_all.apply
+
+
+_record = recorded(_Recorded)

@@ -1,7 +1,7 @@
 """Calls that repeat an earlier one on other numbers: straight to what that one found out.
 
 A short call is mostly Python. Where nothing but the addresses of q, k and v can differ from a call that went
-the whole way, this looks at no more than that, and takes a third of the time.
+the whole way, this looks at no more than that, and takes a third of the time. So do its gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ..call.given import Options
 from ..call.progress import TOLD
 from ..prepare import REPEATED, Prepared, prepared
 from ..ready import chosen_by_environment, driver_of
-from .eager import are_untouched
+from .call import GRADIENTS, TENSORS, Call, deterministic
+from .eager import are_untouched, gradients, is_plain, recorded
 
 __all__ = ["key_of", "remember", "repeated"]
 
@@ -27,16 +28,41 @@ _OPTIONS = frozenset(
     ("causal", "align", "scale", "softcap", "layout", "precision", "reproducible", "dropout")
 )
 _MOST_KNOWN = 1024
+# Of a call, what is given besides q, k and v.
+_NOTHING = (None,) * (len(TENSORS) - 3)
 
 
-class _Known(NamedTuple):
-    """What a call found out."""
+class _Known:
+    """What a call found out, and what its gradients did by the kinds of their arrays."""
+
+    __slots__ = ("forward", "gradients", "options", "return_lse")
+
+    def __init__(self, forward: _Pass, options: Options, return_lse: bool) -> None:
+        self.forward = forward
+        self.options = options
+        self.return_lse = return_lse
+        self.gradients: dict[Hashable, _Pass] = {}
+
+
+class _Pass(NamedTuple):
+    """A forward or a backward pass of which only addresses differ."""
 
     call: Prepared
     results: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
+    def run(self, **given: Any) -> list[Any]:
+        """The results."""
+        addresses = {name: x.data_ptr() for name, x in given.items()}
+        q, results = given["q"], []
+        for name, shape, dtype in self.results:
+            x = q.new_empty(shape, dtype=dtype)
+            addresses[name] = x.data_ptr()
+            results.append(x)
+        self.call.run_at(addresses, (given, results), "torch")
+        return results
 
-def key_of(q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable) -> Hashable | None:
+
+def key_of(q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable) -> tuple[Any, ...] | None:
     """What decides how a call goes, but for where its tensors are; None if something else does, too."""
     if torch.compiler.is_compiling():
         return None
@@ -46,49 +72,103 @@ def key_of(q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable) 
     if (
         not (type(q) is type(k) is type(v) is torch.Tensor)
         or torch.autograd.forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         or not are_untouched(q, k, v)
         or TOLD.get() is not None
+        or q.device.type not in _DEVICES
+        or torch.is_autocast_enabled(q.device.type)
     ):
         return None
-    device = q.device
-    kind = device.type
-    if kind not in _DEVICES or torch.is_autocast_enabled(kind):
-        return None
-    at = kind, device.index or 0
+    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    kinds = _kinds(q, k, v)
+    # why the types: 1 is True, and not taken for it
+    return kinds and (kinds, records, more, *options.items(), *map(type, (*more, *options.values())))
+
+
+def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
+    """What decides how a pass over tensors goes, but for their addresses and options."""
+    device = tensors[0].device
+    at = device.type, device.index or 0
     driver = driver_of(at, "torch")
+    kinds = [at, driver, chosen_by_environment(driver, at)]
     try:
-        return (
-            q.shape, q.stride(), q.dtype, q.data_ptr() % 16,
-            k.shape, k.stride(), k.dtype, k.data_ptr() % 16, k.device,
-            v.shape, v.stride(), v.dtype, v.data_ptr() % 16, v.device,
-            at, driver, chosen_by_environment(driver, at), more, *options.items(),
-            *map(type, (*more, *options.values())),  # why: 1 is True, and not taken for it
-        )  # fmt: skip
-    except RuntimeError:  # no elements in strided memory, which the whole way says
+        for x in tensors:
+            kinds += x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device
+    except RuntimeError:  # no elements in strided memory: sparse, or several directions at once
         return None
+    return tuple(kinds)
 
 
-def repeated(key: Hashable, q: Any, k: Any, v: Any) -> Any:
+def repeated(key: tuple[Any, ...], q: Any, k: Any, v: Any) -> Any:
     """The result of a call with this key, o or (o, lse), if one came before; else None."""
     known: _Known | None = REPEATED.get(key)
     if known is None:
         return None
-    addresses = {"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}
-    results = []
-    for name, shape, dtype in known.results:
-        x = q.new_empty(shape, dtype=dtype)
-        addresses[name] = x.data_ptr()
-        results.append(x)
-    known.call.run_at(addresses, (q, k, v, results), "torch")
-    return results[0] if len(results) == 1 else tuple(results)
+    if key[1]:
+        return _record(q, k, v, known)
+    o, *lse = known.forward.run(q=q, k=k, v=v)
+    return (o, *lse) if lse else o
 
 
-def remember(key: Hashable, q: Any, k: Any, v: Any, options: Options, want_lse: bool) -> None:
+class _Repeated(torch.autograd.Function):
+    """A repeated call in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, known: _Known) -> Any:
+        o, lse = known.forward.run(q=q, k=k, v=v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.known = known
+        ctx.set_materialize_grads(False)
+        return (o, lse) if known.return_lse else o
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any = None) -> Any:
+        if do is None and dlse is None:
+            return (None,) * 4
+        q, k, v, o, lse = saved = ctx.saved_tensors
+        known = ctx.known
+        key = _key_of_gradients(saved, do, dlse)
+        if key is not None and (passed := known.gradients.get(key)) is not None:
+            return *passed.run(q=q, k=k, v=v, o=o, lse=lse, do=do), None
+        call = Call((q, k, v, *_NOTHING), known.options)
+        grads = gradients(call, do, dlse, o, lse, ctx.needs_input_grad + (False,) * len(GRADIENTS))
+        if key is not None:
+            raw = adopted(q=q, k=k, v=v, o=o, lse=lse, do=do)
+            passed = _passed("backward", raw, deterministic(known.options), True)
+            if passed is not None:
+                _put(known.gradients, key, passed)
+        return *grads[:3], None
+
+
+_record = recorded(_Repeated)
+
+
+def _key_of_gradients(saved: tuple[Any, ...], do: Any, dlse: Any) -> Hashable | None:
+    """What decides how gradients go, as `key_of`; hooks may have changed what was saved."""
+    if dlse is not None or not is_plain(*saved, do) or torch.is_grad_enabled() or TOLD.get() is not None:
+        return None
+    kinds = _kinds(*saved, do)
+    return kinds and (kinds, torch.are_deterministic_algorithms_enabled())
+
+
+def remember(key: tuple[Any, ...], q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> None:
     """Remember a call that went the whole way, as one over these arrays, if it can be repeated."""
-    call = prepared("forward", adopted(q=q, k=k, v=v), options, want_lse)
-    if call.only_addresses_differ:
-        if len(REPEATED) >= _MOST_KNOWN:
-            REPEATED.clear()
-        results = tuple((name, shape, getattr(torch, dtype)) for name, shape, dtype in call.results)
-        REPEATED[key] = _Known(call, results)
+    with torch.no_grad():  # what is recorded has been
+        raw = adopted(q=q, k=k, v=v)
+    passed = _passed("forward", raw, options, key[1] or return_lse)
+    if passed is not None:
+        _put(REPEATED, key, _Known(passed, options, return_lse))
+
+
+def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:
+    """Remember it, and nothing else if that would be too much."""
+    if len(memory) >= _MOST_KNOWN:
+        memory.clear()
+    memory[key] = found
+
+
+def _passed(direction: str, raw: Any, options: Options, want_lse: bool) -> _Pass | None:
+    """What is known of a pass, if calls like it differ in addresses alone."""
+    call = prepared(direction, raw, options, want_lse)
+    if not call.only_addresses_differ:
+        return None
+    return _Pass(call, tuple((name, shape, getattr(torch, dtype)) for name, shape, dtype in call.results))

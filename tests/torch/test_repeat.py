@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError, prepare, progress
-from cupy_flash.torch import functional
+from cupy_flash.torch import functional, repeat
 
 # torch compiles with, and warns of, its own torch.jit.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -154,6 +154,220 @@ def test_gradients_are_recorded_after_a_call_without(whole):
     assert len(whole) == 2
 
 
+@pytest.fixture
+def whole_backward(monkeypatch):
+    """How many backward passes of repeated calls went the whole way."""
+    calls = []
+    real = repeat.gradients
+    monkeypatch.setattr(repeat, "gradients", lambda *given: (calls.append(given), real(*given))[1])
+    return calls
+
+
+def leaves(xs, needing="qkv"):
+    return [x.detach().clone().requires_grad_(name in needing) for name, x in zip("qkv", xs, strict=True)]
+
+
+def grads(f, xs, do, needing="qkv", **options):
+    """The result of a recorded call, and the gradients of those that need one."""
+    xs = leaves(xs, needing)
+    o = f(*xs, **options)
+    first = o[0] if isinstance(o, tuple) else o
+    first.backward(do)
+    return first.detach(), *[x.grad for x in xs if x.requires_grad]
+
+
+@pytest.mark.parametrize("needing", ["qkv", "q", "v", "kv"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [x for x in OPTIONS if x.get("reproducible") is None], ids=str)
+def test_recorded_calls_repeat_with_the_bits_of_the_whole_way(options, dtype, needing, whole, whole_backward):
+    layout = options.get("layout", "bhsd")
+    cases = [qkv(dtype=dtype, layout=layout, seed=seed) for seed in range(4)]
+    dos = [torch.randn_like(case[0]) for case in cases]
+    given = [grads(cf.attention, case, do, needing, **options) for case, do in zip(cases, dos, strict=True)]
+    assert len(whole) == 1
+    assert len(whole_backward) == 1, "the first repeated call learns how its gradients go"
+    for case, do, one in zip(cases, dos, given, strict=True):
+        prepare.forget()
+        assert same(one, grads(cf.attention, case, do, needing, **options))
+
+
+def test_torchs_function_repeats_recorded_calls(whole, whole_backward):
+    q, k, v = qkv(heads=(4, 4))
+    do = torch.randn_like(q)
+    for _ in range(4):
+        given = grads(cf.scaled_dot_product_attention, (q, k, v), do, is_causal=True)
+        wanted = grads(torch.nn.functional.scaled_dot_product_attention, (q, k, v), do, is_causal=True)
+        for x, y in zip(given, wanted, strict=True):
+            torch.testing.assert_close(x, y)
+    assert len(whole) == len(whole_backward) == 1
+
+
+def recorded_again(**options):
+    """A call that repeats one whose gradients are known, and its leaves."""
+    xs = qkv()
+    for do in (torch.ones_like(xs[0]), torch.ones(1).expand_as(xs[0])):
+        for _ in range(3):
+            grads(cf.attention, xs, do, **options)
+    again = leaves(xs)
+    return again, cf.attention(*again, **options)
+
+
+BACKWARD = {
+    "a sum's": lambda o: o.sum(),
+    "of other strides": lambda o: (o.transpose(1, 2) * torch.arange(8.0)).mT.exp().mean(),
+    "off a boundary": lambda o: (o * moved(torch.arange(o.numel()).view(o.shape).float(), 4)).sum(),
+    "of a part": lambda o: o[:, 1:, ::2].square().sum(),
+    "negated": lambda o: torch.complex(o, 2 * o).conj().imag.sum(),
+    "zero": lambda o: torch._efficientzerotensor(o.shape).mul(o).sum() + o.sum(),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_of_every_kind_arrive(name):
+    xs, o = recorded_again()
+    BACKWARD[name](o).backward()
+    given = [x.grad.clone() for x in xs]
+    prepare.forget()
+    again = leaves(xs)
+    BACKWARD[name](cf.attention(*again)).backward()
+    assert all(torch.equal(x, y.grad) for x, y in zip(given, again, strict=True))
+
+
+def test_a_graph_that_is_kept_is_run_again():
+    xs, o = recorded_again()
+    first = torch.autograd.grad(o.sum(), xs, retain_graph=True)
+    second = torch.autograd.grad(o.sum(), xs)
+    assert same(first, second)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(o.sum(), xs)
+
+
+def test_second_derivatives_and_batches_of_gradients_go_the_whole_way(whole_backward):
+    def second(xs, o):
+        first = torch.autograd.grad(o.square().sum(), xs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), xs)
+
+    def batched(xs, o):
+        return torch.autograd.grad(
+            o, xs, torch.stack([torch.ones_like(o), o.detach()]), is_grads_batched=True
+        )
+
+    for differentiate in (second, batched):
+        given = differentiate(*recorded_again())
+        prepare.forget()
+        xs = leaves(qkv())
+        wanted = differentiate(xs, cf.attention(*xs))
+        for x, y in zip(given, wanted, strict=True):
+            torch.testing.assert_close(x, y)
+    assert len(whole_backward) == 2 * (2 + 1), "two that learn and one that cannot repeat"
+
+
+@pytest.mark.parametrize("through_o", [False, True])
+def test_gradients_through_lse_go_the_whole_way(through_o):
+    def loss(o, lse):
+        return lse.exp().sum() + (o.square().sum() if through_o else 0)
+
+    xs, results = recorded_again(return_lse=True)
+    loss(*results).backward()
+    given = [x.grad for x in xs]
+    prepare.forget()
+    xs = leaves(xs)
+    loss(*cf.attention(*xs, return_lse=True)).backward()
+    assert all(torch.equal(x, y.grad) for x, y in zip(given, xs, strict=True) if y.grad is not None)
+    assert given[0] is not None
+
+
+def test_saved_tensors_may_come_back_as_others():
+    wanted = grads(cf.attention, qkv(), torch.ones(2, 4, 5, 8))
+    hooks = [
+        (lambda x: x.clone().mT.contiguous(), lambda x: x.mT),
+        (lambda x: x.clone(), lambda x: moved(x, 4) if x.is_contiguous() else x),
+        (lambda x: -x, lambda x: torch.complex(x, x).conj().imag),
+    ]
+    for pack, unpack in hooks:
+        for _ in range(3):
+            xs = leaves(qkv())
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                o = cf.attention(*xs)
+            o.sum().backward()
+            for x, y in zip(xs, wanted[1:], strict=True):
+                torch.testing.assert_close(x.grad, y)
+
+
+def test_no_gradient_may_arrive():
+    class Dropped(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, __):
+            return None
+
+    xs, o = recorded_again()
+    assert torch.autograd.grad(Dropped.apply(o).sum(), xs, allow_unused=True) == (None, None, None)
+
+
+def test_what_was_written_over_is_noticed():
+    xs, o = recorded_again()
+    with torch.no_grad():
+        xs[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_checkpoints_compute_it_again():
+    from torch.utils.checkpoint import checkpoint
+
+    do = torch.randn(2, 4, 5, 8)
+    wanted = grads(cf.attention, qkv(), do)
+    for reentrant in (False, True):
+        for _ in range(3):
+            given = grads(lambda *xs: checkpoint(cf.attention, *xs, use_reentrant=reentrant), qkv(), do)  # noqa: B023
+            assert same(given, wanted)
+
+
+def test_deterministic_algorithms_count(whole_backward, monkeypatch):
+    asked = []
+    real = repeat.prepared
+    monkeypatch.setattr(repeat, "prepared", lambda *given: (asked.append(given), real(*given))[1])
+    xs = qkv()
+    do = torch.ones_like(xs[0])
+    for _ in range(3):
+        grads(cf.attention, xs, do)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            grads(cf.attention, xs, do)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(whole_backward) == 2
+    assert [options.reproducible for direction, _, options, _ in asked if direction == "backward"] == [
+        None,
+        "run",
+    ]
+
+
+def test_the_environment_counts_for_gradients_too(monkeypatch):
+    xs, o = recorded_again()
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+    prepare.computed_by(())
+    given = torch.autograd.grad(o.sum(), xs)
+    assert "NumPy" in prepare.kernels()
+    prepare.forget()
+    again = leaves(xs)
+    for x, y in zip(given, torch.autograd.grad(cf.attention(*again).sum(), again), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_progress_is_told_of_gradients():
+    _, o = recorded_again()
+    told = []
+    with progress(told.append):
+        o.sum().backward()
+    assert told
+
+
 def test_transforms_and_modes_see_the_operator():
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -253,8 +467,6 @@ def test_it_forgets(whole):
 
 
 def test_it_remembers_so_many(monkeypatch):
-    from cupy_flash.torch import repeat
-
     monkeypatch.setattr(repeat, "_MOST_KNOWN", 2)
     for n in range(5):
         q, k, v = qkv(lengths=(n + 1, n + 1))
@@ -273,12 +485,12 @@ def test_threads_share_it():
     wanted = [cf.attention(*case) for case in cases]
     wrong = []
 
-    def repeat(n):
+    def again(n):
         for _ in range(50):
             if not torch.equal(cf.attention(*cases[n]), wanted[n]):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=repeat, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=again, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
