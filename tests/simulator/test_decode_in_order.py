@@ -189,7 +189,7 @@ flash.CHUNK_KEYS = 128
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)
 for policy in ("late", "early"):
     with simulator.schedule(policy):
-        for value in {hostile}:
+        for value in (-2**31, 2**31 - 1):
             made = hostile.inputs()
             made["block_table"][:, 1:] = value
             made["cache_seqlens"][...] = (value, 40, 160)
@@ -204,5 +204,5 @@ for policy in ("late", "early"):
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
 def test_sanitizers_find_nothing(sanitizer: str, arch: str) -> None:
     """No access out of bounds, no undefined behaviour, no race, with and without cp.async."""
-    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch, hostile=sanitized.hostile(sanitizer)))
+    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch))
     assert done.returncode == 0, done.stderr[-3000:]
