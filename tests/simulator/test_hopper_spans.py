@@ -386,12 +386,14 @@ def check_band_of_gradients(head_dim: int, lengths: tuple[int, int], policy: str
                 assert np.array_equal(exact.dv.view(np.uint16), same.dv.view(np.uint16)), list(form)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_band_has_the_same_gradients_in_any_form(policy: str, head_dim: int) -> None:
     check_band_of_gradients(head_dim, (300, 400), policy)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, 128), (128, 64)])
 def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int) -> None:
     """Documents of two blocks of keys each, in every form: only their own tiles are copied and multiplied."""
@@ -425,6 +427,7 @@ def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int)
             assert cost["bulk_reduce_bytes"] == 4 * seen * tile * head_dim, (causal, list(form))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_sparse_tiles_of_many_words(head_dim: int) -> None:
     """Tiles of queries of more than one word of 32, few of which a block of keys sees, one of them none."""
@@ -460,6 +463,7 @@ def test_gradients_without_keys_are_zero() -> None:
     testing.assert_within_budget(found, q, k, v, do=do, mask=Spans(bounds))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_packed_gradients(policy: str, by_query: bool) -> None:

@@ -18,7 +18,7 @@ from cupy_flash.cubins import nvrtc, sass, sources
 from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
-from cupy_flash.plan.catalog import ARCHITECTURES, SAME_BITS
+from cupy_flash.plan.catalog import ARCHITECTURES, SAME_BITS, Variant
 from cupy_flash.plan.families import simple
 from tests.simulator.ptx import toolchain
 from tests.simulator.ptx.backend import Build, kernels_from_ptx
@@ -112,11 +112,23 @@ def left_to_an_architecture(ptx: str) -> set[str]:
     return {found for found in _ARITHMETIC.findall(ptx) if ".rn.f" not in found or found.startswith("mad")}
 
 
+def of_each_kernel(number: int) -> list[Variant]:
+    """A class of head dims, in turn: classes do the same operations, another number of times."""
+    kernels: dict[tuple[str, str, str], list[Variant]] = {}
+    for variant in VARIANTS.values():
+        kernels.setdefault((variant.source, variant.step, variant.dtype), []).append(variant)
+    return [classes[number % len(classes)] for classes in kernels.values()]
+
+
+def test_every_class_has_its_turn() -> None:
+    assert {v.name for number in range(len(BUILDS)) for v in of_each_kernel(number)} == VARIANTS.keys()
+
+
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("one", BUILDS, ids=str)
 def test_ptx_leaves_nothing_to_an_architecture(one: Build) -> None:
     need(one.cuda)
-    for variant in VARIANTS.values():
+    for variant in of_each_kernel(BUILDS.index(one)):
         text = toolchain.ptx(variant, *one).read_text()
         assert ".ftz" not in text
         assert "approx" not in text
