@@ -26,9 +26,9 @@ from .call.problem import Problem, describe
 from .call.progress import TOLD, telling
 from .call.signature import takes
 from .call.spans import check_spans
+from .dispatch.backends import driver_of
+from .dispatch.memo import computed_by
 from .errors import InvalidArgumentsError, UnsupportedError
-from .prepare import computed_by
-from .ready import driver_of
 from .varlen import pack, split_dense_or_packed
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from ..cubins import sources
 
 __all__ = [
     "KERNEL", "LIBRARY", "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library",
-    "core", "cuda_headers", "flags", "includes", "including", "primitives", "simulator_headers",
+    "core", "cuda_headers", "flags", "includes", "including", "precompiled", "primitives",
+    "simulator_headers",
 ]  # fmt: skip
 
 
@@ -220,17 +221,22 @@ _KEPT = 8  # precompiled headers of 63 MB: two trees, each plain and with two sa
 
 @functools.cache
 def primitives(options: tuple[str, ...]) -> Path:
-    """prim.cuh, precompiled: without it, reading its headers is 0.7 of the 1.4 s that a small kernel takes.
+    """prim.cuh, precompiled: reading its headers would be 0.7 of the 1.4 s that a small kernel takes."""
+    source = sources.folder() / "simulator" / "primitives.h"
+    return precompiled(source, [KERNEL, *options, *includes()], simulator_headers())
+
+
+def precompiled(source: Path, arguments: Sequence[str], inputs: Sequence[Path]) -> Path:
+    """A copy of a header for ``-include``, precompiled for these arguments.
 
     g++ takes the precompiled file for the header of the same name, which it reads if that one is gone.
     """
-    source = sources.folder() / "simulator" / "primitives.h"
-    arguments = [KERNEL, *options, *includes(), "-x", "c++-header", str(source)]
-    compiled = compile_library("primitives", arguments, simulator_headers(), suffix=".h.gch")
+    stem = source.stem
+    compiled = compile_library(stem, [*arguments, "-x", "c++-header", str(source)], inputs, suffix=".h.gch")
     header = compiled.with_suffix("")
     header.write_bytes(source.read_bytes())
     with contextlib.suppress(FileNotFoundError):  # another process has removed one
-        by_age = sorted(compiled.parent.glob("primitives-*.h.gch"), key=lambda file: file.stat().st_mtime)
+        by_age = sorted(compiled.parent.glob(f"{stem}-*.h.gch"), key=lambda file: file.stat().st_mtime)
         for old in by_age[:-_KEPT]:
             old.unlink()
     return header

@@ -28,6 +28,11 @@ def _library(name: str) -> str:
     return found.stdout.strip()
 
 
+def hostile(sanitizer: str) -> tuple[int, ...]:
+    """Entries of tables and lengths that lead outside. For races one: the others differ in addresses."""
+    return (-(2**31), -1, 2**31 - 1, 33) if sanitizer == "address" else (33,)
+
+
 def run(sanitizer: str, code: str, timeout: int = 600) -> subprocess.CompletedProcess[str]:
     """Run Python code; it fails if a sanitizer reports anything.
 

@@ -230,7 +230,7 @@ from tests.public import cached
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)
 for policy in ("late", "early"):
     with simulator.schedule(policy):
-        for value in (-2**31, -1, 2**31 - 1, 33):
+        for value in {hostile}:
             made = hostile.inputs()
             made["block_table"][:, 1:] = value
             made["cache_seqlens"][...] = (value, 40, 160)
@@ -245,5 +245,5 @@ for policy in ("late", "early"):
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
 def test_sanitizers_find_nothing(sanitizer: str, arch: str) -> None:
     """No access out of bounds, no undefined behaviour, no race, with and without cp.async."""
-    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch))
+    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch, hostile=sanitized.hostile(sanitizer)))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Spans, prepare, spans, testing
+from cupy_flash import Spans, spans, testing
 from cupy_flash.device import abi, simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, hopper
@@ -54,9 +55,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
     monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
     monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    prepare.forget()
+    memo.forget()
     yield Device("sm_90a", np)
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.mark.sampled(16)
@@ -385,12 +386,14 @@ def check_band_of_gradients(head_dim: int, lengths: tuple[int, int], policy: str
                 assert np.array_equal(exact.dv.view(np.uint16), same.dv.view(np.uint16)), list(form)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_band_has_the_same_gradients_in_any_form(policy: str, head_dim: int) -> None:
     check_band_of_gradients(head_dim, (300, 400), policy)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, 128), (128, 64)])
 def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int) -> None:
     """Documents of two blocks of keys each, in every form: only their own tiles are copied and multiplied."""
@@ -424,6 +427,7 @@ def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int)
             assert cost["bulk_reduce_bytes"] == 4 * seen * tile * head_dim, (causal, list(form))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_sparse_tiles_of_many_words(head_dim: int) -> None:
     """Tiles of queries of more than one word of 32, few of which a block of keys sees, one of them none."""
@@ -459,6 +463,7 @@ def test_gradients_without_keys_are_zero() -> None:
     testing.assert_within_budget(found, q, k, v, do=do, mask=Spans(bounds))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_packed_gradients(policy: str, by_query: bool) -> None:
@@ -505,7 +510,7 @@ def test_bounds_may_be_any_numbers(by_query: bool) -> None:
     cut = np.clip(form, 0, 200)
     o, lse = cupy_flash.attention(*views[1:], mask=Spans(cut), return_lse=True)
     exact = cupy_flash.attention_backward(*views, o, lse, mask=Spans(cut))
-    with mock.patch.object(prepare, "check_spans"):
+    with mock.patch.object(memo, "check_spans"):
         same_o, same_lse = cupy_flash.attention(*views[1:], mask=Spans(form), return_lse=True)
         found = cupy_flash.attention_backward(*views, o, lse, mask=Spans(form))
     testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, mask=Spans(cut))
@@ -526,11 +531,11 @@ def test_what_gradients_leave_to_the_flash_kernels(monkeypatch: pytest.MonkeyPat
         q = aligned((1, 1, 64, head_dim), np.float16, 1.0)
         lse = np.zeros((1, 1, 64), np.float32)
         monkeypatch.setattr(families, "FAMILIES", (hopper,))
-        prepare.forget()
+        memo.forget()
         with pytest.raises(UnsupportedError, match=reason):
             cupy_flash.attention_backward(q, q, q, q, q, lse, mask=Spans(bounds), **options)
         monkeypatch.setattr(families, "FAMILIES", (hopper, flash))
-        prepare.forget()
+        memo.forget()
         text = cupy_flash.explain(q, q, q, mask=Spans(bounds), direction="backward", **options)
         assert reason in text
         assert "family    flash" in text

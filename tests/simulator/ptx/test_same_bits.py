@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare
 from cupy_flash.cubins import nvrtc, sass, sources
 from cupy_flash.cubins.compile import compile_variant
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
-from cupy_flash.plan.catalog import ARCHITECTURES, SAME_BITS
+from cupy_flash.plan.catalog import ARCHITECTURES, SAME_BITS, Variant
 from cupy_flash.plan.families import simple
 from tests.simulator.ptx import toolchain
 from tests.simulator.ptx.backend import Build, kernels_from_ptx
@@ -67,7 +67,7 @@ def outcome(dtype: str, head_dim: int, reproducible: str | None = "device") -> d
 
 
 def simulated(*args: Any) -> dict[str, bytes]:
-    prepare.forget()
+    memo.forget()
     return outcome(*args)
 
 
@@ -112,11 +112,23 @@ def left_to_an_architecture(ptx: str) -> set[str]:
     return {found for found in _ARITHMETIC.findall(ptx) if ".rn.f" not in found or found.startswith("mad")}
 
 
+def of_each_kernel(number: int) -> list[Variant]:
+    """A class of head dims, in turn: classes do the same operations, another number of times."""
+    kernels: dict[tuple[str, str, str], list[Variant]] = {}
+    for variant in VARIANTS.values():
+        kernels.setdefault((variant.source, variant.step, variant.dtype), []).append(variant)
+    return [classes[number % len(classes)] for classes in kernels.values()]
+
+
+def test_every_class_has_its_turn() -> None:
+    assert {v.name for number in range(len(BUILDS)) for v in of_each_kernel(number)} == VARIANTS.keys()
+
+
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("one", BUILDS, ids=str)
 def test_ptx_leaves_nothing_to_an_architecture(one: Build) -> None:
     need(one.cuda)
-    for variant in VARIANTS.values():
+    for variant in of_each_kernel(BUILDS.index(one)):
         text = toolchain.ptx(variant, *one).read_text()
         assert ".ftz" not in text
         assert "approx" not in text
@@ -186,5 +198,5 @@ def test_a_tile_of_an_architecture_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     floats, doubles = simple._TILES["forward"]
     monkeypatch.setitem(simple._TILES, "forward", (((64, 32, 23040), *floats[1:]), doubles))
     found = simulated("float32", 40)
-    prepare.forget()
+    memo.forget()
     assert found["o"] != expected["o"]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .api import Gradients, adopted
-from .call.given import Options, Packing
-from .call.opaque import opaque
-from .call.operands import Views
-from .call.options import SecondGradientOptions, TangentOptions
-from .call.signature import Array, takes
+from ..api import Gradients, adopted
+from ..call.given import Options, Packing
+from ..call.opaque import opaque
+from ..call.operands import Views
+from ..call.options import SecondGradientOptions, TangentOptions
+from ..call.signature import Array, takes
+from ..varlen import pack, split_dense_or_packed
 from .second_order import run_hvp, run_jvp, tangents_of
-from .varlen import pack, split_dense_or_packed
 from .with_jvp import run_with_jvp
 
 if TYPE_CHECKING:
