@@ -120,8 +120,8 @@ FAULTS = {
     "read_too_far": Fault(
         "the last features of a row are read as a whole vector",
         "kernels_cpu/panel.h",
-        "if (n == w && from[w - 1]) {",
-        "if (from[w - 1]) {",
+        "} else if (n == w && in_place && g + w <= lanes) {",
+        "} else if (in_place && g + w <= lanes) {",
     ),
 }  # fmt: skip
 
