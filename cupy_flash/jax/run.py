@@ -89,6 +89,8 @@ class Config(NamedTuple):
     longest : (int, int), optional
         Of packed sequences.
     cached : Cached, optional
+    unrounded : bool
+        As of `problem.describe`.
     """
 
     direction: str
@@ -99,6 +101,7 @@ class Config(NamedTuple):
     results: tuple[tuple[str, int, str], ...]
     longest: tuple[int, int] | None = None
     cached: Cached | None = None
+    unrounded: bool = False
 
     def of_buffers(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Ranks and dtypes of inputs and outputs."""
@@ -229,7 +232,7 @@ def _ready(
     if config.cached:
         problem, views = config.cached.described(given, options)
     else:
-        problem, views = described(config.direction, given, options, config.longest)
+        problem, views = described(config.direction, given, options, config.longest, config.unrounded)
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
         if name not in views:  # a cache is seen as its input is, which it is
             layout = "bshd" if config.cached and config.cached.packing else options.layout
@@ -250,6 +253,7 @@ def described(
     views: dict[str, ArrayView],
     options: Options,
     longest: tuple[int, int] | None,
+    unrounded: bool = False,
 ) -> tuple[Problem, dict[str, ArrayView]]:
     """A call whose arrays are stand-ins: a batch, or packed sequences, which have longest lengths.
 
@@ -261,5 +265,5 @@ def described(
         cuts = cut_q, views.get("cu_seqlens_k", cut_q)
         views = {name: view for name, view in views.items() if name not in OFFSETS}
         packing = pack(views, cuts, longest, used, traced=True)
-    problem, views, _ = describe(direction, views, options, packing=packing)
+    problem, views, _ = describe(direction, views, options, packing=packing, unrounded=unrounded)
     return problem, views
