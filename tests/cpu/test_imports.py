@@ -26,13 +26,12 @@ LAYERS = (
     ("plan", "cpu"),
     ("cubins",),
     ("device",),
-    ("naive", "merge", "info", "ready"),
-    ("prepare", "quantized", "shared_prefix"),
+    ("naive", "merge", "info", "dispatch"),
+    ("quantized", "shared_prefix"),
     ("api",),
     ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
-    ("parallel", "second_order"),
-    ("with_jvp",),
+    ("parallel",),
     ("derivatives",),
     ("__init__",),
     ("testing", "torch", "jax"),
@@ -151,7 +150,7 @@ def test_no_module_goes_in_a_circle() -> None:
 
 
 def test_imports_are_seen() -> None:
-    seen = {room_of(i.name) for i in imports_of(PACKAGE / "ready.py") if i.ours}
+    seen = {room_of(i.name) for i in imports_of(PACKAGE / "dispatch/backends.py") if i.ours}
     assert seen == {"call", "cpu", "device", "errors", "log", "plan"}
     seen = {i.name for i in imports_of(PACKAGE / "device/simulator.py") if i.ours}
     assert seen >= {"plan.catalog", "cubins.sources", "device.host_build"}
