@@ -117,11 +117,25 @@ def results_of(arrays: dict[str, Any], layout: str, head_dim_v: int | None = Non
     }
 
 
+def _wide(shape: Any) -> Any:
+    """A result in the dtype of sums."""
+    return jax.ShapeDtypeStruct(shape.shape, jnp.promote_types(shape.dtype, jnp.float32))
+
+
 def forward(
-    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None
+    arrays: dict[str, Any],
+    options: Options,
+    longest: tuple[int, int] | None = None,
+    unrounded: bool = False,
 ) -> tuple[Any, Any]:
-    """O and LSE; `arrays` by the names of the options of `attention`, without derivative."""
-    results = _call(arrays, results_of(arrays, options.layout), "forward", options=options, longest=longest)
+    """O and LSE; `arrays` by the names of the options of `attention`, without derivative.
+
+    unrounded: o is in the dtype of sums, on a CPU only.
+    """
+    shapes = results_of(arrays, options.layout)
+    if unrounded:
+        shapes["o"] = _wide(shapes["o"])
+    results = _call(arrays, shapes, "forward", options=options, longest=longest, unrounded=unrounded)
     return results["o"], results["lse"]
 
 
@@ -149,10 +163,16 @@ def backward(
     dlse: Any,
     options: Options,
     longest: tuple[int, int] | None = None,
+    unrounded: bool = False,
 ) -> dict[str, Any]:
-    """The gradient of every array that has one, by its name."""
+    """The gradient of every array that has one, by its name.
+
+    unrounded: those of q, k and v are in the dtype of sums, on a CPU only; there are no others.
+    """
     inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
     wanted = [name for name in differentiable(options) if name in arrays]
     results = {"d" + n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in wanted}
-    grads = _call(inputs, results, "backward", options=options, longest=longest)
+    if unrounded:
+        results = {name: _wide(x) for name, x in results.items()}
+    grads = _call(inputs, results, "backward", options=options, longest=longest, unrounded=unrounded)
     return dict(zip(wanted, grads.values(), strict=True))

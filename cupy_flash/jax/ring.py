@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -99,7 +100,26 @@ def _beside(x: Any, axis: int, late: bool, fill: float, packed: _Packed | None) 
 def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, causal: bool) -> Any:
     """O and LSE of a pair of parts or stretches."""
     given, longest = _with_cuts(around, arrays, cuts)
-    return forward(given, around.options._replace(causal=causal), longest)
+    options = around.options._replace(causal=causal)
+
+    def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any]:
+        o, lse = forward(given, options, longest, unrounded)
+        return _wide(o), lse
+
+    o, lse = _unrounded(run, given)
+    return o, lse
+
+
+def _unrounded(run: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """What a call returns in the dtype of sums: not rounded to 16 bits before, on a CPU.
+
+    Kernels of GPUs round their results.
+    """
+    if given["q"].dtype.itemsize > 2:
+        return run(given, unrounded=False)
+    return jax.lax.platform_dependent(
+        given, cpu=functools.partial(run, unrounded=True), default=functools.partial(run, unrounded=False)
+    )
 
 
 def _with_cuts(
@@ -155,8 +175,16 @@ def _shares(
         q, k, v, o, lse, do, dlse = arrays
         given, longest = _with_cuts(around, {"q": q, "k": k, "v": v}, cuts)
         options = around.options._replace(causal=causal)
-        grads = backward(given, o, lse, do, dlse, options, longest)
-        return grads["q"], grads["k"], grads["v"]
+
+        def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any, Any]:
+            inputs = {name: x for name, x in given.items() if name not in results}
+            o, lse, do, dlse = (given[name] for name in results)
+            grads = backward(inputs, o, lse, do, dlse, options, longest, unrounded)
+            return _wide(grads["q"]), _wide(grads["k"]), _wide(grads["v"])
+
+        results = {"o": o, "lse": lse, "do": do, "dlse": dlse}
+        dq, dk, dv = _unrounded(run, {**given, **results})
+        return dq, dk, dv
 
     def early(*given: Any) -> tuple[Any, Any, Any]:
         q, k, v, *rest, packed = given
@@ -187,11 +215,10 @@ def _wide(x: Any) -> Any:
 def _ring(q: Any, k: Any, v: Any, packed: _Packed | None, around: _Around) -> tuple[Any, Any]:
     swapped = around.axis(q) == -3
     o, lse = _part(around, 0, q, k, v, packed)
-    o = _wide(o)
     for step in range(1, around.ranks()):
         k, v = around.pass_on((k, v))
         part, part_lse = _part(around, step, q, k, v, packed)
-        o, lse = united(jnp, ((o, lse), (_wide(part), part_lse)), swapped)
+        o, lse = united(jnp, ((o, lse), (part, part_lse)), swapped)
     if packed is not None:
         there = packed.there(o.shape[0])
         o = jnp.where(there[:, None, None], o + packed.poison(), 0)

@@ -80,6 +80,8 @@ class Config(NamedTuple):
     longest : (int, int), optional
         Of packed sequences.
     cached : Cached, optional
+    unrounded : bool
+        As of `problem.describe`.
     """
 
     direction: str
@@ -90,6 +92,7 @@ class Config(NamedTuple):
     results: tuple[tuple[str, int, str], ...]
     longest: tuple[int, int] | None = None
     cached: Cached | None = None
+    unrounded: bool = False
 
     def of_buffers(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Ranks and dtypes of inputs and outputs."""
@@ -217,7 +220,9 @@ def _ready(
     ]
     given = {name: x for name, x in zip(config.names, buffers, strict=False) if name not in READ}
     options = _with_numbers(config.options, dict(read))
-    problem, views = described(config.direction, given, options, config.longest, config.cached)
+    problem, views = described(
+        config.direction, given, options, config.longest, config.cached, config.unrounded
+    )
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
         if name not in views:  # a cache is seen as its input is, which it is
             layout = "bshd" if config.cached and config.cached.packing else options.layout
@@ -239,6 +244,7 @@ def described(
     options: Options,
     longest: tuple[int, int] | None = None,
     cached: Cached | None = None,
+    unrounded: bool = False,
 ) -> tuple[Problem, dict[str, ArrayView]]:
     """A call whose arrays are stand-ins: a batch, packed sequences, which have longest lengths, or a cache.
 
@@ -255,5 +261,5 @@ def described(
         cuts = cut_q, views.get("cu_seqlens_k", cut_q)
         views = {name: view for name, view in views.items() if name not in OFFSETS}
         packing = pack(views, cuts, longest, used, traced=True)
-    problem, views, _ = describe(direction, views, options, packing=packing)
+    problem, views, _ = describe(direction, views, options, packing=packing, unrounded=unrounded)
     return problem, views

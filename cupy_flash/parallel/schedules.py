@@ -121,7 +121,7 @@ def _module(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> tuple[Mod
 
 @takes(RingOptions)
 def explain(q: Any, k: Any, v: Any, ranks: int, **options: Unpack[RingOptions]) -> str:
-    """Say what each schedule of `ring_attention` would send, and which one is chosen.
+    """Say what each schedule of `cupy_flash.torch.ring_attention` would send, and which one is chosen.
 
     Parameters
     ----------
@@ -130,8 +130,8 @@ def explain(q: Any, k: Any, v: Any, ranks: int, **options: Unpack[RingOptions]) 
     ranks : int
         Number of processes.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
-        As in `ring_attention`.
-    {options: As in `ring_attention`.}
+        As in `cupy_flash.torch.ring_attention`.
+    {options: As in `cupy_flash.torch.ring_attention`.}
 
     Returns
     -------
@@ -141,7 +141,7 @@ def explain(q: Any, k: Any, v: Any, ranks: int, **options: Unpack[RingOptions]) 
     Raises
     ------
     InvalidArgumentsError, UnsupportedError
-        As in `ring_attention`.
+        As in `cupy_flash.torch.ring_attention`.
     """
     if (count := integer(ranks)) is None or count < 1:
         raise InvalidArgumentsError(f"ranks is {ranks!r}.", hint="the number of processes, at least 1")
