@@ -74,7 +74,9 @@ _REMOVED = {
     "attention_varlen_with_jvp": "derivatives.value_and_jvp(..., cu_seqlens_q=..., cu_seqlens_k=...)",
     "attention_with_jvp": "derivatives.value_and_jvp",
     "int4": "quantized.int4",
+    "mpi": "parallel.mpi",
     "nvfp4": "quantized.nvfp4",
+    "ring": "parallel",
 }
 
 

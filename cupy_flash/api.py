@@ -18,7 +18,7 @@ from .call.options import DenseOptions, GradientOptions, declared
 from .call.outputs import finished
 from .call.signature import Array, documented, takes
 from .call.values import moment_apart
-from .prepare import prepared
+from .dispatch.memo import prepared
 
 __all__ = ["Gradients", "adopted", "attention", "attention_backward", "results_of_forward", "run_backward",
            "run_forward", "scaled", "with_scale"]  # fmt: skip

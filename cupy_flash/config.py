@@ -84,9 +84,10 @@ class AttentionConfig:
             raise InvalidArgumentsError(f"head_dim is {self.head_dim!r}.", hint="an integer of at least 1")
 
     @property
-    def softmax_scale(self) -> float:
-        """The factor on q k^T that a call uses: ``scale``, or head_dim ** -0.5."""
-        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
+    def softmax_scale(self) -> Any:
+        """The factor on q k^T that a call uses: ``scale``, also as an array, or head_dim ** -0.5."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return scale if getattr(scale, "shape", ()) else float(scale)
 
     def with_causal(self, causal: bool = True) -> AttentionConfig:
         """The same configuration, causal or not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .api import adopted
 from .call.checks import flag, integer, one_of
 from .call.functions import body_of
+from .call.opaque import opaque
 from .errors import InvalidArgumentsError
 from .plan.catalog import SHORT
 from .plan.families.simple import HEAD_DIMS
@@ -96,6 +98,14 @@ def _check_list(name: str, given: Any, good: Callable[[Any], bool], hint: str) -
         raise InvalidArgumentsError(f"{name} is {given!r}.", hint=hint)
 
 
+_once = functools.partial(
+    opaque,
+    why="a score or mask function is made outside of compiled programs. "
+    "Try: it made once, before; or fullgraph=False",
+)
+
+
+@_once
 def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) -> ScoreFunction:
     """A score function (score_mod), for ``score=`` of `attention` and `attention_varlen`.
 
@@ -181,6 +191,7 @@ if not TYPE_CHECKING:  # checkers of types know what is there
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@_once
 def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     """A mask function (mask_mod), for ``mask=`` of `attention`: which pairs to keep.
 

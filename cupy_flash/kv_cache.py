@@ -22,8 +22,8 @@ from .call.outputs import namespace
 from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
 from .call.values import OF_NO_CALL, Moment
+from .dispatch.memo import prepared
 from .errors import InvalidArgumentsError
-from .prepare import prepared
 from .shared_prefix import Prefix
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from .call.problem import Problem, describe
 from .call.signature import REMOVED, takes
 from .call.spelling import kind_of
 from .call.values import check_options
+from .dispatch.backends import driver_of, refuse_tensor_cores
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .naive import naive_bytes
 from .plan.catalog import architecture
 from .plan.choose import Plan, choose
-from .ready import driver_of, refuse_tensor_cores
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

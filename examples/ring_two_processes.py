@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import cupy_flash.torch
-from cupy_flash.ring import positions
+from cupy_flash.parallel import positions
 
 
 def process(rank: int, ranks: int, tokens: int, meeting: str) -> None:

@@ -16,7 +16,7 @@
 // Jobs:    (sequence, key head, some panels), all of a head one after the other, those with the most keys first; K
 //          and V come into L2 once for all panels of a job, and stay in L3 from job to job.
 // Scratch: Q^T and O^T of the panels, the latter twice if keys are more than a chunk, one tile of scores, of mask
-//          and of bias, K and V of a block if they have to be copied: of at most 192 queries, whatever the lengths.
+//          and of bias, K and V of a block if they have to be copied: of at most 192 queries, or 384, whatever the lengths.
 #include "chunk.h"
 #include "pool.h"
 #include "score.h"
@@ -25,7 +25,8 @@
 namespace {
 
 constexpr int64_t kKeys = kSpanKeys;    // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
-constexpr int64_t kMostPanels = 192 / kPanel<float>;    // of a job, for which K and V come into L2 once
+// Of a job, for which K and V come into L2 once. why more for tiles: for each job V is transposed.
+constexpr int64_t kMostPanels = (kTiles ? 384 : 192) / kPanel<float>;
 
 struct Forward {
     Call& p;

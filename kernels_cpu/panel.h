@@ -118,6 +118,25 @@ struct Panel {
     }
 };
 
+// Whether rows of a tensor are read and written by vectors where they lie: of reals, or of bfloat16.
+template <class Real>
+bool by_vectors(const Tensor& t) {
+    bool halves = sizeof(Real) == sizeof(float) && t.type == kBf16;
+    return t.column == 1 && (halves || t.type == (sizeof(Real) == 4 ? kF32 : kF64));
+}
+template <class Real>
+INLINE V<Real> load_from(const Tensor& t, int64_t at) {
+    if constexpr (sizeof(Real) == sizeof(float))
+        if (t.type == kBf16) return load_bf16(t.data, at);
+    return load(static_cast<const Real*>(t.data) + at);
+}
+template <class Real>
+INLINE void store_to(const Tensor& t, int64_t at, V<Real> x) {
+    if constexpr (sizeof(Real) == sizeof(float))
+        if (t.type == kBf16) return store_bf16(t.data, at, x);
+    store(static_cast<Real*>(t.data) + at, x);
+}
+
 // Row l of a panel begins at at.of[l]; its `width` elements become columns times a factor. natural, if given, gets the
 // rows too, natural_step apart, 0 behind their ends. Lanes that are no queries are 0.
 template <class Real>
@@ -125,7 +144,7 @@ __attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_
                                           const LaneOffsets<Real>& at, int64_t width, Real factor,
                                           Real* natural = nullptr, int64_t natural_step = 0) {
     constexpr int w = W<Real>, panel = kPanel<Real>;
-    bool in_place = t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
+    const bool in_place = by_vectors<Real>(t);
     Real space[w][w];
     for (int g = 0; g < panel; g += w) {
         if (natural)
@@ -135,25 +154,17 @@ __attribute__((noinline)) void read_panel(Real* columns, const Tensor& t, int64_
                 if (filled) widen(row, t.data, at.of[g + l], width, t.column, t.type);
                 memset(row + filled, 0, size_t(natural_step - filled) * sizeof(Real));
             }
-        const Real* from[w];
-        for (int l = 0; l < w; ++l) {
-            if (natural) from[l] = natural + (g + l) * natural_step;
-            else
-                from[l] =
-                    g + l < lanes && in_place ? static_cast<const Real*>(t.data) + at.of[g + l] : nullptr;
-        }
         for (int64_t c = 0; c < width; c += w) {
             V<Real> x[w];
             int64_t n = least(w, width - c);
-            if (n == w && from[w - 1]) {
-                for (int l = 0; l < w; ++l) x[l] = load(from[l] + c);
+            if (natural) {
+                for (int l = 0; l < w; ++l) x[l] = load(natural + (g + l) * natural_step + c);
+            } else if (n == w && in_place && g + w <= lanes) {
+                for (int l = 0; l < w; ++l) x[l] = load_from<Real>(t, at.of[g + l] + c);
             } else {
                 memset(space, 0, sizeof space);
-                for (int l = 0; l < w; ++l) {
-                    if (from[l]) memcpy(space[l], from[l] + c, size_t(n) * sizeof(Real));
-                    else if (g + l < lanes)
-                        widen(space[l], t.data, at.of[g + l] + c * t.column, n, t.column, t.type);
-                }
+                for (int l = 0; l < least(w, lanes - g); ++l)
+                    widen(space[l], t.data, at.of[g + l] + c * t.column, n, t.column, t.type);
                 for (int l = 0; l < w; ++l) x[l] = load(space[l]);
             }
             transpose<Real>(x);
@@ -167,7 +178,7 @@ template <class Real>
 __attribute__((noinline)) void write_panel(const Real* columns, const Real* factor, const Tensor& t,
                                            int64_t lanes, const LaneOffsets<Real>& at, int64_t width) {
     constexpr int w = W<Real>, panel = kPanel<Real>;
-    bool in_place = t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
+    const bool in_place = by_vectors<Real>(t);
     Real row[w];
     for (int g = 0; g < lanes; g += w) {
         V<Real> by = load(factor + g);
@@ -184,7 +195,7 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
             transpose<Real>(x);
             for (int l = 0; l < count; ++l) {
                 if (in_place && n == w) {
-                    store(static_cast<Real*>(t.data) + at.of[g + l] + c, x[l]);
+                    store_to<Real>(t, at.of[g + l] + c, x[l]);
                     continue;
                 }
                 store(row, x[l]);

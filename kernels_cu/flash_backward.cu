@@ -123,7 +123,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     Storage& s = storage_of_pass<Storage>();
 
     // [A2.6]
-    const BlockWork work = work_of_block(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t n_first = work.tile * kBlockN, n_end = n_first + kBlockN;
     if (n_first >= sequence.rows_k) return;
@@ -202,9 +202,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                     to_p.store(left, right, m, n, half, 0);
                 };
                 if constexpr (kUnderProducts && !kAny) gradient.mask(rS, at, contains(whole, tile));
-                else gradient.weigh(rS, at, contains(whole, tile), put_p);
-                const auto weigh = [&](Share share) {
-                    if constexpr (kUnderProducts && !kAny) gradient.weigh(rS, share, put_p);
+                else gradient.recompute_p(rS, at, contains(whole, tile), put_p);
+                const auto recompute_p = [&](Share share) {
+                    if constexpr (kUnderProducts && !kAny) gradient.recompute_p(rS, share, put_p);
                 };
                 // why: wide heads leave no registers for fetching operands of dP while the exponentials are
                 // under way.
@@ -214,32 +214,34 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                 // [A2.13]
                 float rDP[kM][kN][4] = {};
                 const RowsAsA<DOTile> d_o_rows(sDO, query_row);
-                if constexpr (kVInRegisters) multiply<Product, kVSteps>(rDP, d_o_rows, rV, beside(weigh));
-                else multiply<Product, kVSteps>(rDP, d_o_rows, RowsAsB<VTile>(sV, key_row), beside(weigh));
+                if constexpr (kVInRegisters)
+                    multiply<Product, kVSteps>(rDP, d_o_rows, rV, beside(recompute_p));
+                else
+                    multiply<Product, kVSteps>(rDP, d_o_rows, RowsAsB<VTile>(sV, key_row),
+                                               beside(recompute_p));
 
                 // [A2.14]
-                const auto differentiate = [&](Share share) {
-                    gradient.differentiate(rDP, rS, share,
-                                           [&](float left, float right, int m, int n, int half) {
-                                               to_p.store(left, right, m, n, half, WeightTile::kBytes);
-                                           });
+                const auto compute_ds = [&](Share share) {
+                    gradient.compute_ds(rDP, rS, share, [&](float left, float right, int m, int n, int half) {
+                        to_p.store(left, right, m, n, half, WeightTile::kBytes);
+                    });
                 };
                 // sync: as above, for delta.
                 if constexpr (!kUnderProducts && kAny && kHeadDim >= 128) __syncwarp();
                 if constexpr (kUnderProducts) gradient.read_delta(ring.delta(query_row));
-                else gradient.load_delta(tile * kBlockM + query_row), differentiate(Share{0, 1});
+                else gradient.load_delta(tile * kBlockM + query_row), compute_ds(Share{0, 1});
                 // sync: P is complete before any warp multiplies by it (and dS, where products stand alone); all are
                 // done with dS and Q of the step before.
                 __syncthreads();
                 if constexpr (kUnderProducts) ring.fill_q();
-                if constexpr (kUnderProducts && !kDSUnderDV) differentiate(Share{0, 1});
+                if constexpr (kUnderProducts && !kDSUnderDV) compute_ds(Share{0, 1});
 
                 // [A2.12]
                 constexpr int kQuerySteps = kBlockM / Product::kDepth;
                 multiply<Product, kQuerySteps>(
                     rDV, ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
                     ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups), beside([&](Share share) {
-                        if constexpr (kDSUnderDV) differentiate(share);
+                        if constexpr (kDSUnderDV) compute_ds(share);
                     }));
                 if constexpr (kUnderProducts) ring.complete();
                 else ring.release_d_o();
@@ -310,7 +312,7 @@ struct QueryWork {
     int32_t batch, head, tile, m_first, rows;    // rows: of the tile that exist, 0 or less past the end
     Sequence sequence;
     CF_DEVICE explicit QueryWork(const Shape& shape) {
-        const BlockWork work = work_of_block(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape.heads_q);
+        const TileCoord work = tile_coord(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape.heads_q);
         batch = work.batch, head = work.head, tile = work.tile, m_first = tile * kBlockM;
         sequence = sequence_of(shape, batch);
         rows = smaller(kBlockM, sequence.seqlen_q - m_first);
@@ -391,9 +393,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
             multiply<Product, kHeadDim / Product::kDepth>(rS, RowsAsA<QTile>(smem_addr(s.q.data), warp_row),
                                                           RowsAsB<KTile>(sK, 0));
             const Positions<false> at(work.m_first + warp_row, tile * kBlockN);
-            gradient.weigh(rS, at, contains(whole, tile), [](auto...) {});
+            gradient.recompute_p(rS, at, contains(whole, tile), [](auto...) {});
             // [A2.14] [A2.15]
-            gradient.differentiate(rDP, rS, Share{0, 1}, [](auto...) {});
+            gradient.compute_ds(rDP, rS, Share{0, 1}, [](auto...) {});
             multiply_by_columns<Product, KTile>(rDQ, rDP, sK + first_column * int(sizeof(Element)));
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
@@ -455,7 +457,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
     const GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
     const int32_t chains = p.dq_wave == 0 ? 1 : 2;
     const int64_t first = Sums<kBlockM>::number(p.shape, work.sequence, work.tile, work.head) * chains;
-    // why: where blocks take turns the first one stores, and sums that nobody has added to are nobody's.
+    // why: where blocks take turns the first one stores, and a sum to which no block has added was never written.
     const auto exists = [&](int chain) { return !p.dq_turns || ld_global(p.dq_turns + first + chain) != 0; };
     const bool one = exists(0), other = chains == 2 && exists(1);
     const float scale = static_cast<float>(p.score.scale);

@@ -10,7 +10,7 @@
 //   [A2.13]     dP = dropout(dO_i V_j^T)
 //   [A2.14]     dB = dB + P * (dP - delta)
 //   [B3]    dB summed over the queries or keys that share an element
-// The same bits every run: nobody else adds to the tile.
+// The same bits every run: no other block adds to the tile.
 //
 // Grid:   x = (bias_batch * bias_heads + head) * tiles of the bias + tile.
 // Block:  the warps share S and dP out in parts, see row_groups.
@@ -68,7 +68,7 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
     // [B1]
     const int32_t row_tiles = cdiv<int32_t>(p.bias_rows, kBlockM),
                   column_tiles = cdiv<int32_t>(p.bias_columns, kBlockN);
-    const BlockWork work = work_of_block(blockIdx.x, row_tiles * column_tiles, p.bias_heads);
+    const TileCoord work = tile_coord(blockIdx.x, row_tiles * column_tiles, p.bias_heads);
     const int32_t row_first = work.tile / column_tiles * kBlockM;
     const int32_t column_first = work.tile % column_tiles * kBlockN;
     const Range batches = visited(p.bias_batch, work.batch, 1, p.shape.batch);
@@ -139,8 +139,8 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
                     }
                     // [A2.11] [A2.14]
                     const Positions<false> at(m_first + query_row, n_first + key_row);
-                    gradient.weigh(rS, at, false, [](auto...) {});
-                    gradient.differentiate(rDP, rS, Share{0, 1}, [](auto...) {});
+                    gradient.recompute_p(rS, at, false, [](auto...) {});
+                    gradient.compute_ds(rDP, rS, Share{0, 1}, [](auto...) {});
     CF_UNROLL
                     for (int m = 0; m < kM; m++) {
                         CF_UNROLL

@@ -6,17 +6,17 @@
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
 //   [A2.8]  for each query head that reads them, for each tile of queries that the band lets see one of them
 //   [A2.10] S^T = K_j Q_i^T
-//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band; kind spans: or spans and blocks hide it
+//   [A2.11] P^T = e^(score(S^T) - LSE), 0 where a pair is outside the band; kind spans: or masked by spans and blocks
 //   [A2.12] dV = dV + P^T dO_i
 //   [A2.13] dP^T = V_j dO_i^T
 //   [A2.14] dS^T = P^T * (dP^T - delta), times what softcap makes of a gradient
 //   [A2.15] dQ_i = dQ_i + dS K_j, in FP32 in global memory
 //   [A2.16] dK = dK + dS^T Q_i
-// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, in the order of turn_order.cuh. The
+// Deterministic, with counters (dq_turns): blocks add to a tile of dQ in turns, in the order of dq_order.cuh. The
 // first one stores; without counters sums are 0 at launch. Not of kind spans, which goes through tiles that
 // flash_reach_of_keys, before it, has found to be seen.
 //
-// Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, in the order of keys_in_sections: longest first,
+// Grid:   x = ceil(seqlen_k / kBlockN) * heads_k * batch, in the order of lpt_key_tile: longest first,
 //         heads in sections of L2 size; with counters blocks are numbered as they start. Packed: seqlen_k is the longest; blocks past the end of their sequence
 //         return.
 // Block:  two warpgroups of consumers, each with 64 of the block's keys as rows of S^T, dP^T, dK and dV, and
@@ -77,8 +77,6 @@ using SharedStorage = Block::SharedStorage;    // pairs: dS^T of two steps
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// Named barriers of the consumers.
-enum Barrier { kDSComplete = kCleared + 1, kKeysRead };
 // What is under way while a warpgroup computes. why not always the same: the operands of what is under way are
 // registers too, beside dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
 // head dims 192 and 128, all of it does not fit.
@@ -169,7 +167,7 @@ template <class DSTile> struct HalfOf<true, DSTile> {
 };
 using DQ = HalfOf<Block::kQueryRows, DSTile>::Type;
 
-CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
+CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const WorkTile& work, int warpgroup) {
     float rDK[kHeadDim / 2] = {}, rDV[kHeadDimV / 2] = {};
 
     if (work.tiles.first < work.tiles.end) {
@@ -204,7 +202,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             Block::Terms::units(rUnits);
             // sync: LSE and delta have come.
             if constexpr (Kernel::kSubtracted) mbar_wait(s.statistics[stage], step.at.phase);
-            wgmma_own(rS);
+            wgmma_fence_operand(rS);
             wgmma_fence();
             multiply(rS, k, q.of_tile(stage), false);
             s.terms.subtract(rS, rUnits, true);
@@ -212,7 +210,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             // [A2.13]
             const auto start_dp = [&] {
                 s.do_ring.wait(step.do_at());
-                wgmma_own(rDP);
+                wgmma_fence_operand(rDP);
                 wgmma_fence();
                 multiply(rDP, v, d_o.of_tile(do_stage), false);
                 wgmma_commit();
@@ -222,7 +220,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if constexpr (!Kernel::kSubtracted) mbar_wait(s.statistics[stage], step.at.phase);
             // sync: S is in registers.
             wgmma_wait<kEarlyDP ? 1 : 0>();
-            wgmma_own(rS);
+            wgmma_fence_operand(rS);
             if constexpr (Kernel::kSubtracted) {
                 // why not with dP: ptxas would hold the units twice, until S is there.
                 wgmma_fence();
@@ -235,14 +233,14 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             const uint32_t lse_log2 = s.terms.address(true, stage), delta = s.terms.address(false, stage);
             const uint32_t at_hand = static_cast<uint32_t>(step.tile);
             const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
-            Block::hide(s, rS, stage, gradient.warp_key);
-            if constexpr (kScarce && Kernel::kAny) gradient.weigh(rS, rP16, rWeights, lse_log2, score, step.tile);
-            else if constexpr (kLateRounding) gradient.weigh(rS, lse_log2, step.tile);
-            else gradient.weigh(rS, rP16, lse_log2, score, step.tile);
+            Block::apply_mask(s, rS, stage, gradient.warp_key);
+            if constexpr (kScarce && Kernel::kAny) gradient.recompute_p(rS, rP16, rWeights, lse_log2, score, step.tile);
+            else if constexpr (kLateRounding) gradient.recompute_p(rS, lse_log2, step.tile);
+            else gradient.recompute_p(rS, rP16, lse_log2, score, step.tile);
             // [A2.12]
             const auto start_dv = [&] {
                 if constexpr (kLateRounding) to_fragments<Element>(rP16, rS);
-                wgmma_own(rDV);
+                wgmma_fence_operand(rDV);
                 wgmma_fence();
                 multiply(rDV, rP16, do_columns.of_tile(do_stage), true);
                 wgmma_commit();
@@ -259,12 +257,12 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if constexpr (kEarlyDP) pin_schedule(at_hand);
             // sync: dP is in registers.
             wgmma_wait<kDV == Start::beside_dp ? 1 : 0>();
-            wgmma_own(rDP);
+            wgmma_fence_operand(rDP);
             if constexpr (kDV == Start::after_dp) start_dv();
             // [A2.14]
-            if constexpr (!kRoundedP) gradient.differentiate(rDP, rS, delta);
-            else if constexpr (Kernel::kAny) gradient.differentiate(rDP, rWeights, delta);
-            else gradient.differentiate(rDP, rP16, delta);
+            if constexpr (!kRoundedP) gradient.compute_ds(rDP, rS, delta);
+            else if constexpr (Kernel::kAny) gradient.compute_ds(rDP, rWeights, delta);
+            else gradient.compute_ds(rDP, rP16, delta);
             to_fragments<Element>(rDS16, rDP);
             DQ::store_ds(s.pairs[stage], warpgroup, rDS16);
             if constexpr (kDV == Start::after_ds) start_dv();
@@ -276,17 +274,17 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if constexpr (kScarce) {
                 // sync: dV is in registers, dO in use no more. why already here: dQ takes the registers of P.
                 wgmma_wait<0>();
-                wgmma_own(rDV);
+                wgmma_fence_operand(rDV);
                 s.do_ring.release(step.do_at());
             }
             // [A2.15]
             DQ::Accumulator rDQ;
-            wgmma_own(rDQ);
+            wgmma_fence_operand(rDQ);
             wgmma_fence();
             dq.multiply(rDQ, stage);
             wgmma_commit();
             // [A2.16]
-            wgmma_own(rDK);
+            wgmma_fence_operand(rDK);
             wgmma_fence();
             // why dS from shared memory: its registers are those of dQ, too.
             if constexpr (kScarce) multiply(rDK, ds_rows.of_tile(stage), q_columns.of_tile(stage), true);
@@ -294,9 +292,9 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             wgmma_commit();
             // sync: dQ is in registers, and dV; dO, LSE and delta in use no more.
             wgmma_wait<1>();
-            wgmma_own(rDQ);
+            wgmma_fence_operand(rDQ);
             if constexpr (!kScarce) {
-                wgmma_own(rDV);
+                wgmma_fence_operand(rDV);
                 s.do_ring.release(step.do_at());
             }
             // sync: the dQ of the step before has left shared memory. In the first step none has to, and the
@@ -304,12 +302,12 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             mbar_wait(s.dq_empty, stage ^ 1);
             dq.store(s, rDQ);
             fence_proxy_async();
-            // sync: all lanes have stored before one tells the helper.
+            // sync: all lanes have stored before one arrives for the helper.
             __syncwarp();
             if (threadIdx.x % 32 == 0) mbar_arrive(s.dq_full);
             // sync: dK is in registers, Q and the fragments of dS in use no more.
             wgmma_wait<0>();
-            wgmma_own(rDK);
+            wgmma_fence_operand(rDK);
             s.q_ring.release(step.at);
         }
         // sync: no product reads K or V any more, through which dK and dV leave.
@@ -331,7 +329,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 }
 
 CF_DEVICE void dqkv(const HopperBackwardParams& p) {
-    Block::run(p, [&](SharedStorage& s, const Work& work, int warpgroup) { consume(p, s, work, warpgroup); });
+    Block::run(p, [&](SharedStorage& s, const WorkTile& work, int warpgroup) { consume(p, s, work, warpgroup); });
 }
 
 CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dqkv)

@@ -71,11 +71,12 @@ union WarpStorage {
 
 // What the warps have of S and dP, kM x kN blocks of 16 x 8: each half of the rows of a block is a warp's to
 // finish.
-// why opaque: addresses are computed anew, and hold no registers in between.
+// why opaque: addresses are computed again, and hold no registers in between.
 template <int kM, int kN>
 struct Parts {
     static_assert(kM * kN * 2 == kWarps, "a thread finishes one pair");
-    float2 pairs[2][kWarps][kWarps][32];    // of S, of dP; by whose part it is, and by who adds
+    float2 pairs[2][kWarps][kWarps]
+                [32];    // of S, of dP; by the warp whose part it is, and the warp that adds
 
     // [A2.10] [A2.13] This warp's, of its columns of A and B.
     template <class A, class B>
@@ -272,7 +273,7 @@ CF_DEVICE void dkv(const BackwardParams& p) {
     Storage& s = storage_of_pass<Storage>();
 
     // [A2.6]
-    const BlockWork work = work_of_block(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t n_first = work.tile * kBlockN;
     if (n_first >= sequence.rows_k) return;
@@ -329,8 +330,8 @@ CF_DEVICE void dkv(const BackwardParams& p) {
     };
     go_over(0, steps, copy, make_parts, finish_pair, add);
 
-    // why anew: these numbers then need no registers in the loop.
-    const BlockWork at = work_of_block(opaque(blockIdx.x), cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
+    // why again: these numbers then need no registers in the loop.
+    const TileCoord at = tile_coord(opaque(blockIdx.x), cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence of_keys = sequence_of(p.shape, at.batch);
     const auto own_gradients = [&](const Tensor& t, int32_t columns) {
         const int32_t row = at.tile * kBlockN;
@@ -356,7 +357,7 @@ CF_DEVICE void dq(const BackwardParams& p) {
     Storage& s = storage_of_pass<Storage>();
 
     const int32_t all_tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_of_block(blockIdx.x, all_tiles, p.shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, all_tiles, p.shape.heads_q);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t m_first = (all_tiles - 1 - work.tile) * kBlockM;
     if (m_first >= sequence.seqlen_q) return;

@@ -11,7 +11,7 @@
 //   [A2.14] dS = P * (dP - delta), times what softcap makes of a gradient
 //   [A2.15] dQ_i = dQ_i + dS K_j
 //
-// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first, heads in
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of lpt_query_tile: longest first, heads in
 //         sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
 // Block:  two warpgroups of consumers, each with 64 of the block's queries as rows of S, dP and dQ; then a warpgroup
 //         of which one thread loads tiles.
@@ -131,41 +131,41 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Qu
             float rS[kBlockN / 2], rDP[kBlockN / 2];
             const int stage = step.k_at.stage;
             s.k_ring.wait(step.k_at);
-            wgmma_own(rS);
+            wgmma_fence_operand(rS);
             wgmma_fence();
             multiply(rS, q, k.of_tile(stage), false);
             wgmma_commit();
             // [A2.13]
             s.v_ring.wait(step.v_at);
-            wgmma_own(rDP);
+            wgmma_fence_operand(rDP);
             wgmma_fence();
             multiply(rDP, d_o, v, false);
             wgmma_commit();
             // sync: S is in registers, and so is the dQ of the step before, whose K is in use no more.
             wgmma_wait<1>();
-            wgmma_own(rS);
-            wgmma_own(rDQ);
+            wgmma_fence_operand(rS);
+            wgmma_fence_operand(rDQ);
             if (step.block + 1 < work.blocks.end) s.k_ring.release({stage ^ 1, 0});
             // [A2.11]
-            gradient.weigh(rS, TileScore<Product>(p.call.score, work.sequence, work.head), step.block);
+            gradient.recompute_p(rS, TileScore<Product>(p.call.score, work.sequence, work.head), step.block);
             // why: or ptxas waits for dP before it makes P.
             pin_schedule(static_cast<uint32_t>(step.block));
             // sync: dP is in registers, V in use no more.
             wgmma_wait<0>();
-            wgmma_own(rDP);
+            wgmma_fence_operand(rDP);
             s.v_ring.release(step.v_at);
             // [A2.14]
-            gradient.differentiate(rDP, rS);
+            gradient.compute_ds(rDP, rS);
             to_fragments<Element>(rDS16, rDP);
             // [A2.15]
-            wgmma_own(rDQ);
+            wgmma_fence_operand(rDQ);
             wgmma_fence();
             multiply(rDQ, rDS16, k_columns.of_tile(stage), true);
             wgmma_commit();
         }
         // sync: dQ is in registers.
         wgmma_wait<0>();
-        wgmma_own(rDQ);
+        wgmma_fence_operand(rDQ);
     }
 
     const int32_t in_tile = static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16, query = first_query + in_tile;
@@ -180,8 +180,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Qu
 CF_DEVICE void dq(const HopperBackwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Shape& shape = p.call.shape;
-    const BlockWork mine = work_in_sections(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape, shape.heads_q,
-                                            kSectionBytes / uint32_t(sizeof(Element)));
+    const TileCoord mine = lpt_query_tile(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape, shape.heads_q,
+                                            kL2SectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(shape, mine.batch);
     const int32_t first_query = mine.tile * kBlockM;
     if (first_query >= sequence.seqlen_q) return;
@@ -195,7 +195,7 @@ CF_DEVICE void dq(const HopperBackwardParams& p) {
                          first_query,
                          {keys.first / kBlockN, cdiv(keys.end, kBlockN)}};
 
-    const int warpgroup = warpgroup_of_thread();
+    const int warpgroup = warpgroup_index();
     if (threadIdx.x == 0) {
         tma_prefetch(p.q_map), tma_prefetch(p.do_map), tma_prefetch(p.k_map), tma_prefetch(p.v_map);
         s.work = work;
@@ -207,10 +207,10 @@ CF_DEVICE void dq(const HopperBackwardParams& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup < kConsumers) {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, s.work, warpgroup);
     } else {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<kHelperRegisters>();
         if (work.blocks.first < work.blocks.end && threadIdx.x == 128 * kConsumers) load_tiles(p, s, s.work);
     }
 }

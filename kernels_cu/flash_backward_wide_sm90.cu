@@ -60,8 +60,6 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
 
 // Which of the pair tiles: P^T of two steps by stage, dS^T, and what dS^T has as a factor where that is not P^T.
 enum Pair { kP = 0, kDS = kStages, kWeights = kAny ? kDS + 1 : kP };
-// Named barriers of the consumers.
-enum Barrier { kPComplete = kCleared + 1, kDSComplete };
 
 // What the lanes of this warp have written into a tile with store_fragments.
 CF_DEVICE void load_fragments(uint32_t (&r)[kBlockM / 16][4], const PairTile& tile) {
@@ -71,7 +69,7 @@ CF_DEVICE void load_fragments(uint32_t (&r)[kBlockM / 16][4], const PairTile& ti
         ldmatrix_x4(r[k], smem_addr(tile.data) + PairTile::offset(row, 2 * k + lane / 16));
 }
 
-CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Work& work, int warpgroup) {
+CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const WorkTile& work, int warpgroup) {
     float rDK[kHalf / 2] = {}, rDV[kHalf / 2] = {};
     const bool scores = warpgroup == 0;    // S and P are this warpgroup's; of the other one dP and dS
 
@@ -99,7 +97,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if (scores || rows < kBlockM) s.q_ring.wait(step.at);
             if (!scores || rows < kBlockM) s.do_ring.wait(step.at);
             if (rows < kBlockM) clear_after(rows, s.q[stage], s.d_o[stage]);
-            wgmma_own(rX);
+            wgmma_fence_operand(rX);
             wgmma_fence();
             multiply(rX, keys, queries.of_tile(stage), false);
             wgmma_commit();
@@ -107,11 +105,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             mbar_wait(s.statistics[stage], step.at.phase);
             // sync: S or dP is in registers.
             wgmma_wait<0>();
-            wgmma_own(rX);
+            wgmma_fence_operand(rX);
             // [A2.11]
             if (scores) {
                 uint32_t rP16[kBlockM / 16][4];
-                gradient.weigh(rX, rP16, smem_addr(s.terms.lse_log2[stage]),
+                gradient.recompute_p(rX, rP16, smem_addr(s.terms.lse_log2[stage]),
                                TileScore<Block::Product>(p.call.score, work.sequence, step.head), step.tile);
                 store_fragments(s.pairs[kP + stage], 0, 0, rP16);
                 if constexpr (kAny) {
@@ -125,7 +123,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             bar_sync(kPComplete, kConsumerThreads);
             // [A2.12]
             s.do_ring.wait(step.at);
-            wgmma_own(rDV);
+            wgmma_fence_operand(rDV);
             wgmma_fence();
             multiply(rDV, weights.of_tile(stage), do_columns.of_tile(stage), true);
             wgmma_commit();
@@ -133,7 +131,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if (!scores) {
                 uint32_t r16[kBlockM / 16][4];
                 load_fragments(r16, s.pairs[kAny ? kWeights : kP + stage]);
-                gradient.differentiate(rX, r16, smem_addr(s.terms.delta[stage]));
+                gradient.compute_ds(rX, r16, smem_addr(s.terms.delta[stage]));
                 to_fragments<Element>(r16, rX);
                 store_fragments(s.pairs[kDS], 0, 0, r16);
                 fence_proxy_async();
@@ -142,18 +140,18 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             bar_sync(kDSComplete, kConsumerThreads);
             // [A2.16]
             s.q_ring.wait(step.at);
-            wgmma_own(rDK);
+            wgmma_fence_operand(rDK);
             wgmma_fence();
             multiply(rDK, ds, q_columns.of_tile(stage), true);
             wgmma_commit();
             // sync: dV and dK are in registers; dO, Q and dS in use no more.
             wgmma_wait<0>();
-            wgmma_own(rDV);
-            wgmma_own(rDK);
+            wgmma_fence_operand(rDV);
+            wgmma_fence_operand(rDK);
             s.do_ring.release(step.at);
             s.q_ring.release(step.at);
         }
-        // why no barrier before dK and dV leave through K and V: nobody has read these since P was complete.
+        // why no barrier before dK and dV leave through K and V: no product has read these since P was complete.
     }
 
     const Shape& shape = p.call.shape;
@@ -172,7 +170,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 }
 
 CF_DEVICE void dkdv(const HopperBackwardParams& p) {
-    Block::run(p, [&](SharedStorage& s, const Work& work, int warpgroup) { consume(p, s, work, warpgroup); });
+    Block::run(p, [&](SharedStorage& s, const WorkTile& work, int warpgroup) { consume(p, s, work, warpgroup); });
 }
 
 CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dkdv)

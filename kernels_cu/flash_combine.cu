@@ -1,4 +1,4 @@
-// Brings the splits of flash_decode together.
+// Merges the splits of flash_decode: O and LSE from the O and LSE of each split.
 //
 // Source: "Flash-Decoding for long-context inference" (2023). O_s and LSE_s are attention over part s of the
 // keys:

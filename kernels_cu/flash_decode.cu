@@ -1,17 +1,15 @@
-// Attention of few queries over long keys in a cache, on mma.sync tensor cores, sm_75 to sm_120: time is the
-// time to read the cache.
+// Flash decoding: attention of few queries over the long keys of a cache, on mma.sync tensor cores, sm_75 to sm_120. It
+// takes as long as reading the cache.
 //
 // Sources: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023): keys split over
 // blocks, parts merged by their LSE; A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1.
-//   [D1]    the rows of a block: queries of all heads that share a key head, heads of one query next to each
-//           other; kRows of them
-//   [D2]    the keys of a block: one of `splits` parts of those that the rows see
-//   [D3]    a warp takes every kWarps-th step of 16 keys, copies of the next steps under way in its own ring:
-//           nothing passes between warps
-//   [A1.8]      S = score(Q K^T), -inf where hidden: by the band, and by spans of the last keys, drafts
-//   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
+//   [D1]    the rows of a block: kRows queries of all heads that share a key head, heads of one query next to each other
+//   [D2]    the keys of a block: one of `splits` parts of the keys that the rows see
+//   [D3]    a warp takes every kWarps-th step of 16 keys, into a ring of its own (cache/key_stream.cuh)
+//   [A1.8]      S = score(Q K^T), -inf where masked: by the band, and the last keys, drafts, by spans
+//   [A1.9]      online softmax: row_max rises; P = e^(S - row_max); rescale row_sum and O
 //   [A1.10]     O = O + P V
-//   [D4]    O and LSE of the warps are united by their row_max and row_sum
+//   [D4]    merge O of the warps by their row_max and row_sum
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
 //
@@ -19,21 +17,21 @@
 //         that read the same keys run next to each other. It depends on the capacity of the cache, not on
 //         the lengths in it.
 // Block:  kWarps warps.
-// Shared: Q tile, kRows x kHeadDim elements; then for each warp kStages tiles of K and of V as they are
-//         stored, 16 x kHeadDim each, and, if stored in 8 bits, both tiles widened. At the end O of each warp
-//         in float lies over all of it; last, what is parked. See SharedStorage. Of 4-bit codes the scales and zeros
-//         of kStages steps lie before the tiles, and nothing is widened there: cache/integers.cuh, cache/e2m1.cuh.
+// Shared: Q, kRows x kHeadDim; for each warp kStages tiles of K and of V as stored, 16 x kHeadDim each; of 8-bit caches
+//         both tiles widened; of 4-bit ones the scales and zeros of kStages steps. In the end O of each warp, in float, in
+//         the place of the rings. Then values saved for the epilogue. See SharedStorage.
 //
 // Assumes: rows of q, o and the cache start on 16-byte boundaries, last axes contiguous; row strides below
 //          2^31 bytes; pages hold a power of two of at least 16 keys.
-// Not here: masks, bias, dropout; new keys and rotation (flash_append), splits brought together
-//           (flash_combine).
+// Not here: masks, bias, dropout; new keys and rotation (flash_append), merging of splits (flash_combine).
 #include "cache/e2m1.cuh"
+#include "cache/elements.cuh"
 #include "cache/integers.cuh"
+#include "cache/key_stream.cuh"
 #include "cache/rows.cuh"
 #include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/softmax_tile.cuh"
+#include "tile/online_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -77,17 +75,27 @@ constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the oth
 
 constexpr int kSpans = kHeadDim / kSpan;
 using Coded = Select<kIntegers, IntegerTiles<Product, StoredTile>, E2m1Tiles<Product, StoredTile>>::Type;
-using KeyUnits = Coded::KeyUnits;
-using ValueUnits = Coded::ValueUnits;
+using Tiles = Select<kCodes, Coded, ElementTiles<Product, KeyTile>>::Type;
+using KeyUnits = Tiles::KeyUnits;
+using ValueUnits = Tiles::ValueUnits;
 struct WarpStorage : Operands<kStored, StoredTile, KeyTile>,
-                     UnitRing<kCodes, kStages, KeyUnits::kBytes, ValueUnits::kBytes, Coded::kKeptBytes> {
+                     UnitRing<kCodes, kStages, KeyUnits::kBytes, ValueUnits::kBytes, Tiles::kKeptBytes> {
     StoredTile k[kStages], v[kStages];
 };
 static_assert(!kCodes || sizeof(WarpStorage) == WarpStorage::kRingBytes + kStages * 2 * StoredTile::kBytes);
+// What KeyStream asks for.
+struct Kernel {
+    using Loader = ::Loader;
+    using KeyUnits = ::KeyUnits;
+    using ValueUnits = ::ValueUnits;
+    static constexpr int kStages = ::kStages, kWarps = ::kWarps, kTileBytes = StoredTile::kBytes;
+    static constexpr int kUnitBytes = WarpStorage::kUnitBytes, kOfKeys = WarpStorage::kOfKeys;
+    static constexpr bool kTuring = ::kTuring, kCodes = ::kCodes;
+};
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the loop over wide rows
 // of floats spill. Products of 16 bits have the scores of their rows in registers nevertheless, see row_score:
 // without, ptxas computes addresses again in every step, 60 instructions.
-struct Parked {
+struct Saved {
     RowScore scores[kRows];
     RowBlock block;
     float q_scales[kRows];    // of integers: what products with a row of Q are multiplied by
@@ -101,7 +109,7 @@ struct SharedStorage {
     };
     alignas(128) float row_max[kWarps][kRows];
     float row_sum[kWarps][kRows];
-    alignas(128) Parked parked;
+    alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -117,7 +125,7 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
 }
 
 // Of a step: the last keys, as many as there are queries, are drafts, which the queries in their spans see.
-CF_DEVICE void hide_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
+CF_DEVICE void mask_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
                            const RowBlock& block, int32_t key) {
     const int32_t first = key + threadIdx.x % 4 * 2 - (sequence.seqlen_k - sequence.seqlen_q);
     CF_UNROLL
@@ -130,6 +138,101 @@ CF_DEVICE void hide_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, 
             const bool is_draft = draft >= 0 && draft < sequence.seqlen_q;
             if (is_draft && !spans.meets(draft, row.query, row.query + 1)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
         }
+    }
+}
+
+// Q of the block's rows, zeros where there are none. Of integers each row is raised to the range of halves, and its
+// factor saved; scale: of all scores.
+CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& block, float scale) {
+    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
+    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
+        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
+        uint4 value{};
+        if (row < block.rows) {
+            const Row at = block.row(row);
+            const Element* from = head_rows<const Element>(q, block.batch, at.head, at.query);
+            if constexpr (kCodes) value = read_for_codes(from, chunk, p.shape.head_dim);
+            else value = read_chunk(from, chunk, p.shape.head_dim);
+        }
+        if constexpr (kIntegers) {
+            const float unit = raise_row<Element, QTile::kChunks>(value, chunk);
+            if (chunk == 0) s.saved.q_scales[row] = unit * scale;
+        }
+        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
+    }
+}
+
+// O of a warp, in float, with the maxima and sums of its rows.
+CF_DEVICE void store_warp(SharedStorage& s, int warp, int g, int t, const OnlineSoftmax<Product, 1>& softmax,
+                          const float (&rO)[kHeadDim / 8][4]) {
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int row = g + 8 * half;
+        const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
+        if (t == 0) s.row_max[warp][row] = softmax.row_max[0][half], s.row_sum[warp][row] = sum;
+        const uint32_t to = smem_addr(s.parts[warp][row]);
+        if constexpr (kCodes) store_for_codes(to, rO, half);
+        CF_UNROLL
+        for (int n = 0; n < (kCodes ? 0 : kHeadDim / 8); n++) {
+            if constexpr (Product::kFloat) {
+                if (n % 4 == 0) {
+                    CF_UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        const int e = 2 * half + i;
+                        st_shared(to + 4 * output_column<Product>(n, e),
+                                  float4{rO[n][e], rO[n + 1][e], rO[n + 2][e], rO[n + 3][e]});
+                    }
+                }
+            } else {
+                st_shared(to + 4 * output_column<Product>(n, 0),
+                          float2{rO[n][2 * half], rO[n][2 * half + 1]});
+            }
+        }
+    }
+}
+
+// [D4] [A1.12] [A1.13] A thread merges four columns of a row over the warps. parted: O and LSE are those of one split, for
+// flash_combine.
+CF_DEVICE void merge_warps(const DecodeParams& p, const SharedStorage& s, bool parted) {
+    const RowBlock saved = s.saved.block;
+    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
+    for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
+        const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
+        if (row >= saved.rows || column >= p.shape.head_dim_v) continue;
+        const Row at = saved.row(row);
+        // why: with splits the sink is one part's, and flash_combine adds it.
+        const float sink = p.score.sinks && !parted
+                               ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
+                               : -kInfinity;
+        float highest = sink;
+        CF_UNROLL
+        for (int w = 0; w < kWarps; w++) highest = fmaxf(highest, s.row_max[w][row]);
+        const float reference = highest == -kInfinity ? 0.0f : highest;
+        float total = ex2((sink - reference) * kLog2e);
+        float4 sum{};
+        CF_UNROLL
+        for (int w = 0; w < kWarps; w++) {
+            const float weight = ex2((s.row_max[w][row] - reference) * kLog2e);
+            const float4 x = ld_shared<float4>(smem_addr(&s.parts[w][row][column]));
+            total = fmaf(weight, s.row_sum[w][row], total);
+            sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
+            sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
+        }
+        const float factor = total == 0 ? 0.0f : v_scale / total;
+        const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
+        const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+        if (parted) {
+            const int64_t index = saved.part_row(p.shape, at);
+            st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
+            if (column == 0) st_global(p.partial_lse + index, lse);
+            continue;
+        }
+        Element* gO = head_rows<Element>(p.o, saved.batch, at.head, at.query) + column;
+        if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
+        else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
+        if (column == 0 && p.lse.data)
+            st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), lse);
     }
 }
 
@@ -165,28 +268,10 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
 
     const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
                         k_scale_of<float>(p.cache, batch, kv_head);
-    // Q: what does not exist becomes zero.
-    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
-    static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
-    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
-        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
-        uint4 value{};
-        if (row < rows_here) {
-            const Row at = block.row(row);
-            const Element* from = head_rows<const Element>(q, batch, at.head, at.query);
-            if constexpr (kCodes) value = read_for_codes(from, chunk, p.shape.head_dim);
-            else value = read_chunk(from, chunk, p.shape.head_dim);
-        }
-        if constexpr (kIntegers) {
-            const float unit = raise_row<Element, QTile::kChunks>(value, chunk);
-            if (chunk == 0) s.parked.q_scales[row] = unit * scale;
-        }
-        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
-    }
-
+    load_q(p, s, block, scale);
     if (threadIdx.x < kRows)
-        s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
-    if (threadIdx.x == 0) s.parked.block = block;
+        s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x == 0) s.saved.block = block;
 
     // [D3]
     Loader k_loader(p.cache.k, kv_head, p.shape.head_dim >> kCodes);
@@ -200,77 +285,42 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     const uint32_t v_ring = kCodes ? k_ring + kStages * StoredTile::kBytes : smem_addr(own.v[0].data);
     const uint32_t unit_ring = kCodes ? k_ring - own.kRingBytes : 0;
     const int32_t count = larger(0, cdiv(end_step - first_step - warp, kWarps));
-    const int32_t warp_key = (first_step + warp) * kStepKeys;             // first key of the warp's step 0
-    int32_t slot = count > 0 ? slot_of(p.cache, batch, warp_key) : -1;    // of the step to be sent for next
-    uint32_t hidden = 0;    // a bit for each step sent for, the last one's lowest: it has no slot
-    // Scales and zeros that have come, of the step last sent for.
-    const auto store_units = [&](int32_t step) {
-        if constexpr (kCodes) {
-            const uint32_t to = unit_ring + step % kStages * own.kUnitBytes;
-            k_unit.store(to, step);
-            v_unit.store(to + own.kOfKeys, step);
-        }
-    };
-    // Sends for a step; a group of copies is one step, empty ones included.
-    const auto start = [&](int32_t step) {
-        if constexpr (kCodes && !kTuring) {
-            if (step > 0) store_units(step - 1);
-        }
-        hidden = hidden << 1 | static_cast<uint32_t>(slot) >> 31;
-        if (step < count) {
-            const int32_t key = warp_key + step * kWarps * kStepKeys, stage = step % kStages;
-            if (slot >= 0) {
-                const int32_t row = row_in_slot(p.cache, key), left = sequence.seqlen_k - key;
-                const auto copy = [&] {
-                    k_loader.copy(k_ring + stage * StoredTile::kBytes, slot, row, left);
-                    v_loader.copy(v_ring + stage * StoredTile::kBytes, slot, row, left);
-                };
-                // why the order: what Turing copies takes registers until it is stored.
-                if constexpr (!kTuring) copy();
-                if constexpr (kCodes) {
-                    k_unit.load(p.cache.k_units, slot, kv_head, row, left, p.shape.head_dim);
-                    v_unit.load(p.cache.v_units, slot, kv_head, row, left, p.shape.head_dim_v);
-                }
-                if constexpr (kCodes && kTuring) store_units(step);
-                if constexpr (kTuring) copy();
-            }
-            // why: asked for a step early, an entry of the table arrives while the products run.
-            if (step + 1 < count) slot = slot_of(p.cache, batch, key + kWarps * kStepKeys);
-        }
-        if constexpr (!kTuring) cp_async_commit();
-    };
+    const int32_t warp_key = (first_step + warp) * kStepKeys;    // first key of the warp's step 0
+    KeyStream<Kernel> stream{p,      sequence, batch,     kv_head, k_loader, v_loader, k_unit, v_unit,
+                             k_ring, v_ring,   unit_ring, count,   warp_key,
+                             count > 0 ? slot_of(p.cache, batch, warp_key) : -1};
     CF_UNROLL
-    for (int i = 0; i < kStages - 1; i++) start(i);
+    for (int i = 0; i < kStages - 1; i++) stream.load(i);
 
-    // sync: Q and what is parked are in shared memory, written by all threads.
+    // sync: Q and what is saved are in shared memory, written by all threads.
     __syncthreads();
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
     if constexpr (kQInRegisters) register_q.fill(shared_q);
 
     // Of the two rows of this thread.
-    const RowScore mine[2] = {s.parked.scores[g], s.parked.scores[g + 8]};
+    const RowScore mine[2] = {s.saved.scores[g], s.saved.scores[g + 8]};
     const auto row_score = [&](int half) -> const RowScore& {
-        return kScarce ? s.parked.scores[g + 8 * half] : mine[half];
+        return kScarce ? s.saved.scores[g + 8 * half] : mine[half];
     };
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
-    const float scales[2] = {kIntegers ? s.parked.q_scales[g] : scale,
-                             kIntegers ? s.parked.q_scales[g + 8] : scale};
+    const float scales[2] = {kIntegers ? s.saved.q_scales[g] : scale,
+                             kIntegers ? s.saved.q_scales[g + 8] : scale};
     const auto row_scale = [&](int half) {
-        return kScarce && kIntegers ? s.parked.q_scales[g + 8 * half] : scales[half];
+        return kScarce && kIntegers ? s.saved.q_scales[g + 8 * half] : scales[half];
     };
     const float softcap = static_cast<float>(p.score.softcap), inverse_cap = 1.0f / softcap;
 
-    Coded coded(shared_q, k_ring - Coded::kKeptBytes);
+    Tiles tiles(shared_q, k_ring - Tiles::kKeptBytes);
     float rO[1][kHeadDim / 8][4] = {};
-    TileSoftmax<Product, 1> softmax;
+    OnlineSoftmax<Product, 1> softmax;
 #pragma unroll 1
     for (int32_t step = 0; step < count; step++) {
-        const int32_t stage = step % kStages, key = warp_key + step * kWarps * kStepKeys;
+        const int32_t stage = step % kStages, key = stream.key(step);
         if constexpr (kTuring) {
             // sync: the lanes are done with the step before.
             __syncwarp();
-            start(step);
+            stream.load(step);
             // sync: what the lanes stored of this step is visible to the warp.
             __syncwarp();
         } else {
@@ -279,20 +329,15 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
             // before, whose stage is filled next.
             __syncwarp();
         }
-        if constexpr (!kTuring) start(step + kStages - 1);
-        const bool skipped = hidden >> (kTuring ? 0 : kStages - 1) & 1;
-        if (skipped) continue;
+        if constexpr (!kTuring) stream.load(step + kStages - 1);
+        if (stream.is_absent(kTuring ? 0 : kStages - 1)) continue;
 
         // [A1.8]
         const uint32_t at_stage = stage * StoredTile::kBytes, at_units = unit_ring + stage * own.kUnitBytes;
         const uint2 operands = own.from(k_ring + at_stage, v_ring + at_stage);
         float rS[1][kStepKeys / 8][4] = {};
-        const auto multiply_by_keys = [&](const auto& rows) {
-            if constexpr (kCodes) coded.multiply_by_rows(rS, rows, operands.x, at_units);
-            else multiply_by_rows<Product, KeyTile>(rS, rows, operands.x);
-        };
-        if constexpr (kQInRegisters) multiply_by_keys(register_q);
-        else multiply_by_keys(shared_q);
+        if constexpr (kQInRegisters) tiles.multiply_by_rows(rS, register_q, operands.x, at_units);
+        else tiles.multiply_by_rows(rS, shared_q, operands.x, at_units);
         each(rS, [&](float& x, int half, int) { x *= row_scale(half); });
         if (softcap != 0) {
             // why opaque: 1 / softcap would wait in a register through the loop.
@@ -314,94 +359,24 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 x = seen ? x : -kInfinity;
             });
         if (kDrafts && p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
-            hide_drafts(rS, p.score, sequence, s.parked.block, key);
-        // [A1.9] [A1.10]
-        if constexpr (kCodes) {
-            // why: of codes a step has few bytes, and instructions are what it may wait for. A maximum seldom rises.
-            const float rescale[2] = {softmax.weigh_row(rS, 0, 0, kLog2e), softmax.weigh_row(rS, 0, 1, kLog2e)};
-            const bool lowered = v_unit.lowers(step);
-            if (__any_sync(0xffffffffu, lowered || rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-                coded.follow(rO, rescale, lowered);
-            }
-        } else {
-            softmax.weigh(rS, rO, kLog2e);
-        }
-        if constexpr (kCodes) coded.multiply_by_columns(rO, rS, operands.y, at_units + own.kOfKeys);
-        else multiply_by_columns<Product, KeyTile>(rO, rS, operands.y);
+            mask_drafts(rS, p.score, sequence, s.saved.block, key);
+        // [A1.9]
+        softmax_rescale_o(tiles, softmax, rS, rO, v_unit, step);
+        // [A1.10]
+        tiles.multiply_by_columns(rO, rS, operands.y, at_units + own.kOfKeys);
     }
 
     // [D4]
-    if constexpr (kCodes) coded.finish(rO, v_unit, count);
+    tiles.finalize(rO, v_unit, count);
     // sync: all warps are done with their rings, over which O is laid; no copy is under way, for each step was
     // waited for.
     __syncthreads();
-    CF_UNROLL
-    for (int half = 0; half < 2; half++) {
-        const int row = g + 8 * half;
-        const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
-        if (t == 0) s.row_max[warp][row] = softmax.row_max[0][half], s.row_sum[warp][row] = sum;
-        const uint32_t to = smem_addr(s.parts[warp][row]);
-        if constexpr (kCodes) store_for_codes(to, rO[0], half);
-        CF_UNROLL
-        for (int n = 0; n < (kCodes ? 0 : kHeadDim / 8); n++) {
-            if constexpr (Product::kFloat) {
-                if (n % 4 == 0) {
-                    CF_UNROLL
-                    for (int i = 0; i < 2; i++) {
-                        const int e = 2 * half + i;
-                        st_shared(to + 4 * output_column<Product>(n, e),
-                                  float4{rO[0][n][e], rO[0][n + 1][e], rO[0][n + 2][e], rO[0][n + 3][e]});
-                    }
-                }
-            } else {
-                st_shared(to + 4 * output_column<Product>(n, 0),
-                          float2{rO[0][n][2 * half], rO[0][n][2 * half + 1]});
-            }
-        }
-    }
+    store_warp(s, warp, g, t, softmax, rO[0]);
     // sync: O, row_max and row_sum of every warp are visible to all.
     __syncthreads();
 
     // [A1.12] [A1.13]
-    const RowBlock parked = s.parked.block;
-    const float v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, parked.batch, parked.kv_head);
-    for (int32_t i = threadIdx.x; i < kRows * kHeadDim / 4; i += kThreads) {
-        const int32_t row = i / (kHeadDim / 4), column = i % (kHeadDim / 4) * 4;
-        if (row >= parked.rows || column >= p.shape.head_dim_v) continue;
-        const Row at = parked.row(row);
-        // why: with splits the sink is one part's, and flash_combine adds it.
-        const float sink = p.score.sinks && !parted
-                               ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
-                               : -kInfinity;
-        float highest = sink;
-        CF_UNROLL
-        for (int w = 0; w < kWarps; w++) highest = fmaxf(highest, s.row_max[w][row]);
-        const float reference = highest == -kInfinity ? 0.0f : highest;
-        float total = ex2((sink - reference) * kLog2e);
-        float4 sum{};
-        CF_UNROLL
-        for (int w = 0; w < kWarps; w++) {
-            const float weight = ex2((s.row_max[w][row] - reference) * kLog2e);
-            const float4 x = ld_shared<float4>(smem_addr(&s.parts[w][row][column]));
-            total = fmaf(weight, s.row_sum[w][row], total);
-            sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
-            sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
-        }
-        const float factor = total == 0 ? 0.0f : v_scale / total;
-        const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
-        const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
-        if (parted) {
-            const int64_t index = parked.part_row(p.shape, at);
-            st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
-            if (column == 0) st_global(p.partial_lse + index, lse);
-            continue;
-        }
-        Element* gO = head_rows<Element>(p.o, parked.batch, at.head, at.query) + column;
-        if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
-        else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
-        if (column == 0 && p.lse.data)
-            st_global(head_rows<float>(p.lse, parked.batch, at.head, at.query), lse);
-    }
+    merge_warps(p, s, parted);
 }
 
 CF_KERNEL(DecodeParams, kThreads, CF_MIN_BLOCKS, flash_decode)

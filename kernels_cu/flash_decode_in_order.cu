@@ -7,7 +7,7 @@
 //   [A1.6]  in blocks of kBlockN, those of flash_forward, from the first to the last
 //   [D3]    a warp has 16 keys of a block in S, and a part of the columns of O; between the two the warps exchange
 //           their highest scores, and weights
-//   [A1.8]      S = score(Q K^T), -inf where hidden
+//   [A1.8]      S = score(Q K^T), -inf where masked
 //   [A1.9]      row_max rises; P = e^(S - row_max); row_sum and O follow
 //   [A1.10]     O = O + P V, over the keys of a block as flash_forward does
 //   [A1.12] O = O / row_sum, 0 in a row without keys
@@ -16,7 +16,7 @@
 // Grid:   that of flash_decode, with a split for each chunk of the capacity of the cache.
 // Block:  kWarps warps.
 // Shared: Q tile, kRows x kHeadDim elements; kStages tiles of K and of V, kBlockN x kHeadDim each; P in float, as lanes
-//         hold it; the highest scores of each warp; what is parked. See SharedStorage.
+//         hold it; the highest scores of each warp; what is saved. See SharedStorage.
 //
 // Assumes: what flash_decode does; keys as they are multiplied.
 // Not here: masks, bias, dropout; new keys and rotation (flash_append), chunks brought together (flash_unite).
@@ -54,7 +54,7 @@ using Loader = WarpLoader<WarpTile, kTuring>;
 constexpr bool kQInRegisters = QTile::kPitch / 8 * Product::kParts + kColumns / 2 <= 128;
 
 // What the main loop seldom needs, or only the epilogue.
-struct Parked {
+struct Saved {
     RowScore scores[kRows];
     RowBlock block;
 };
@@ -63,7 +63,7 @@ struct SharedStorage {
     KeyTile k[kStages], v[kStages];
     alignas(128) float4 weights[kN][32];    // layout: four of an n8 column by lane, as mma.cuh has them
     float row_max[kRows][kWarps];
-    alignas(128) Parked parked;
+    alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -129,8 +129,8 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
     if (threadIdx.x < kRows)
-        s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
-    if (threadIdx.x == 0) s.parked.block = block;
+        s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x == 0) s.saved.block = block;
 
     // Copies of this warp: 16 keys of each block, which lie in one page, and their values.
     const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim);
@@ -162,7 +162,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         for (int i = 0; i < kStages - 1; i++) start(i);
     }
 
-    // sync: Q and what is parked are in shared memory, written by all threads.
+    // sync: Q and what is saved are in shared memory, written by all threads.
     __syncthreads();
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
@@ -174,7 +174,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     const uint32_t own_weights = opaque(smem_addr(&s.weights[kStepKeys / 8 * warp][lane]));
 
     float rO[1][kColumns / 8][4] = {};
-    TileSoftmax<Product, 1> softmax;
+    OnlineSoftmax<Product, 1> softmax;
     // [A1.6]
 #pragma unroll 1
     for (int32_t i = 0; i < blocks; i++) {
@@ -194,20 +194,20 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         const uint32_t sK = k_ring + stage * KeyTile::kBytes;
         if constexpr (kQInRegisters) multiply_by_rows<Product, WarpTile>(rS, register_q, sK);
         else multiply_by_rows<Product, WarpTile>(rS, shared_q, sK);
-        score.cap(rS);
+        score.apply_softcap(rS);
         const int32_t first = key + 2 * t;    // the key of column 0 of this thread
         const bool none = absent >> (kTuring ? 0 : kStages - 2) & 1;
         if (p.score.alibi_slopes) {
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
-                const RowScore& row = s.parked.scores[g + 8 * half];
+                const RowScore& row = s.saved.scores[g + 8 * half];
                 score.add_alibi_row(rS, 0, half, row.slope, static_cast<float>(row.position - first));
             }
         }
         if (key < whole_first || key + kStepKeys > whole_end || none) {
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
-                const RowScore& row = s.parked.scores[g + 8 * half];
+                const RowScore& row = s.saved.scores[g + 8 * half];
                 mask_row(rS, 0, half, row.first_key - first, none ? 0 : row.end_key - first);
             }
         }
@@ -215,7 +215,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         // [A1.9]
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
-            const float highest = softmax.highest_of(rS, 0, half);
+            const float highest = softmax.row_max_of(rS, 0, half);
             if (t == 0) st_shared(own_max + 8 * half * int(sizeof(s.row_max[0])), highest);
         }
         // sync: the highest scores of all warps are visible, and the values of this block, of which each thread has
@@ -228,8 +228,8 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
             float highest = s.row_max[g + 8 * half][0];
             CF_UNROLL
             for (int w = 1; w < kWarps; w++) highest = fmaxf(highest, s.row_max[g + 8 * half][w]);
-            const auto to = softmax.raise(0, half, highest, kLog2e);
-            softmax.make_weights(rS, 0, half, kLog2e, to.reference);
+            const auto to = softmax.update_max(0, half, highest, kLog2e);
+            softmax.scale_apply_exp2(rS, 0, half, kLog2e, to.reference);
             rescale[half] = to.rescale;
         }
         CF_UNROLL
@@ -258,16 +258,16 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     }
 
     // [A1.12] [A1.13]
-    const RowBlock parked = s.parked.block;
-    if (parted) softmax.gather();
+    const RowBlock saved = s.saved.block;
+    if (parted) softmax.quad_reduce_sums();
     else each_element(rO, [](float& x) { x += 0.0f; });    // why: see flash_forward
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
         const int row = g + 8 * half;
-        const Row at = parked.row(smaller(row, parked.rows - 1));
-        const bool exists = row < parked.rows, first_lane = exists && warp == 0 && t == 0;
+        const Row at = saved.row(smaller(row, saved.rows - 1));
+        const bool exists = row < saved.rows, first_lane = exists && warp == 0 && t == 0;
         if (parted) {
-            const int64_t index = parked.part_row(p.shape, at);
+            const int64_t index = saved.part_row(p.shape, at);
             if (first_lane)
                 st_global(reinterpret_cast<float2*>(p.partial_lse) + index,
                           float2{softmax.row_max[0][half], softmax.row_sum[0][half]});
@@ -281,14 +281,14 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
             const float sink = p.score.sinks
                                    ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
                                    : -kInfinity;
-            const FinishedRow end = softmax.finish(0, half, 1.0f, sink);
-            Element* to = head_rows<Element>(p.o, parked.batch, at.head, at.query);
+            const FinalRow end = softmax.finalize(0, half, 1.0f, sink);
+            Element* to = head_rows<Element>(p.o, saved.batch, at.head, at.query);
             each_part(rO, half, [&](int column, auto x) {
                 column += warp * kColumns;
                 if (exists && column < p.shape.head_dim_v) store_part(to + column, x, end.normaliser);
             });
             if (first_lane && p.lse.data)
-                st_global(head_rows<float>(p.lse, parked.batch, at.head, at.query), end.lse);
+                st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), end.lse);
         }
     }
 }

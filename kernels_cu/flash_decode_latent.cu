@@ -7,7 +7,7 @@
 //           kBlockM of them
 //   [D2]    the keys of a block: one of `splits` parts of those that the rows see
 //   [D3]    steps of kBlockN keys in one ring of the block: one copy of a key serves both products
-//   [A1.8]      S = score(Q K^T), -inf where hidden. A warp takes 16 rows, kWarpKeys keys and, of kDepthWarps = 2,
+//   [A1.8]      S = score(Q K^T), -inf where masked. A warp takes 16 rows, kWarpKeys keys and, of kDepthWarps = 2,
 //               half of the features; the halves meet in shared memory
 //   [A1.9]      row_max rises over all warps; P = e^(S - row_max) goes to shared memory, row_sum and O follow
 //   [A1.10]     O = O + P V. A warp takes all rows and every kWarps-th block of 16 columns
@@ -26,7 +26,7 @@
 #include "backward/operand.cuh"
 #include "cache/rows.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/softmax_tile.cuh"
+#include "tile/online_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -69,7 +69,7 @@ struct ValueTile {
     CF_DEVICE static constexpr int offset(int row, int chunk) { return KeyTile::offset(row, chunk); }
 };
 // What the main loop seldom needs, or only the epilogue.
-struct Parked {
+struct Saved {
     RowScore scores[kBlockM];
     RowBlock block;
 };
@@ -81,7 +81,7 @@ struct SharedStorage {
     float row_max[kKeyWarps][kBlockM];    // at the end row_sum
     float rescale[kBlockM];               // at the end 1 / row_sum
     uint8_t nowhere[kStages][kBlockN];    // keys whose page does not lie in the cache
-    alignas(128) Parked parked;
+    alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -148,8 +148,8 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
     if (threadIdx.x < kBlockM)
-        s.parked.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
-    if (threadIdx.x == 0) s.parked.block = block;
+        s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x == 0) s.saved.block = block;
 
     // [D3]
     // layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th.
@@ -192,13 +192,13 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
     const AccumulatorWriter<WeightTile> write_p(smem_addr(s.p.data), 16 * row_warp, kN * key_warp);
     float rO[kM][kNO][4] = {};
-    TileSoftmax<Product, 1> softmax;
+    OnlineSoftmax<Product, 1> softmax;
 #pragma unroll 1
     for (int32_t step = 0; step < count; step++) {
         const int32_t stage = step % kStages, key = (first_step + step) * kBlockN;
         const uint32_t sK = smem_addr(s.k[0].data) + stage * KeyTile::kBytes;
         cp_async_wait<kStages - 2>();
-        // sync: copies of this step are visible to all, in the first step Q and what is parked too; all are done
+        // sync: copies of this step are visible to all, in the first step Q and what is saved too; all are done
         // with the step before, whose stage is filled next.
         __syncthreads();
         start(step + kStages - 1);
@@ -230,7 +230,7 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
             const int32_t first = kWarpKeys * key_warp + 2 * t;    // of the step: the key of column 0 of this thread
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
-                const RowScore& row = s.parked.scores[16 * row_warp + 8 * half + g];
+                const RowScore& row = s.saved.scores[16 * row_warp + 8 * half + g];
                 CF_UNROLL
                 for (int i = 0; i < 2 * kN; i++) {
                     float& x = rS[0][i / 2][2 * half + i % 2];
@@ -243,7 +243,7 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
                 }
                 if (key < whole_first || key + kBlockN > whole_end)
                     mask_row(rS, 0, half, row.first_key - key - first, row.end_key - key - first);
-                highest[half] = softmax.highest_of(rS, 0, half);
+                highest[half] = softmax.row_max_of(rS, 0, half);
                 if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = highest[half];
             }
         }
@@ -256,8 +256,8 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
                 const int row = 16 * row_warp + 8 * half + g;
                 CF_UNROLL
                 for (int w = 0; w < kKeyWarps; w++) highest[half] = fmaxf(highest[half], s.row_max[w][row]);
-                const auto to = softmax.raise(0, half, highest[half], kLog2e);
-                const float sum = softmax.make_weights(rS, 0, half, kLog2e, to.reference);
+                const auto to = softmax.update_max(0, half, highest[half], kLog2e);
+                const float sum = softmax.scale_apply_exp2(rS, 0, half, kLog2e, to.reference);
                 softmax.row_sum[0][half] = fmaf(softmax.row_sum[0][half], to.rescale, sum);
                 if (key_warp == 0 && t == 0) s.rescale[row] = to.rescale;
                 CF_UNROLL
@@ -270,7 +270,7 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
         // [A1.10]
         CF_UNROLL
         for (int m = 0; m < kM; m++)
-            TileSoftmax<Product, kM>::follow_rows(rO, m, float2{s.rescale[16 * m + g], s.rescale[16 * m + 8 + g]});
+            OnlineSoftmax<Product, kM>::rescale_o(rO, m, float2{s.rescale[16 * m + g], s.rescale[16 * m + 8 + g]});
         CF_UNROLL
         for (int i = 0; i < kBlockN / 16; i++) {
             RowsAsA<WeightTile> weights(smem_addr(s.p.data), 0);
@@ -287,16 +287,16 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
             if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = sum;
         }
     }
-    // sync: row_sum of every warp, and what is parked where there was no step, are visible.
+    // sync: row_sum of every warp, and what is saved where there was no step, are visible.
     __syncthreads();
 
     // [A1.12] [A1.13]
-    const RowBlock parked = s.parked.block;
+    const RowBlock saved = s.saved.block;
     if (depth_warp == 0 && key_warp == 0 && t == 0) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int row = 16 * row_warp + 8 * half + g;
-            const Row at = parked.row(smaller(row, parked.rows - 1));
+            const Row at = saved.row(smaller(row, saved.rows - 1));
             float sum = 0;
             CF_UNROLL
             for (int w = 0; w < kKeyWarps; w++) sum += s.row_max[w][row];
@@ -304,11 +304,11 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
             const float sink = p.score.sinks && !parted
                                    ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
                                    : -kInfinity;
-            const FinishedRow done = finish_row(softmax.row_max[0][half], sum, sink);
+            const FinalRow done = finalize_row(softmax.row_max[0][half], sum, sink);
             s.rescale[row] = done.normaliser;
-            if (row >= parked.rows) continue;
-            if (parted) st_global(p.partial_lse + parked.part_row(p.shape, at), done.lse);
-            else if (p.lse.data) st_global(head_rows<float>(p.lse, parked.batch, at.head, at.query), done.lse);
+            if (row >= saved.rows) continue;
+            if (parted) st_global(p.partial_lse + saved.part_row(p.shape, at), done.lse);
+            else if (p.lse.data) st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), done.lse);
         }
     }
     // sync: factors of all rows are visible.
@@ -316,20 +316,20 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
     CF_UNROLL
     for (int i = 0; i < 2 * kM; i++) {
         const int m = i / 2, half = i % 2, row = 16 * m + 8 * half + g;
-        if (row >= parked.rows) continue;
+        if (row >= saved.rows) continue;
         const float factor = s.rescale[row];
-        const Row at = parked.row(row);
+        const Row at = saved.row(row);
         CF_UNROLL
         for (int n = 0; n < kNO; n++) {
             const int column = grouped_column<kWarps>(n, warp) + 2 * t;
             if (column >= p.shape.head_dim_v) continue;
             const float x = rO[m][n][2 * half] * factor, y = rO[m][n][2 * half + 1] * factor;
             if (parted)
-                st_global(reinterpret_cast<float2*>(p.partial_o + parked.part_row(p.shape, at) * p.shape.head_dim_v +
+                st_global(reinterpret_cast<float2*>(p.partial_o + saved.part_row(p.shape, at) * p.shape.head_dim_v +
                                                     column),
                           float2{x, y});
             else
-                st_global(reinterpret_cast<uint32_t*>(head_rows<Element>(p.o, parked.batch, at.head, at.query) + column),
+                st_global(reinterpret_cast<uint32_t*>(head_rows<Element>(p.o, saved.batch, at.head, at.query) + column),
                           pack<Element>(x, y));
         }
     }

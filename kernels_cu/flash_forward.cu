@@ -11,11 +11,11 @@
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
 //   [A1.10] O = O + dropout(P) V_j
-//   [D4]    O, row_sum and row_max of a chunk are united with those of the chunks before it
+//   [D4]    O, row_sum and row_max of a chunk are merged with those of the chunks before it
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys              (lines 13 to 15)
 //
-// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first,
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of lpt_query_tile: longest first,
 //         heads in sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their
 //         sequence return. Times chunks, where each is a block's: the outermost.
 // Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K
@@ -31,7 +31,7 @@
 #include "tile/epilogue.cuh"
 #include "tile/ring.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/softmax_tile.cuh"
+#include "tile/online_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -66,7 +66,7 @@ constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kSlots = CF_SLOTS;
 constexpr int kWarpRows = kBlockM / (kThreads / 32), kM = kWarpRows / 16, kN = kBlockN / 8;
-constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
+constexpr uint32_t kL2SectionBytes = 16 << 20;    // of K and V that should stay in L2
 static_assert(kWarpRows * (kThreads / 32) == kBlockM && kWarpRows % 16 == 0,
               "a warp owns whole 16-row blocks");
 static_assert(kBlockN % 16 == 0 && kChunkKeys % kBlockN == 0, "keys come in blocks of 16, chunks in blocks");
@@ -80,7 +80,7 @@ using Ring = KeyValueRing<KTile, VTile, kThreads, kSlots, kTuring>;
 using QLoader = TileLoader<QTile, kThreads>;
 
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the main loop spill.
-struct Parked {
+struct Saved {
     int64_t first_q;                      // row of q of the tile's first query
     int32_t batch, head, queries;         // that exist in the tile
     int32_t chunk;                        // if each is a block's; else 0
@@ -92,7 +92,7 @@ struct Parked {
 struct SharedStorage {
     QTile q;
     Ring::Storage kv;
-    alignas(128) Parked parked;
+    alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -119,8 +119,8 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         const uint32_t blocks_of_chunk = gridDim.x / p.chunks;
         chunk = block_of_chunk / blocks_of_chunk, block_of_chunk -= chunk * blocks_of_chunk;
     }
-    const BlockWork work = work_in_sections(block_of_chunk, tiles, p.shape, p.shape.heads_q,
-                                            kSectionBytes / uint32_t(sizeof(Element)));
+    const TileCoord work = lpt_query_tile(block_of_chunk, tiles, p.shape, p.shape.heads_q,
+                                          kL2SectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
@@ -151,26 +151,26 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     if constexpr (kMask == Mask::any)
         whole_first = larger(whole_first, 0), whole_end = smaller(whole_end, blocks);
     if (threadIdx.x == 0)
-        s.parked = {sequence.first_q + m_first,
-                    work.batch,
-                    head,
-                    m_end - m_first,
-                    chunk,
-                    m_first,
-                    first_key,
-                    blocks,
-                    whole_first,
-                    larger(whole_end - whole_first, 0),
-                    NarrowBand(band)};
+        s.saved = {sequence.first_q + m_first,
+                   work.batch,
+                   head,
+                   m_end - m_first,
+                   chunk,
+                   m_first,
+                   first_key,
+                   blocks,
+                   whole_first,
+                   larger(whole_end - whole_first, 0),
+                   NarrowBand(band)};
 
     // [A1.5]
     float rO[kM][kHeadDimV / 8][4] = {};
-    TileSoftmax<Product, kM> softmax;
+    OnlineSoftmax<Product, kM> softmax;
     const TileScore<Product> score(p.score, sequence, head);
     const Dropout dropout(p.score, work.batch, head);
     // Of this warp, in memory.
     const auto chunk_rows = [&] {
-        const Parked& at = s.parked;
+        const Saved& at = s.saved;
         return ChunkRows(p, at.chunk * p.shape.batch + at.batch, at.head, at.first_q + warp_row(),
                          at.queries - warp_row());
     };
@@ -189,7 +189,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             q_loader.start(sQ, 0);
             cp_async_commit();
         }
-        // why ascending: chunks are united from left to right.
+        // why ascending: chunks are merged from left to right.
         const int32_t last = blocks - 1;
         const auto in_order = [=](int32_t n) { return kMask == Mask::any ? last - n : n; };
         ring.begin(last, [&](int32_t n) {
@@ -201,15 +201,15 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         if constexpr (kQInRegisters) {
             if constexpr (!kTuring) cp_async_wait<Ring::kAhead>();
             // sync: Q is in shared memory, copied by all threads (read from there, it is covered by the first
-            // ring.next); `parked` is visible.
+            // ring.next); `saved` is visible.
             __syncthreads();
             register_q.fill(shared_q);
         } else if constexpr (kLoops == 2 || kChunks) {
-            // sync: `parked` is visible.
+            // sync: `saved` is visible.
             __syncthreads();
         }
 
-        const Parked& parked = s.parked;
+        const Saved& saved = s.saved;
         // The block of keys place(step), which is masked if needs_mask(of it).
         const auto attend = [&](int32_t step, auto place, auto needs_mask) {
             // [A1.8]
@@ -217,7 +217,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             const uint32_t sK = ring.template next<Stream::key>(step, place);
             bool reached = true;
             if constexpr (kMask == Mask::any) {
-                const int32_t query = parked.first_query, key = parked.first_key + place(step) * kBlockN;
+                const int32_t query = saved.first_query, key = saved.first_key + place(step) * kBlockN;
                 reached = score.reach(query, query + kBlockM, key, key + kBlockN);
             }
             if (reached) {
@@ -228,15 +228,15 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
             if (!reached) return;
 
             const int32_t block = place(step);
-            const Positions<false> at(parked.first_query + warp_row(), parked.first_key + block * kBlockN);
+            const Positions<false> at(saved.first_query + warp_row(), saved.first_key + block * kBlockN);
             if constexpr (kMask == Mask::any) {
-                score.cap(rS);
-                score.add(rS, at);
-                score.hide(rS, at);
+                score.apply_softcap(rS);
+                score.apply_score_mod(rS, at);
+                score.apply_mask(rS, at);
             }
-            if (needs_mask(block)) mask_band(rS, at, parked.band);
+            if (needs_mask(block)) mask_band(rS, at, saved.band);
             // [A1.9]
-            softmax.weigh(rS, rO, unit_log2);
+            softmax.softmax_rescale_o(rS, rO, unit_log2);
             // [A1.10]
             if constexpr (kMask == Mask::any)
                 if (dropout.active()) drop_weights(rS, at, dropout);
@@ -246,32 +246,32 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         // [A1.6]
         int32_t step = blocks - 1;
         if constexpr (kLoops == 2) {
-            const auto masked = [&](int32_t n) { return masked_first(n, parked.whole_first, parked.blocks); };
-            const auto whole = [&](int32_t n) { return n + parked.whole_first; };
+            const auto masked = [&](int32_t n) { return masked_first(n, saved.whole_first, saved.blocks); };
+            const auto whole = [&](int32_t n) { return n + saved.whole_first; };
 #pragma unroll 1
-            for (; step >= parked.whole_blocks; step--) attend(step, masked, [](int32_t) { return true; });
+            for (; step >= saved.whole_blocks; step--) attend(step, masked, [](int32_t) { return true; });
 #pragma unroll 1
             for (; step >= 0; step--) attend(step, whole, [](int32_t) { return false; });
         } else {
             // why: the branch is the same for the whole block of threads and stands between the products,
             // where a barrier splits the code anyway.
             const auto needs_mask = [&](int32_t block) {
-                return uint32_t(block - parked.whole_first) >= uint32_t(parked.whole_blocks);
+                return uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks);
             };
             if constexpr (kChunks) {
                 const bool chunked = p.chunk_o.data != nullptr;
                 for (bool first_chunk = true;; first_chunk = false) {
-                    const int32_t key = parked.first_key + in_order(step) * kBlockN;
+                    const int32_t key = saved.first_key + in_order(step) * kBlockN;
                     const int32_t left = (kChunkKeys - key % kChunkKeys) / kBlockN;
                     const int32_t stop = chunked ? larger(step - left, -1) : -1;
                     for (; step > stop; step--) attend(step, in_order, needs_mask);
                     if (!chunked) break;
                     // [D4]
-                    softmax.gather();
-                    if (!first_chunk) chunk_rows().unite_with(rO, softmax);
+                    softmax.quad_reduce_sums();
+                    if (!first_chunk) chunk_rows().merge_with(rO, softmax);
                     if (step < 0) break;
                     chunk_rows().store(rO, softmax);
-                    softmax = TileSoftmax<Product, kM>();
+                    softmax = OnlineSoftmax<Product, kM>();
                     each_element(rO, [](float& x) { x = 0; });
                 }
             } else {
@@ -281,37 +281,37 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     }
 
     // [A1.12] [A1.13]
-    // sync: `parked` is visible, also to a block that had no keys and no other barrier; all are done with Q,
+    // sync: `saved` is visible, also to a block that had no keys and no other barrier; all are done with Q,
     // through which O leaves.
     __syncthreads();
-    const Parked parked = s.parked;
+    const Saved saved = s.saved;
     if (parted) {
-        if constexpr (!kChunks) softmax.gather();
+        if constexpr (!kChunks) softmax.quad_reduce_sums();
         chunk_rows().store(rO, softmax);
         return;
     }
     const float unit = kMask == Mask::any ? 1.0f : static_cast<float>(p.score.scale);
     const float sink = p.score.sinks
-                           ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head]
+                           ? static_cast<const float*>(p.score.sinks)[saved.head * p.score.sinks_head]
                            : -kInfinity;
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
-    float* gLse = head_rows<float>(p.lse, parked.batch, parked.head, parked.first_q);
+    float* gLse = head_rows<float>(p.lse, saved.batch, saved.head, saved.first_q);
     float factor[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
-            const auto row = softmax.finish(m, half, unit, sink);
+            const auto row = softmax.finalize(m, half, unit, sink);
             const int32_t query = warp_row() + 16 * m + 8 * half + threadIdx.x % 32 / 4;
             factor[m][half] = row.normaliser * kept;
-            if (p.lse.data && threadIdx.x % 4 == 0 && query < parked.queries)
+            if (p.lse.data && threadIdx.x % 4 == 0 && query < saved.queries)
                 st_global(gLse + query * p.lse.row, row.lse);
         }
     }
     // why + 0: keys that other rows of the tile see add 0, which turns -0 into 0.
     if constexpr (kMask == Mask::any) each_element(rO, [](float& x) { x += 0.0f; });
-    Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + warp_row());
-    const GlobalRows<Element> gO{o_first, p.o.row, parked.queries - warp_row(), p.shape.head_dim_v};
+    Element* o_first = head_rows<Element>(p.o, saved.batch, saved.head, saved.first_q + warp_row());
+    const GlobalRows<Element> gO{o_first, p.o.row, saved.queries - warp_row(), p.shape.head_dim_v};
     store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch);
 }
 

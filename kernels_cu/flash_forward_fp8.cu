@@ -17,7 +17,7 @@
 // Scales: a value is what is stored times q_scale, k_scale or v_scale of its batch and key head; the first two
 // join the scale of scores, the third the normaliser of O.
 //
-// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections: longest first,
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of lpt_query_tile: longest first,
 //         heads in sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their
 //         sequence return.
 // Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K
@@ -29,7 +29,7 @@
 //         of q and k, > 0 unless kMask is any.
 #include "tile/ring.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/softmax_tile.cuh"
+#include "tile/online_softmax.cuh"
 #include "tile/value_products.cuh"
 
 // ---- Config
@@ -54,7 +54,7 @@ constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS;
 constexpr int kWarpRows = kBlockM / (kThreads / 32), kM = kWarpRows / 16, kN = kBlockN / 8;
-constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
+constexpr uint32_t kL2SectionBytes = 16 << 20;    // of K and V that should stay in L2
 static_assert(kWarpRows * (kThreads / 32) == kBlockM && kWarpRows % 16 == 0,
               "a warp owns whole 16-row blocks");
 static_assert(kBlockN % 32 == 0 && sizeof(Element) == 1, "keys come in groups of 32");
@@ -68,7 +68,7 @@ using Ring = KeyValueRing<KTile, VTile, kThreads, 2, false>;
 using QLoader = TileLoader<QTile, kThreads>;
 
 // What the main loop seldom needs, or only the epilogue. why: in registers it would make the main loop spill.
-struct Parked {
+struct Saved {
     int64_t first_q;                      // row of q of the tile's first query
     int32_t batch, head, queries;         // that exist in the tile
     int32_t first_query, first_key;       // positions of the tile and of block 0 of keys
@@ -83,7 +83,7 @@ struct SharedStorage {
         OTile o;
     };
     Ring::Storage kv;
-    alignas(128) Parked parked;
+    alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -99,10 +99,10 @@ CF_DEVICE float scale_of(const Scales& scales, int32_t batch, int32_t kv_head) {
 
 // The rows of this warp, o * factor, through its part of the shared memory of O.
 template <class Output>
-CF_DEVICE void leave(const Tensor& o, const Parked& parked, int32_t columns,
+CF_DEVICE void leave(const Tensor& o, const Saved& saved, int32_t columns,
                      const float (&rO)[kM][kHeadDimV / 8][4], const float (&factor)[kM][2], uint32_t sO) {
-    Output* first = head_rows<Output>(o, parked.batch, parked.head, parked.first_q + warp_row());
-    const GlobalRows<Output> gO(first, o.row, parked.queries - warp_row(), columns);
+    Output* first = head_rows<Output>(o, saved.batch, saved.head, saved.first_q + warp_row());
+    const GlobalRows<Output> gO(first, o.row, saved.queries - warp_row(), columns);
     store_value_rows(rO, factor, gO, sO + warp_row() * OTile::kPitch);
 }
 
@@ -112,8 +112,8 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
     const Score& rule = p.call.score;
 
     // [A1.4]
-    const BlockWork work =
-        work_in_sections(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape, shape.heads_q, kSectionBytes);
+    const TileCoord work =
+        lpt_query_tile(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape, shape.heads_q, kL2SectionBytes);
     const Sequence sequence = sequence_of(shape, work.batch);
     const int32_t head = work.head, kv_head = head / (shape.heads_q / shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
@@ -136,22 +136,22 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
     if (threadIdx.x == 0) {
         const int32_t whole_first = smaller(cdiv(band.first_key(m_end - 1), kBlockN) - first, blocks);
         const int32_t whole_end = band.end_key(m_first) / kBlockN - first;
-        s.parked = {sequence.first_q + m_first,
-                    work.batch,
-                    head,
-                    m_end - m_first,
-                    m_first,
-                    first_key,
-                    whole_first,
-                    larger(whole_end - whole_first, 0),
-                    kMask == Mask::any ? 1.0f : static_cast<float>(rule.scale) * stored,
-                    scale_of(p.v_scale, work.batch, kv_head),
-                    NarrowBand(band)};
+        s.saved = {sequence.first_q + m_first,
+                   work.batch,
+                   head,
+                   m_end - m_first,
+                   m_first,
+                   first_key,
+                   whole_first,
+                   larger(whole_end - whole_first, 0),
+                   kMask == Mask::any ? 1.0f : static_cast<float>(rule.scale) * stored,
+                   scale_of(p.v_scale, work.batch, kv_head),
+                   NarrowBand(band)};
     }
 
     // [A1.5]
     float rO[kM][kHeadDimV / 8][4] = {};
-    TileSoftmax<Product, kM, 8> softmax;    // why 8: the largest e4m3 is 448
+    OnlineSoftmax<Product, kM, 8> softmax;    // why 8: the largest e4m3 is 448
     TileScore<Product> score(rule, sequence, head);
     if constexpr (kMask == Mask::any) score.head.scale *= stored;
 
@@ -173,7 +173,7 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
             __syncthreads();
             register_q.fill(shared_q);
         }
-        const Parked& parked = s.parked;
+        const Saved& saved = s.saved;
 
         // [A1.6]
         for (int32_t block = blocks - 1; block >= 0; block--) {
@@ -185,24 +185,24 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
             const uint32_t sV = ring.template next<Stream::value>(block, place);
 
             const auto at = [&] {
-                return Positions<false>(parked.first_query + warp_row(), parked.first_key + block * kBlockN);
+                return Positions<false>(saved.first_query + warp_row(), saved.first_key + block * kBlockN);
             };
             if constexpr (kMask == Mask::any) {
-                score.cap(rS);
+                score.apply_softcap(rS);
                 score.add_alibi(rS, at());
             }
             // why a branch: it is the same for the whole block of threads and stands between the products, where
             // a barrier splits the code anyway.
-            if (uint32_t(block - parked.whole_first) >= uint32_t(parked.whole_blocks))
-                mask_band(rS, at(), parked.band);
+            if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks))
+                mask_band(rS, at(), saved.band);
             // [A1.9]
-            const float unit_log2 = kMask == Mask::any ? kLog2e : parked.unit * kLog2e;
+            const float unit_log2 = kMask == Mask::any ? kLog2e : saved.unit * kLog2e;
             float rescale[kM][2];
     CF_UNROLL
             for (int m = 0; m < kM; m++) {
                 CF_UNROLL
                 for (int half = 0; half < 2; half++)
-                    rescale[m][half] = softmax.weigh_row(rS, m, half, unit_log2);
+                    rescale[m][half] = softmax.softmax_row(rS, m, half, unit_log2);
             }
             // [A1.10]
             add_values<Product, VTile>(rO, rS, rescale, sV);
@@ -210,28 +210,28 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
     }
 
     // [A1.12] [A1.13]
-    // sync: `parked` is visible, also to a block that had no keys and no other barrier; all are done with Q,
+    // sync: `saved` is visible, also to a block that had no keys and no other barrier; all are done with Q,
     // in whose place O leaves.
     __syncthreads();
-    const Parked parked = s.parked;
+    const Saved saved = s.saved;
     const float sink =
-        rule.sinks ? static_cast<const float*>(rule.sinks)[parked.head * rule.sinks_head] : -kInfinity;
-    float* gLse = head_rows<float>(p.call.lse, parked.batch, parked.head, parked.first_q);
+        rule.sinks ? static_cast<const float*>(rule.sinks)[saved.head * rule.sinks_head] : -kInfinity;
+    float* gLse = head_rows<float>(p.call.lse, saved.batch, saved.head, saved.first_q);
     float factor[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
-            const auto row = softmax.finish(m, half, parked.unit, sink);
+            const auto row = softmax.finalize(m, half, saved.unit, sink);
             const int32_t query = warp_row() + 16 * m + 8 * half + threadIdx.x % 32 / 4;
-            factor[m][half] = row.normaliser * parked.value;
-            if (p.call.lse.data && threadIdx.x % 4 == 0 && query < parked.queries)
+            factor[m][half] = row.normaliser * saved.value;
+            if (p.call.lse.data && threadIdx.x % 4 == 0 && query < saved.queries)
                 st_global(gLse + query * p.call.lse.row, row.lse);
         }
     }
     if (p.o_type == kBiasF16)
-        leave<__half>(p.call.o, parked, shape.head_dim_v, rO, factor, smem_addr(s.o.data));
-    else leave<__nv_bfloat16>(p.call.o, parked, shape.head_dim_v, rO, factor, smem_addr(s.o.data));
+        leave<__half>(p.call.o, saved, shape.head_dim_v, rO, factor, smem_addr(s.o.data));
+    else leave<__nv_bfloat16>(p.call.o, saved, shape.head_dim_v, rO, factor, smem_addr(s.o.data));
 }
 
 CF_KERNEL(Fp8ForwardParams, kThreads, CF_MIN_BLOCKS, flash_forward)

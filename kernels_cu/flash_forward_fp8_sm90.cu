@@ -4,7 +4,7 @@
 // Sources: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2 and section 3.3: V transposed in
 // the kernel, weights brought to where e4m3 is finest; without its overlap within a warpgroup. Second level of
 // sums: SageAttention2 (Zhang et al., arXiv:2411.10958).
-//   [A2.p]  the producer keeps K_j and V_j of the blocks of keys coming, last block first
+//   [A2.p]  the producer loads K_j and V_j, the last block of keys first
 //   [T]     transposers make V_j^T, in the order of keys that weights in registers have
 //   [A2.4]  S = Q K_j^T; wait
 //   [A2.6]  S becomes P: score, mask, row_max rises, P = 2^8 e^(S - row_max), row_sum; P rounded to e4m3
@@ -25,7 +25,11 @@
 //         kBlockN; barriers.
 //
 // Assumes: as flash_forward_sm90; scales of q and k above 0 unless kMask is any.
-#include "hopper/forward.cuh"
+#include "hopper/epilogue.cuh"
+#include "hopper/online_softmax.cuh"
+#include "hopper/producer.cuh"
+#include "hopper/tile_scheduler.cuh"
+#include "hopper/warp_scheduler_barrier.cuh"
 #include "hopper/transposed_values.cuh"
 
 // ---- Config
@@ -52,6 +56,10 @@ constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS,
 constexpr int kPartV = CF_PART_V;    // columns of O that are summed at a time
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
+// Registers of a thread, by setmaxnreg; transposers have those of the producer.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32,
+              kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+static_assert(fit_registers(kConsumers, kConsumerRegisters, kProducerRegisters));
 static_assert(kHeadDimV % kPartV == 0 && sizeof(Element) == 1);
 
 using Product = Math<Element, 1, false>;
@@ -75,7 +83,7 @@ struct SharedStorage {
     VTile v[CF_STAGES_V];
     TurnedTile turned[kStages];
     QRing q_ring;
-    Work<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
+    WorkTile<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
     Ring k_ring, turned_ring;
     RawRing v_ring;
 
@@ -85,14 +93,13 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-constexpr int kTransposers = 3;                 // warps
-constexpr int kCleared = kTurn + kConsumers;    // a named barrier
+constexpr int kTransposers = 3;    // warps
 // Units of V that a transposer has under way. why 3 where V^T is what products wait for: a unit alone waits for
 // its load, its bytes and its store, one after the other. An H200 (2026-11-27) had 803 TFLOP/s with one, 869 with 2,
 // 932 with 3 and 929 with 4, which spill. why not elsewhere: 2 were 3 % slower at head dim 128.
 constexpr int kAtOnce = kHeadDimV > 128 ? 3 : 1;
 
-// What hopper/forward.cuh asks for.
+// What the headers of hopper/ ask for.
 struct Kernel {
     using Params = HopperFp8ForwardParams;
     using Storage = SharedStorage;
@@ -103,16 +110,16 @@ struct Kernel {
     using KRing = Ring;
     using VRing = RawRing;
     using Product = ::Product;
-    using Softmax = TileSoftmax<Product, 1, 8>;    // why 8: the largest e4m3 is 448
+    using Softmax = OnlineSoftmax<Product, 1, 8>;    // why 8: the largest e4m3 is 448
     static constexpr Mask kMask = ::kMask;
-    static constexpr bool kTurns = CF_TURNS;     // warpgroups take turns in starting products
-    static constexpr bool kScheduler = false;    // why: its warp transposes
+    static constexpr bool kSchedulerBarrier = CF_TURNS;    // warpgroups take turns in starting products
+    static constexpr bool kSchedulerThread = false;        // why: its warp transposes
     static constexpr int kHeadDimV = ::kHeadDimV;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = ::kConsumers;
 };
 
 // What stored numbers of a tile are multiplied by.
-CF_DEVICE float scale_of(const Scales& scales, const Work<Kernel>& work) {
+CF_DEVICE float scale_of(const Scales& scales, const WorkTile<Kernel>& work) {
     return scales.data ? scales.data[work.batch * scales.batch + work.kv_head * scales.head] : 1.0f;
 }
 
@@ -126,7 +133,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
     for (QRing::Cursor q;; q.advance()) {
         // sync: what a tile is has come, with its Q.
         s.q_ring.wait(q);
-        const Work<Kernel>& work = s.work[q.phase][q.stage];
+        const WorkTile<Kernel>& work = s.work[q.phase][q.stage];
         int32_t left = work.blocks;
         if (left == kNoTile) break;
         // why: where the rows of V end before the tile other rows follow in memory, and 0 times NaN is NaN.
@@ -143,7 +150,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
             if (rows < kBlockN) {
                 clear_rows(s.v[from.stage], rows, 32 * warp + lane, 32 * kTransposers);
                 // sync: all rows are cleared before any warp reads them.
-                bar_sync(kCleared, 32 * kTransposers);
+                bar_sync(kVCleared, 32 * kTransposers);
                 rows = kBlockN;
             }
             transpose_values<kAtOnce>(s.turned[to.stage], s.v[from.stage], warp, kTransposers);
@@ -161,7 +168,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
 }
 
 // Where a consumer stands in the rings, from tile to tile.
-struct Place {
+struct Cursors {
     QRing::Cursor q;
     Ring::Cursor k, v;
 };
@@ -180,49 +187,49 @@ CF_DEVICE void add_part(float (&rO)[kHeadDimV / 2], const float (&rT)[n], float2
 }
 
 // The queries of one warpgroup.
-CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const Work<Kernel>& work, int warpgroup,
-                      Place& at) {
+CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const WorkTile<Kernel>& work, int warpgroup,
+                      Cursors& at) {
     constexpr bool kAny = kMask == Mask::any;
     const float stored = scale_of(p.q_scale, work) * scale_of(p.k_scale, work);
     const float unit = kAny ? 1.0f : static_cast<float>(p.call.score.scale) * stored;
-    Weights<Kernel> weights(p.call.score, work, work.first_row + 64 * warpgroup, unit * kLog2e);
-    if constexpr (kAny) weights.score.head.scale *= stored;
+    MaskedSoftmax<Kernel> softmax(p.call.score, work, work.first_row + 64 * warpgroup, unit * kLog2e);
+    if constexpr (kAny) softmax.score.head.scale *= stored;
     const ByRows<QTile> q(s.q_tile(at.q.stage, warpgroup));
     const ByRows<KTile> k(s.k[0]);
     float rO[kHeadDimV / 2] = {};
 
-    if (work.blocks > 0) take_turn<Kernel>(warpgroup);
+    if (work.blocks > 0) warp_scheduler_barrier_sync<Kernel>(warpgroup);
 #pragma unroll 1
     for (int32_t block = work.blocks - 1; block >= 0; block--) {
         uint32_t rP[kBlockN / 32][4];
         // [A2.4]
         float rS[kBlockN / 2];
         s.k_ring.wait(at.k);
-        wgmma_own(rS);
+        wgmma_fence_operand(rS);
         wgmma_fence();
         multiply(rS, q, k.of_tile(at.k.stage), false);
         wgmma_commit();
-        pass_turn<Kernel>(warpgroup);
+        warp_scheduler_barrier_arrive<Kernel>(warpgroup);
         // sync: S is in registers, K_j in use no more.
         wgmma_wait<0>();
-        wgmma_own(rS);
+        wgmma_fence_operand(rS);
         s.k_ring.release(at.k);
         at.k.advance();
         // [A2.6]
-        const float2 rescale = weights.weigh(rS, block).factor;
+        const float2 rescale = softmax.mask_and_softmax(rS, block).factor;
         to_e4m3_fragments(rP, rS);
         // [A2.14]
         s.turned_ring.wait(at.v);
-        take_turn<Kernel>(warpgroup);
+        warp_scheduler_barrier_sync<Kernel>(warpgroup);
         const auto part = [&](auto first) {
             float rT[kPartV / 2];
-            wgmma_own(rT);
+            wgmma_fence_operand(rT);
             wgmma_fence();
             multiply(rT, rP, ByRows<TurnedTile>(s.turned[0], first.kColumn).of_tile(at.v.stage), false);
             wgmma_commit();
             // sync: T is in registers.
             wgmma_wait<0>();
-            wgmma_own(rT);
+            wgmma_fence_operand(rT);
             add_part<first.kColumn>(rO, rT, rescale);
         };
         part(Column<0>());
@@ -230,33 +237,33 @@ CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const Work<Kern
         s.turned_ring.release(at.v);
         at.v.advance();
     }
-    if (work.blocks > 0) pass_turn<Kernel>(warpgroup);
+    if (work.blocks > 0) warp_scheduler_barrier_arrive<Kernel>(warpgroup);
 
     const float value = scale_of(p.v_scale, work);
     const int stage = at.q.stage;
     if (p.o_type == kBiasF16)
-        finish<Kernel, __half>(p, s, work, warpgroup, stage, weights.softmax, unit, value, rO);
+        epilogue<Kernel, __half>(p, s, work, warpgroup, stage, softmax.online, unit, value, rO);
     else
-        finish<Kernel, __nv_bfloat16>(p, s, work, warpgroup, stage, weights.softmax, unit, value, rO);
+        epilogue<Kernel, __nv_bfloat16>(p, s, work, warpgroup, stage, softmax.online, unit, value, rO);
 }
 
 CF_DEVICE void consume(const Kernel::Params& p, SharedStorage& s, int warpgroup) {
-    Place at;
-    if (warpgroup == kConsumers - 1) pass_turn<Kernel>(warpgroup);
+    Cursors at;
+    if (warpgroup == kConsumers - 1) warp_scheduler_barrier_arrive<Kernel>(warpgroup);
 #pragma unroll 1
     for (;; at.q.advance()) {
         // sync: Q has come, and with it what its tile is.
         s.q_ring.wait(at.q);
-        const Work<Kernel>& work = s.work[at.q.phase][at.q.stage];
+        const WorkTile<Kernel>& work = s.work[at.q.phase][at.q.stage];
         if (work.blocks == kNoTile) break;
         attend(p, s, work, warpgroup, at);
     }
-    if (warpgroup == 0) take_turn<Kernel>(warpgroup);    // why: nobody else takes the last one that was passed
+    if (warpgroup == 0) warp_scheduler_barrier_sync<Kernel>(warpgroup);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward(const Kernel::Params& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
-    const int warpgroup = warpgroup_of_thread();
+    const int warpgroup = warpgroup_index();
     if (threadIdx.x == 0) {
         Producer<Kernel>::prefetch(p);
         s.q_ring.init(4 * kConsumers + kTransposers);
@@ -268,12 +275,12 @@ CF_DEVICE void flash_forward(const Kernel::Params& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup == kConsumers) {
-        setmaxnreg_dec<kConsumers == 2 ? 40 : 32>();
+        setmaxnreg_dec<kProducerRegisters>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 4 * kConsumers;
         if (warp > 0) transpose(p, s, warp - 1);
         else if (elect_one()) Producer<Kernel>(p, s).run();
     } else {
-        setmaxnreg_inc<kConsumers == 2 ? 232 : 160>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, warpgroup);
     }
 }

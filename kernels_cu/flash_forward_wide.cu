@@ -9,7 +9,7 @@
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
 //
-// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of work_in_sections. Packed: seqlen_q is the
+// Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of lpt_query_tile. Packed: seqlen_q is the
 //         longest; blocks past the end of their sequence return.
 // Block:  kRowWarps times kKeyWarps warps. One block per multiprocessor.
 // Shared: what is not in registers of the Q tile; kSlots chunks, each of kKColumns columns of the K of a block or of
@@ -22,7 +22,7 @@
 #include "backward/operand.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/softmax_tile.cuh"
+#include "tile/online_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -51,7 +51,7 @@ constexpr int kWarps = kThreads / 32, kRowWarps = kBlockM / 16, kKeyWarps = kWar
 constexpr int kWarpKeys = kBlockN / kKeyWarps, kN = kWarpKeys / 8;
 constexpr int kKChunks = kHeadDim / kKColumns, kVChunks = kBlockN / kVKeys, kSteps = kKColumns / 16;
 constexpr int kM = kBlockM / 16, kNO = kHeadDimV / 8 / kWarps;
-constexpr uint32_t kSectionBytes = 16 << 20;    // of K and V that should stay in L2
+constexpr uint32_t kL2SectionBytes = 16 << 20;    // of K and V that should stay in L2
 static_assert(kQColumns % kKColumns == 0 && kHeadDim % kKColumns == 0, "Q is in registers by whole chunks");
 static_assert(kRowWarps * kKeyWarps == kWarps && kWarpKeys % 16 == 0 && kSlots >= 2);
 
@@ -71,7 +71,7 @@ static_assert(kQColumns == 0 || QPart::kBytes <= kSlots * kSlotBytes,
               "Q comes through the memory of the ring");
 
 // What the main loop seldom needs, or only the epilogue. why: as in flash_forward.
-struct Parked {
+struct Saved {
     int64_t first_q;                      // row of q of the tile's first query
     int32_t batch, head, queries;         // that exist in the tile
     int32_t first_query, first_key;       // positions of the tile and of block 0 of keys
@@ -84,7 +84,7 @@ struct SharedStorage {
     PTile p;
     float row_max[kKeyWarps][kBlockM];    // of the keys of a warp; in the end its sums
     float factor[kBlockM];                // that rows of O are waiting for
-    alignas(128) Parked parked;
+    alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
@@ -195,8 +195,8 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
 
     // [A1.4]
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_in_sections(blockIdx.x, tiles, p.shape, p.shape.heads_q,
-                                            kSectionBytes / uint32_t(sizeof(Element)));
+    const TileCoord work = lpt_query_tile(blockIdx.x, tiles, p.shape, p.shape.heads_q,
+                                            kL2SectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
@@ -214,7 +214,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     const int32_t whole_first = smaller(cdiv(band.first_key(m_end - 1), kBlockN) - first, blocks);
     const int32_t whole_blocks = larger(band.end_key(m_first) / kBlockN - first - whole_first, 0);
     if (threadIdx.x == 0)
-        s.parked = {sequence.first_q + m_first,
+        s.saved = {sequence.first_q + m_first,
                     work.batch,
                     head,
                     m_end - m_first,
@@ -225,7 +225,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                     NarrowBand(band)};
 
     float rO[kM][kNO][4] = {};
-    TileSoftmax<Product, 1> softmax;
+    OnlineSoftmax<Product, 1> softmax;
     const float unit_log2 = static_cast<float>(p.score.scale * 1.4426950408889634);
     if (blocks > 0) {
         RegisterQ register_q;
@@ -241,7 +241,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                 cp_async_commit();
                 cp_async_wait<0>();
             }
-            // sync: Q is visible, and so is `parked`.
+            // sync: Q is visible, and so is `saved`.
             __syncthreads();
             if constexpr (kQColumns > 0) {
                 register_q.fill(SharedRows<Product, QPart>(smem_addr(s.slots), row_first));
@@ -257,7 +257,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
             smem_addr(s.slots)};
         ring.begin(blocks - 1);
 
-        const Parked& parked = s.parked;
+        const Saved& saved = s.saved;
         const AccumulatorWriter<PTile> write_p(smem_addr(s.p.data), row_first, kN * key_warp);
         // [A1.6]
 #pragma unroll 1
@@ -277,16 +277,16 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                 multiply<Product, kSteps>(rS, shared_q, RowsAsB<KTile>(sK, kWarpKeys * key_warp));
                 shared_q.advance(kSteps);
             }
-            if (uint32_t(block - parked.whole_first) >= uint32_t(parked.whole_blocks)) {
-                const Positions<false> at(parked.first_query + row_first,
-                                          parked.first_key + block * kBlockN + kWarpKeys * key_warp);
-                mask_band(rS, at, parked.band);
+            if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks)) {
+                const Positions<false> at(saved.first_query + row_first,
+                                          saved.first_key + block * kBlockN + kWarpKeys * key_warp);
+                mask_band(rS, at, saved.band);
             }
             // [A1.9]
             float highest[2];
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
-                highest[half] = softmax.highest_of(rS, 0, half);
+                highest[half] = softmax.row_max_of(rS, 0, half);
                 if (t == 0) s.row_max[key_warp][row_first + 8 * half + g] = highest[half];
             }
             // sync: maxima of the warps that share these rows.
@@ -297,10 +297,10 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                 CF_UNROLL
                 for (int w = 1; w < kKeyWarps; w++)
                     highest[half] = fmaxf(highest[half], s.row_max[(key_warp + w) % kKeyWarps][row]);
-                const auto to = softmax.raise(0, half, highest[half], unit_log2);
+                const auto to = softmax.update_max(0, half, highest[half], unit_log2);
                 softmax.row_sum[0][half] =
                     fmaf(softmax.row_sum[0][half], to.rescale,
-                         softmax.make_weights(rS, 0, half, unit_log2, to.reference));
+                         softmax.scale_apply_exp2(rS, 0, half, unit_log2, to.reference));
                 if (key_warp == 0 && t == 0) s.factor[row] = to.rescale;
                 CF_UNROLL
                 for (int n = 0; n < kN; n++)
@@ -313,7 +313,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                 if (chunk == 0) {
                     CF_UNROLL
                     for (int m = 0; m < kM; m++)
-                        TileSoftmax<Product, kM>::follow_rows(
+                        OnlineSoftmax<Product, kM>::rescale_o(
                             rO, m, float2{s.factor[16 * m + g], s.factor[16 * m + 8 + g]});
                 }
                 RowsAsA<PTile> weights(smem_addr(s.p.data), 0);
@@ -324,9 +324,9 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     }
 
     // [A1.12] [A1.13]
-    // sync: all are done with the maxima, with Q and the ring; `parked` is visible.
+    // sync: all are done with the maxima, with Q and the ring; `saved` is visible.
     __syncthreads();
-    const Parked parked = s.parked;
+    const Saved saved = s.saved;
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
         const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
@@ -336,9 +336,9 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     __syncthreads();
     if (key_warp == 0 && t == 0) {
         const float sink = p.score.sinks
-                               ? static_cast<const float*>(p.score.sinks)[parked.head * p.score.sinks_head]
+                               ? static_cast<const float*>(p.score.sinks)[saved.head * p.score.sinks_head]
                                : -kInfinity;
-        float* gLse = head_rows<float>(p.lse, parked.batch, parked.head, parked.first_q);
+        float* gLse = head_rows<float>(p.lse, saved.batch, saved.head, saved.first_q);
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int row = row_first + 8 * half + g;
@@ -346,9 +346,9 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
             CF_UNROLL
             for (int w = 0; w < kKeyWarps; w++) sum += s.row_max[w][row];
             const float top = softmax.row_max[0][half], unit = static_cast<float>(p.score.scale);
-            const FinishedRow done = finish_row(top == -kInfinity ? top : top * unit, sum, sink);
+            const FinalRow done = finalize_row(top == -kInfinity ? top : top * unit, sum, sink);
             s.factor[row] = done.normaliser;
-            if (p.lse.data && row < parked.queries) st_global(gLse + row * p.lse.row, done.lse);
+            if (p.lse.data && row < saved.queries) st_global(gLse + row * p.lse.row, done.lse);
         }
     }
     // sync: the factors of all rows.
@@ -370,9 +370,9 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     __syncthreads();
     constexpr int kRows = 8;    // of a warp, while there are any
     const int of_warp = kRows * warp;
-    Element* o_first = head_rows<Element>(p.o, parked.batch, parked.head, parked.first_q + of_warp);
+    Element* o_first = head_rows<Element>(p.o, saved.batch, saved.head, saved.first_q + of_warp);
     copy_staged_rows<Tile<Element, kRows, kHeadDimV>>(
-        sO + of_warp * OTile::kPitch, {o_first, p.o.row, parked.queries - of_warp, p.shape.head_dim_v});
+        sO + of_warp * OTile::kPitch, {o_first, p.o.row, saved.queries - of_warp, p.shape.head_dim_v});
 }
 
 CF_KERNEL(ForwardParams, kThreads, 1, flash_forward_wide)

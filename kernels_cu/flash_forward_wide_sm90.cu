@@ -1,7 +1,7 @@
 // Attention forward on Hopper for head dims above 256: TMA, wgmma, two warpgroups that share the columns of O.
 //
 // Source: A2, Algorithm 2, as flash_forward_sm90 has it; tags and signs are explained there.
-//   [A2.p]  the producer keeps chunks of K_j and V_j of the blocks of keys coming, last block first
+//   [A2.p]  the producer loads K_j and V_j in chunks, the last block of keys first
 //   [A2.4]  S = Q K^T of the last block; wait
 //   [A2.6]  S becomes P: mask, row_max rises, P = e^(S - row_max), row_sum
 //   [A2.9]  S = Q K_j^T starts
@@ -13,15 +13,19 @@
 //   [A2.21] O = O / row_sum, LSE = row_max + log(row_sum); 0 and -inf in a row without keys
 //
 // Grid:   as flash_forward_sm90.
-// Block:  a warpgroup that does all of the above for the first half of the columns of O; one that only does
-//         [A2.11] and [A2.14] for the other half, with P and factors from shared memory; one of which a thread is the
-//         producer, and one of another warp the scheduler, a tile ahead.
+// Block:  a warpgroup that does all of the above for the first half of the columns of O; one that does [A2.11] and
+//         [A2.14] alone for the other half, with P and rescale factors from shared memory; one of which a thread is the
+//         producer, and one of another warp the tile scheduler, a tile ahead.
 // Shared: Q (O leaves through it), 64 x kHeadDim; kSlots chunks of 64 keys x 64 columns, in one ring: K of the last
 //         block, then K of the next and V of this one, and so on; P; factors; barriers.
 //
 // Assumes: as flash_forward_sm90 of kind band.
 // Not here: mask, bias, ALiBi, softcap, dropout, spans, one order of additions (simple_forward).
-#include "hopper/forward.cuh"
+#include "hopper/named_barriers.cuh"
+#include "hopper/online_softmax.cuh"
+#include "hopper/producer.cuh"
+#include "hopper/tile_scheduler.cuh"
+#include "hopper/warpgroup.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -43,6 +47,8 @@ constexpr int kKChunks = kHeadDim / 64, kVChunks = kHeadDimV / 64, kHalf = kVChu
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % 128 == 0,
               "chunks are whole, and each warpgroup has as many of V");
 static_assert(kBlockM == 64 && kBlockN == 64 && kThreads == 384);
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;    // of a thread, by setmaxnreg
+static_assert(fit_registers(2, kConsumerRegisters, kProducerRegisters));
 static_assert(kSlots >= kKChunks + kVChunks, "K of a block and V of the one before are read together");
 
 using Product = Math<Element, 1, false>;
@@ -58,7 +64,7 @@ struct SharedStorage {
     Chunk slots[kSlots];
     Chunk p;
     StageRing<1> q_ring;
-    Work<Kernel> work[2][1];    // by phase of Q
+    WorkTile<Kernel> work[2][1];    // by phase of Q
     StageRing<1> work_ring;
     Ring ring;
     float factor[64];    // that rows of O are waiting for
@@ -68,10 +74,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// Named barriers. kFull, kEmpty: of P and its factors. kCleared: of each warpgroup.
-enum : int { kFull = 1, kEmpty = 2, kCleared = 3 };
-
-// What hopper/forward.cuh asks for, where its producer and `finish` are not used.
+// What the headers of hopper/ ask for; of the producer all but its main loop.
 struct Kernel {
     using Params = HopperForwardParams;
     using Storage = SharedStorage;
@@ -82,9 +85,9 @@ struct Kernel {
     using WorkRing = StageRing<1>;
     using Product = ::Product;
     // why 8: as in flash_forward_sm90.
-    using Softmax = TileSoftmax<Product, 1, 0, 8>;
+    using Softmax = OnlineSoftmax<Product, 1, 0, 8>;
     static constexpr Mask kMask = Mask::CF_MASK;
-    static constexpr bool kTurns = false, kScheduler = true;
+    static constexpr bool kSchedulerBarrier = false, kSchedulerThread = true;
     static constexpr int kBlockM = ::kBlockM, kBlockN = ::kBlockN, kConsumers = 1;
 };
 
@@ -100,7 +103,7 @@ CF_DEVICE void produce(const HopperForwardParams& p, SharedStorage& s) {
     Ring::Cursor at;
 #pragma unroll 1
     for (;;) {
-        const Work<Kernel>& work = producer.next_work();
+        const WorkTile<Kernel>& work = producer.get_next_work();
         if (work.blocks == kNoTile) break;
         const auto send = [&](const TensorMap& map, int32_t block, int chunks) {
             const int32_t row = producer.key_row(work, block);
@@ -112,13 +115,13 @@ CF_DEVICE void produce(const HopperForwardParams& p, SharedStorage& s) {
                 at.advance();
             }
         };
-        // why K before Q: as in hopper/forward.cuh.
+        // why K before Q: as in hopper/producer.cuh.
         if (work.blocks > 0) send(p.k_map, work.blocks - 1, kKChunks);
-        producer.send_q(work);
-        if (work.blocks <= producer.kAhead) producer.look_ahead();
+        producer.load_q(work);
+        if (work.blocks <= producer.kAhead) producer.request_next_work();
 #pragma unroll 1
         for (int32_t block = work.blocks - 1; block >= 0; block--) {
-            if (block == producer.kAhead) producer.look_ahead();
+            if (block == producer.kAhead) producer.request_next_work();
             if (block > 0) send(p.k_map, block - 1, kKChunks);
             send(p.v_map, block, kVChunks);
         }
@@ -138,7 +141,7 @@ struct Values {
         for (int c = 0; c < kHalf; c++) s.ring.wait(at), at.advance();
     }
     // Of the last block. why: where the rows of V end before it other rows follow in memory, and 0 times NaN is NaN.
-    CF_DEVICE void clear(const ForwardParams& call, const Work<Kernel>& work, Ring::Cursor at,
+    CF_DEVICE void clear(const ForwardParams& call, const WorkTile<Kernel>& work, Ring::Cursor at,
                          int warpgroup) const {
         const int32_t rows = work.sequence.seqlen_k - work.first_key - (work.blocks - 1) * kBlockN;
         if (rows >= kBlockN || !(call.shape.packed || call.shape.seqused_k)) return;
@@ -150,13 +153,13 @@ struct Values {
         }
         fence_proxy_async();
         // sync: the warpgroup has cleared them before its products read them.
-        bar_sync(kCleared + warpgroup, 128);
+        bar_sync(kVCleared + warpgroup, 128);
     }
     CF_DEVICE void start(float (&rO)[kHalf][32], const uint32_t (&rP)[4][4], Ring::Cursor at) const {
         // why all at once: with a wait between products NVRTC 12.9 serialises them.
         wait(at);
         CF_UNROLL
-        for (int c = 0; c < kHalf; c++) wgmma_own(rO[c]);
+        for (int c = 0; c < kHalf; c++) wgmma_fence_operand(rO[c]);
         wgmma_fence();
         CF_UNROLL
         for (int c = 0; c < kHalf; c++) {
@@ -167,12 +170,12 @@ struct Values {
     }
     CF_DEVICE void end(float (&rO)[kHalf][32], Ring::Cursor& at) const {
         CF_UNROLL
-        for (int c = 0; c < kHalf; c++) wgmma_own(rO[c]), s.ring.release(at), at.advance();
+        for (int c = 0; c < kHalf; c++) wgmma_fence_operand(rO[c]), s.ring.release(at), at.advance();
     }
 };
 
 // The rows of O that have factors. any: whether one of the warp's is not 1.
-CF_DEVICE void rescale(float (&rO)[kHalf][32], bool any, float2 factor) {
+CF_DEVICE void rescale_o(float (&rO)[kHalf][32], bool any, float2 factor) {
     if (!any) return;
     CF_UNROLL
     for (int c = 0; c < kHalf; c++) {
@@ -182,9 +185,9 @@ CF_DEVICE void rescale(float (&rO)[kHalf][32], bool any, float2 factor) {
 }
 
 // A warp's 16 rows of a half of O, through the memory of Q, which every warp of the block then frees.
-CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& tile, float (&rO)[kHalf][32],
+CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& tile, float (&rO)[kHalf][32],
                      int warpgroup) {
-    const Work<Kernel> work = tile;    // why: there are registers again, and it is read once
+    const WorkTile<Kernel> work = tile;    // why: there are registers again, and it is read once
     const int warp = threadIdx.x / 32 % 4, first_row = work.first_row + 16 * warp, first_column = warpgroup * (kHeadDimV / 2);
     auto& sO = reinterpret_cast<OTile*>(s.q.data)[4 * warpgroup + warp];
     CF_UNROLL
@@ -197,9 +200,9 @@ CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const Work<
     fence_proxy_async();
     __syncwarp();
     const bool leader = elect_one();
-    // why: as in `finish` of hopper/forward.cuh.
+    // why: as in hopper/epilogue.cuh.
     const bool packed = p.call.shape.packed;
-    if (packed && of_warp(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
+    if (packed && warp_uniform(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
         const auto place = [&](int i) -> Element* {
             const int32_t row = first_row + i;
             if (!work.exists(row)) return nullptr;
@@ -221,16 +224,16 @@ CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const Work<
 }
 
 // Where the first warpgroup stands in the ring, from tile to tile.
-struct Place {
+struct Cursors {
     Ring::Cursor k, v;
 };
 
-CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, const Values& values,
-                      ByRows<Chunk> k, Place& at) {
+CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
+                      ByRows<Chunk> k, Cursors& at) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = threadIdx.x / 32 % 4 * 16;
     const double scale = p.call.score.scale;
-    Weights<Kernel> weights(p.call.score, work, work.first_row,
-                            of_warp(static_cast<float>(scale * 1.4426950408889634)));
+    MaskedSoftmax<Kernel> softmax(p.call.score, work, work.first_row,
+                            warp_uniform(static_cast<float>(scale * 1.4426950408889634)));
     float rO[kHalf][32] = {};
     if (work.blocks > 0) {
         const ByRows<QTile> q(s.q);
@@ -240,7 +243,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
 #pragma unroll 1
             for (int c = 0; c < kKChunks; c++) s.ring.wait(chunk), chunk.advance();
             chunk = at.k;
-            wgmma_own(rS);
+            wgmma_fence_operand(rS);
             wgmma_fence();
             const auto of_q = q.anew();
             CF_UNROLL
@@ -254,17 +257,17 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
             wgmma_commit();
         };
         const auto end_s = [&](float (&rS)[32]) {
-            wgmma_own(rS);
+            wgmma_fence_operand(rS);
             CF_UNROLL
             for (int c = 0; c < kKChunks; c++) s.ring.release(at.k), at.k.advance();
         };
         const auto publish = [&](float2 factor) {
             // sync: the other warpgroup has read the P before.
-            bar_sync(kEmpty, 256);
+            bar_sync(kPEmpty, 256);
             store_fragments(s.p, 0, 0, rP);
             if (t == 0) s.factor[warp_row + g] = factor.x, s.factor[warp_row + 8 + g] = factor.y;
             // sync: P and its factors are visible to the other warpgroup.
-            bar_arrive(kFull, 256);
+            bar_arrive(kPFull, 256);
         };
         {
             // [A2.4]
@@ -274,9 +277,9 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
             wgmma_wait<0>();
             end_s(rS);
             // [A2.6]
-            const Rise rise = weights.weigh(rS, work.blocks - 1);
+            const Rescale rescale = softmax.mask_and_softmax(rS, work.blocks - 1);
             to_fragments<Element>(rP, rS);
-            publish(rise.factor);
+            publish(rescale.factor);
         }
         at.v = at.k;
         if (work.blocks > 1) skip(at.v, kKChunks);    // K of the next block lies before V of this one
@@ -294,16 +297,16 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
             end_s(rS);
             skip(at.k, kVChunks);
             // [A2.13]
-            const Rise rise = weights.weigh(rS, block);
+            const Rescale rescale = softmax.mask_and_softmax(rS, block);
             // [A2.14]
-            pin_schedule(__float_as_uint(weights.softmax.row_sum[0][1]));    // why: or ptxas waits before the softmax
+            pin_schedule(__float_as_uint(softmax.online.row_sum[0][1]));    // why: or ptxas waits before the softmax
             // sync: O is in registers, P and V in use no more.
             wgmma_wait<0>();
             values.end(rO, at.v);
             skip(at.v, kHalf + (block > 0 ? kKChunks : 0));
             to_fragments<Element>(rP, rS);
-            publish(rise.factor);
-            rescale(rO, rise.any, rise.factor);
+            publish(rescale.factor);
+            rescale_o(rO, rescale.any, rescale.factor);
         }
         // [A2.19]
         values.start(rO, rP, at.v);
@@ -314,7 +317,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
     }
     // [A2.21]
     // sync: the other warpgroup has read the factors before, and no warp of this one multiplies Q.
-    bar_sync(kEmpty, 256);
+    bar_sync(kPEmpty, 256);
     const Score& rule = p.call.score;
     float2 factor;
     CF_UNROLL
@@ -322,7 +325,7 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
         const int32_t row = work.first_row + warp_row + 8 * half + g, head = work.head(row);
         const float sink =
             rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
-        const FinishedRow end = weights.softmax.finish(0, half, static_cast<float>(scale), sink);
+        const FinalRow end = softmax.online.finalize(0, half, static_cast<float>(scale), sink);
         (half ? factor.y : factor.x) = end.normaliser;
         if (p.call.lse.data && t == 0 && work.exists(row))
             st_global(head_rows<float>(p.call.lse, work.batch, head, work.sequence.first_q + work.rows.query(row)),
@@ -330,19 +333,19 @@ CF_DEVICE void attend(const HopperForwardParams& p, SharedStorage& s, const Work
     }
     if (t == 0) s.factor[warp_row + g] = factor.x, s.factor[warp_row + 8 + g] = factor.y;
     // sync: the factors are visible to the other warpgroup, which may use the memory of Q.
-    bar_arrive(kFull, 256);
-    rescale(rO, true, factor);
+    bar_arrive(kPFull, 256);
+    rescale_o(rO, true, factor);
     store(p, s, work, rO, 0);
 }
 
-CF_DEVICE void follow(const HopperForwardParams& p, SharedStorage& s, const Work<Kernel>& work, const Values& values,
+CF_DEVICE void attend_second_half(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
                       Ring::Cursor& at) {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
     float rO[kHalf][32] = {};
     uint32_t rP[4][4];
     const auto take = [&](bool weights) {
         // sync: P and its factors are visible.
-        bar_sync(kFull, 256);
+        bar_sync(kPFull, 256);
         if (weights) {
             CF_UNROLL
             for (int k = 0; k < 4; k++)
@@ -350,14 +353,14 @@ CF_DEVICE void follow(const HopperForwardParams& p, SharedStorage& s, const Work
         }
         const float2 factor{s.factor[warp_row + lane / 4], s.factor[warp_row + 8 + lane / 4]};
         // sync: the first warpgroup may write the next ones.
-        bar_arrive(kEmpty, 256);
+        bar_arrive(kPEmpty, 256);
         return factor;
     };
     if (work.blocks > 0) skip(at, kKChunks);
 #pragma unroll 1
     for (int32_t block = work.blocks - 1; block >= 0; block--) {
         const float2 factor = take(true);
-        rescale(rO, __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f), factor);
+        rescale_o(rO, __any_sync(0xffffffffu, factor.x != 1.0f || factor.y != 1.0f), factor);
         skip(at, kHalf + (block > 0 ? kKChunks : 0));
         // why only now: before P comes the slots may be two passes behind, and a wait knows one.
         if (block == work.blocks - 1) values.clear(p.call, work, at, 1);
@@ -366,7 +369,7 @@ CF_DEVICE void follow(const HopperForwardParams& p, SharedStorage& s, const Work
         wgmma_wait<0>();
         values.end(rO, at);
     }
-    rescale(rO, true, take(false));
+    rescale_o(rO, true, take(false));
     store(p, s, work, rO, 1);
 }
 
@@ -374,24 +377,24 @@ CF_DEVICE void consume(const HopperForwardParams& p, SharedStorage& s, int warpg
     const Values values(s);
     ByRows<Chunk> k(s.slots[0]);
     k.hold();
-    Place at;
-    if (warpgroup == 1) bar_arrive(kEmpty, 256);
+    Cursors at;
+    if (warpgroup == 1) bar_arrive(kPEmpty, 256);
     StageRing<1>::Cursor q_at;
 #pragma unroll 1
     for (;; q_at.advance()) {
         // sync: Q has come, and with it what its tile is.
         s.q_ring.wait(q_at);
-        const Work<Kernel>& work = s.work[q_at.phase][0];
+        const WorkTile<Kernel>& work = s.work[q_at.phase][0];
         if (work.blocks == kNoTile) break;
-        if (warpgroup == 0) attend(p, s, work, values, k, at);
-        else follow(p, s, work, values, at.v);
+        if (warpgroup == 0) attend_first_half(p, s, work, values, k, at);
+        else attend_second_half(p, s, work, values, at.v);
     }
-    if (warpgroup == 0) bar_sync(kEmpty, 256);    // why: nobody else takes the last one
+    if (warpgroup == 0) bar_sync(kPEmpty, 256);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward_wide(const HopperForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
-    const int warpgroup = warpgroup_of_thread();
+    const int warpgroup = warpgroup_index();
     if (threadIdx.x == 0) {
         Producer<Kernel>::prefetch(p);
         s.q_ring.init(8);
@@ -402,12 +405,12 @@ CF_DEVICE void flash_forward_wide(const HopperForwardParams& p) {
     // sync: barriers are initialised before anyone uses them.
     __syncthreads();
     if (warpgroup == 2) {
-        setmaxnreg_dec<24>();
+        setmaxnreg_dec<kProducerRegisters>();
         const int warp = static_cast<int>(threadIdx.x) / 32 - 8;
         if (warp == 0 && elect_one()) produce(p, s);
-        else if (warp == 1 && elect_one()) Scheduler<Kernel>(p.call, s).run();
+        else if (warp == 1 && elect_one()) TileScheduler<Kernel>(p.call, s).run();
     } else {
-        setmaxnreg_inc<240>();
+        setmaxnreg_inc<kConsumerRegisters>();
         consume(p, s, warpgroup);
     }
 }

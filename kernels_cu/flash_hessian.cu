@@ -14,8 +14,8 @@
 // Products of a tangent that is null are left out, and its tiles are not read: of 15 in all, 7 in dq_dot and 8 in
 // dkv_dot.
 //
-// Grid:   along x. dq_dot: ceil(seqlen_q / kBlockM) * heads_q * batch in the order of work_in_sections; dkv_dot:
-//         ceil(seqlen_k / kBlockN) * heads_k * batch in that of keys_in_sections. Packed: seqlens are the longest;
+// Grid:   along x. dq_dot: ceil(seqlen_q / kBlockM) * heads_q * batch in the order of lpt_query_tile; dkv_dot:
+//         ceil(seqlen_k / kBlockN) * heads_k * batch in that of lpt_key_tile. Packed: seqlens are the longest;
 //         blocks past the end of their sequence return.
 // Block:  dq_dot: a warp has 16 rows of queries, of S and of dotdQ. dkv_dot: 16 rows of keys, of S^T and of dotdK
 //         and dotdV, so that what multiplies dO, Q and dotQ is A as it stands in registers.
@@ -119,7 +119,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
 
     const BackwardParams& p = params.call;
     const int32_t m_tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_in_sections(blockIdx.x, m_tiles, p.shape, p.shape.heads_q, kSectionElements);
+    const TileCoord work = lpt_query_tile(blockIdx.x, m_tiles, p.shape, p.shape.heads_q, kSectionElements);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t kv_head = work.head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
@@ -177,7 +177,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
             const bool all = contains(whole, tile);
             CF_UNROLL
             for (int n = 0; n < kN; n++)
-                gradient.differentiate(rS[0][n], rMoved[0][n], rDP[n], rDP[kN + n], rows, at.of_column(n), all);
+                gradient.compute_ds(rS[0][n], rMoved[0][n], rDP[n], rDP[kN + n], rows, at.of_column(n), all);
             // [H.7]
             if (k_moves) multiply_by_columns<Product, KeyTile<2 * kBlockN>>(rDQ, parted<1, 2 * kN>(rDP), sK);
             else multiply_by_columns<Product, KTile>(rDQ, parted<1, kN>(rDP), sK);
@@ -210,8 +210,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
     constexpr int kN = kBlockM / 8;
 
     const BackwardParams& p = params.call;
-    const BlockWork work =
-        keys_in_sections(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape, kSectionElements);
+    const TileCoord work =
+        lpt_key_tile(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape, kSectionElements);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t n_first = work.tile * kBlockN, n_end = n_first + kBlockN;
     if (n_first >= sequence.rows_k) return;
@@ -271,7 +271,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
                     for (int i = 0; i < 2; i++)
                         rows[i] = Slot::row_of(sQ, there.column + i - tile * kBlockM,
                                                there.column + i < sequence.seqlen_q);
-                    gradient.differentiate(rS[0][n], rMoved[0][n], rDP[n], rDP[kN + n], rows, there, all);
+                    gradient.compute_ds(rS[0][n], rMoved[0][n], rDP[n], rDP[kN + n], rows, there, all);
                 }
                 // [H.3] [H.8]
                 multiply_by_columns<Product, DOTile>(rDV, rS, sDO);

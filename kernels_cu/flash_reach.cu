@@ -1,15 +1,15 @@
-// Which blocks of keys each tile of queries reaches through band, spans and blocks, and which of them in part: two
-// bits of each. Runs before kernels of kind spans, which skip by them.
+// Block sparsity of band, spans and block masks: two bits for each tile of queries and block of keys, whether any pair
+// counts and whether some pairs are masked. Runs before the kernels of kind spans, which skip empty blocks and mask partial
+// ones.
 //
-// Passes: of_queries for flash_forward_sm90: each tile of queries has the bits of its blocks of keys; of_keys for
-// flash_backward_sm90: each block of keys has those of its tiles of queries.
+// Passes: of_queries, for flash_forward_sm90: each tile of queries has the bits of its blocks of keys; of_keys, for
+// flash_backward_sm90: each block of keys has the bits of its tiles of queries.
 //
-//   [R.1]  of each tile of rows that have intervals: the least and greatest of their starts and of their stops
-//   [R.2]  a block is seen if the band reaches it, an interval may, and any block of the mask in it is seen; it is
-//          partial unless the band and an interval of every row hold it whole, and all blocks of the mask are seen as
-//          a whole
+//   [R.1]  for each tile of rows with intervals: the least and the greatest start and stop
+//   [R.2]  a block is not empty if the band reaches it, an interval may, and a block of the mask in it is not empty; it is
+//          partial unless it lies in the band, in an interval of every row, and in full blocks of the mask
 //
-// What is seen may hold no pair after all (the intervals of a tile are taken as one); what is not seen holds none.
+// A block that is not empty may have no pair after all, for the intervals of a tile are taken as one; an empty one has none.
 //
 // Grid:   x = ((batch * heads_q + head) * ceil(tiles / 32) + 32 tiles of queries) * words + 32 blocks of keys. Blocks
 //         whose (batch, head) is like another one's return.
@@ -88,7 +88,7 @@ CF_DEVICE void flash_reach(const Params& p) {
     const Shape& shape = p.shape;
     const int32_t tiles = cdiv(shape.seqlen_q, kBlockM), words = cdiv(cdiv(shape.seqlen_k, kBlockN), 32);
     const uint32_t of_head = static_cast<uint32_t>(cdiv(tiles, 32) * words);
-    const BlockWork work = work_of_block(blockIdx.x, static_cast<int32_t>(of_head), shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, static_cast<int32_t>(of_head), shape.heads_q);
     if (reach_of(p, work.batch, work.head, 0) !=
         static_cast<const void*>(head_rows<uint32_t>(p.reach, work.batch, work.head, 0)))
         return;

@@ -2,7 +2,7 @@
 //
 //   [S.1]  the largest finite element of a tile
 //   [S.2]  s, a power of two; h0 = half(x s), h1 = half(x s - h0), and 1 / s
-// why a kernel of its own: who attends would split K and V again for each tile of queries, and the shared memory that
+// why a kernel of its own: the attention kernel would split K and V again for each tile of queries, and the shared memory that
 // this takes, 256 KB of 64 keys of head dim 128, is as much as the products read.
 //
 // Grid:   x: the tiles of q, 64 rows of a group each; of k, kBlockN keys of a head each; of v, the same. Of packed
@@ -11,6 +11,7 @@
 // Shared: the largest of each warp.
 //
 // Assumes: rows contiguous, on 16-byte boundaries.
+#include "attention/softmax.cuh"
 #include "hopper/halves.cuh"
 
 // ---- Config
@@ -92,16 +93,16 @@ CF_DEVICE void split_tile(SharedStorage& s, void* records, int64_t record, int32
 CF_DEVICE void flash_split(const F16x3ForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Shape& shape = p.call.shape;
-    const GroupedRows rows(p.call);
+    const PackGqa rows(p.call);
     const int32_t tiles = rows.tiles(shape.seqlen_q, kBlockM) * (kBlockM / 64), groups = rows.groups(shape);
     const uint32_t of_q = static_cast<uint32_t>(tiles) * static_cast<uint32_t>(groups * shape.batch);
     const int32_t blocks = cdiv(shape.seqlen_k, kBlockN);
     const uint32_t of_k = static_cast<uint32_t>(blocks) * static_cast<uint32_t>(shape.heads_k * shape.batch);
     if (blockIdx.x < of_q) {
-        const BlockWork work = work_of_block(blockIdx.x, tiles, groups);
+        const TileCoord work = tile_coord(blockIdx.x, tiles, groups);
         const Sequence sequence = sequence_of(shape, work.batch);
         const int32_t first = 64 * work.tile;
-        // why the whole tile of kBlockM rows: who attends reads all of it.
+        // why the whole tile of kBlockM rows: the attention kernel reads all of it.
         if (work.tile / (kBlockM / 64) >= rows.tiles(sequence.seqlen_q, kBlockM)) return;
         const int64_t record =
             record_of_q(shape, rows, sequence, work.head, work.tile / (kBlockM / 64), kBlockM) +
@@ -115,7 +116,7 @@ CF_DEVICE void flash_split(const F16x3ForwardParams& p) {
         return;
     }
     const bool values = blockIdx.x - of_q >= of_k;
-    const BlockWork work = work_of_block(blockIdx.x - of_q - (values ? of_k : 0), blocks, shape.heads_k);
+    const TileCoord work = tile_coord(blockIdx.x - of_q - (values ? of_k : 0), blocks, shape.heads_k);
     const Sequence sequence = sequence_of(shape, work.batch);
     const int32_t first = kBlockN * work.tile;
     if (first >= sequence.seqlen_k) return;

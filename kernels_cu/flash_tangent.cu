@@ -12,7 +12,7 @@
 // Products of a tangent that is null are left out, and its tiles are not read. No running maximum: LSE is given.
 //
 // Grid:   as of flash_forward.cu: x = ceil(seqlen_q / kBlockM) * heads_q * batch in the order of
-//         work_in_sections. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
+//         lpt_query_tile. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
 // Block:  kWarps warps, each with 16 rows of its own from Q K^T to the end.
 // Shared: Q (dotO leaves through it) and dotQ, kBlockM x kHeadDim elements each; then two slots, of K and dotK or
 //         of V and dotV, 2 kBlockN x kHeadDim elements each.
@@ -49,7 +49,7 @@ constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS;
 constexpr int kN = kBlockN / 8, kNV = kHeadDimV / 8;
-constexpr uint32_t kSectionBytes = 16 << 20;    // of K, V and their tangents that should stay in L2
+constexpr uint32_t kL2SectionBytes = 16 << 20;    // of K, V and their tangents that should stay in L2
 static_assert(kBlockM == kThreads / 2, "a warp owns 16 rows");
 static_assert(kHeadDimV <= kHeadDim, "dotO leaves through the tile of Q");
 
@@ -81,8 +81,8 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
 
     // [J.1]
     const int32_t m_tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_in_sections(blockIdx.x, m_tiles, p.shape, p.shape.heads_q,
-                                            kSectionBytes / uint32_t(2 * sizeof(Element)));
+    const TileCoord work = lpt_query_tile(blockIdx.x, m_tiles, p.shape, p.shape.heads_q,
+                                            kL2SectionBytes / uint32_t(2 * sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t kv_head = work.head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
@@ -154,13 +154,13 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
 
             const Positions<false> at(m_first + warp_row, tile * kBlockN);
             if constexpr (kAny) {
-                score.cap(rS);
-                each([&](int n, int e) { rDot[0][n][e] *= scale * score.head.cap_slope(rS[0][n][e]); });
+                score.apply_softcap(rS);
+                each([&](int n, int e) { rDot[0][n][e] *= scale * score.head.softcap_slope(rS[0][n][e]); });
                 if (params.bias_dot.data)
                     score.add_bias(rDot, at, params.bias_dot,
                                    work.batch * params.bias_dot.batch + work.head * params.bias_dot.head);
-                score.add(rS, at);
-                score.hide(rS, at);
+                score.apply_score_mod(rS, at);
+                score.apply_mask(rS, at);
             }
             if (!contains(whole, tile)) mask_band(rS, at, narrow_band);
             each([&](int n, int e) {

@@ -1,6 +1,6 @@
-// Brings the chunks of keys of flash_forward together, where different blocks had them.
+// Merges the chunks of keys of flash_forward, where each was a block's: O and LSE from partial O, row_max and row_sum.
 //
-//   [D4]    row_max, row_sum and O of a row over its chunks, united from left to right
+//   [D4]    row_max, row_sum and O of a row over its chunks, merged from left to right
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys
 //
@@ -28,7 +28,7 @@ CF_DEVICE void flash_unite(const ForwardParams& p) {
     const int32_t head = pair % p.shape.heads_q, batch = pair / p.shape.heads_q;
 
     // [D4]
-    RowSums all;
+    SoftmaxState all;
     float o[kColumns] = {};
     for (int32_t chunk = 0; chunk < p.chunks; chunk++) {
         const int32_t of_chunk = chunk * p.shape.batch + batch;
@@ -36,7 +36,7 @@ CF_DEVICE void flash_unite(const ForwardParams& p) {
             reinterpret_cast<const float2*>(head_rows<float>(p.chunk_rows, of_chunk, head, query)));
         if (sums.y == 0) continue;    // nothing seen, and O not written
         const float* from = head_rows<float>(p.chunk_o, of_chunk, head, query);
-        const Factors by = unite(all, {sums.x, sums.y});
+        const MergeFactors by = merge(all, {sums.x, sums.y});
     CF_UNROLL
         for (int c = 0; c < kColumns; c++) {
             const int column = c * kThreads + threadIdx.x;
@@ -47,7 +47,7 @@ CF_DEVICE void flash_unite(const ForwardParams& p) {
     // [A1.12] [A1.13]
     const float sink =
         p.score.sinks ? static_cast<const float*>(p.score.sinks)[head * p.score.sinks_head] : -kInfinity;
-    const FinishedRow end = finish_row(all.row_max, all.row_sum, sink);
+    const FinalRow end = finalize_row(all.row_max, all.row_sum, sink);
     Element* gO = head_rows<Element>(p.o, batch, head, query);
     CF_UNROLL
     for (int c = 0; c < kColumns; c++) {

@@ -17,7 +17,7 @@
 //   [A2.16] dK += scale dS^T Q
 //   [A2.17] dsinks = -sum over rows of e^(sink - LSE) * delta             (pass dsinks; not in the paper)
 //
-// Grid:   everything along x, tiles fastest (work_of_block).
+// Grid:   everything along x, tiles fastest (tile_coord).
 //         delta, dq   (batch * heads_q + head) * ceil(seqlen_q / kBlockM); in dq the last tile first
 //         dkv         (batch * heads_k + head) * ceil(seqlen_k / kBlockN)
 //         dbias       (bias_batch * bias_heads) * ceil(bias_rows / kBlockM) * ceil(bias_columns / kBlockN)
@@ -44,7 +44,7 @@ using Head = GradientHead<Element>;
 
 // ---- delta: one warp per row at a time.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p) {
-    const BlockWork work = work_of_block(blockIdx.x, cdiv(p.shape.seqlen_q, kBlockM), p.shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(p.shape.seqlen_q, kBlockM), p.shape.heads_q);
     const Head head(p, work.batch, work.head);
     const int32_t m_first = work.tile * kBlockM;
     const int32_t m_end = smaller(m_first + kBlockM, head.sequence.seqlen_q);
@@ -67,7 +67,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
 
     // [A2.6]
     const int32_t m_tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_of_block(blockIdx.x, m_tiles, p.shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, m_tiles, p.shape.heads_q);
     const Head head(p, work.batch, work.head);
     const int32_t m_first = (m_tiles - 1 - work.tile) * kBlockM;
     if (m_first >= head.sequence.seqlen_q) return;
@@ -103,7 +103,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) 
     auto& s = storage_of_pass<typename Tiles::Storage>();
 
     // [A2.6]
-    const BlockWork work = work_of_block(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t n_first = work.tile * kBlockN, group = p.shape.heads_q / p.shape.heads_k;
     if (n_first >= sequence.rows_k) return;

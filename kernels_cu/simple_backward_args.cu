@@ -2,7 +2,7 @@
 // architecture. It is compiled for functions alone. CF_PASS names the pass that a compilation makes: sum, then unite.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, as simple_backward.cu has it. An element may be
-// read at any pairs, so no block can own it; nobody adds to what others add to, either:
+// read at any pairs, so no block can own it; no two blocks add to one element, either:
 //   [G1]    a block owns every slices-th tile of queries, and sums of all elements; S = 0
 //   [A2.8]  for each tile of keys that meets it, in ascending order
 //   [A2.14]     dscore = P * (dP - delta)
@@ -10,7 +10,7 @@
 //               depend on the key (the query), the shares of a row (a column) are summed first
 //   [G3]        each thread looks at all shares of the tile, row by row, and adds up those of the elements it owns
 //   [G4]    the sums of slices are added in their order                                         (pass unite)
-// The same bits every run: an element of a slice has one owner, who adds in one order.
+// The same bits every run: an element of a slice has one owner, which adds in one order.
 //
 // Grid:   sum: slices. unite: ceil(elements / 256).
 // Block:  256 threads.
@@ -78,7 +78,7 @@ CF_DEVICE void add_shares(const ArgumentParams& p, const Head& head, double* sum
                     const int column = Tiles::other_row(c);
                     const auto one = One::at(capped[0][c], head.sequence.batch, q_head, m_first + row,
                                              n_first + column, p.call.score.arrays);
-                    // why the test: a function may have any slope where it hides a pair.
+                    // why the test: a function may have any slope where it masks a pair.
                     const Acc share = d_score[0][c] == 0 ? 0 : d_score[0][c] * one.factor;
                     place = one.place;
                     if constexpr (One::kByKey) {
@@ -124,7 +124,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void sum(const ArgumentParams& par
     const int64_t tiles = int64_t(p.shape.batch) * p.shape.heads_q * m_tiles;
     double* sums = params.sums + blockIdx.x * params.elements;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += params.slices) {
-        const BlockWork work = work_of_block(static_cast<uint32_t>(tile), m_tiles, p.shape.heads_q);
+        const TileCoord work = tile_coord(static_cast<uint32_t>(tile), m_tiles, p.shape.heads_q);
         const Head head(p, work.batch, work.head);
         const int32_t m_first = work.tile * kBlockM;
         // [A2.8]
@@ -141,7 +141,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void sum(const ArgumentParams& par
                 CF_UNROLL
                 for (int c = 0; c < Tiles::kColumns; ++c) {
                     rDP[0][c] = head.pair(rS[0][c], rDP[0][c], query, n_first + Tiles::other_row(c)).d_score;
-                    rS[0][c] = head.score.cap(rS[0][c]);
+                    rS[0][c] = head.score.apply_softcap(rS[0][c]);
                 }
             }
             add_shares<0, Tiles, kBlockM, kBlockN>(params, head, sums, work.head, m_first, n_first, rS, rDP, s);

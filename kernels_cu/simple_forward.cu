@@ -38,7 +38,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
 
     // [A1.4]
     const int32_t m_tiles = cdiv(p.shape.seqlen_q, kBlockM);
-    const BlockWork work = work_of_block(blockIdx.x, m_tiles, p.shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, m_tiles, p.shape.heads_q);
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = (m_tiles - 1 - work.tile) * kBlockM;
@@ -79,7 +79,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
             for (int c = 0; c < kColumns; ++c) {
                 const int32_t key = n_first + Tiles::other_row(c);
                 const bool kept = contains(row_keys, key);
-                rS[0][c] = kept ? score.score(score.cap(rS[0][c]), query, key) : -Acc(kInfinity);
+                rS[0][c] = kept ? score.score(score.apply_softcap(rS[0][c]), query, key) : -Acc(kInfinity);
             }
         }
 
@@ -89,9 +89,9 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
             Acc tile_max = rS[r][0];
             CF_UNROLL
             for (int c = 1; c < kColumns; ++c) tile_max = larger(tile_max, rS[r][c]);
-            const Acc rescale = softmax[r].raise(max_over_lanes<kLanes>(tile_max));
+            const Acc rescale = softmax[r].update_max(max_over_lanes<kLanes>(tile_max));
             CF_UNROLL
-            for (int c = 0; c < kColumns; ++c) rS[r][c] = softmax[r].weigh(rS[r][c]);
+            for (int c = 0; c < kColumns; ++c) rS[r][c] = softmax[r].exp_and_sum(rS[r][c]);
             Tiles::scale_row(rO, r, rescale);
         }
 
@@ -113,7 +113,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     // [A1.12]
     CF_UNROLL
     for (int r = 0; r < kRows; ++r) {
-        softmax[r].template finish<kLanes>();
+        softmax[r].template finalize<kLanes>();
         Tiles::scale_row(rO, r, softmax[r].normaliser());
     }
     const Acc kept_scale = dropout.active() ? static_cast<Acc>(p.score.dropout_scale) : 1;

@@ -31,7 +31,7 @@ using Head = MovedHead<Element>;
 // ---- delta_dot: one warp per row at a time.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta_dot(const SecondOrderParams& p) {
     const Shape& shape = p.call.shape;
-    const BlockWork work = work_of_block(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape.heads_q);
     const Head head(p, work.batch, work.head);
     const int64_t first = head.sequence.first_q;
     Acc* gDelta = head_rows<Acc>(p.call.delta, work.batch, work.head, first);
@@ -55,7 +55,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
     auto& s = storage_of_pass<typename Tiles::Storage>();
     const Shape& shape = p.call.shape;
     const int32_t m_tiles = cdiv(shape.seqlen_q, kBlockM);
-    const BlockWork work = work_of_block(blockIdx.x, m_tiles, shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, m_tiles, shape.heads_q);
     const Head head(p, work.batch, work.head);
     const int32_t m_first = (m_tiles - 1 - work.tile) * kBlockM;
     if (m_first >= head.sequence.seqlen_q) return;
@@ -84,7 +84,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
     using Tiles = Simt<Acc, kBlockN, kBlockM, kHeadDim>;
     auto& s = storage_of_pass<typename Tiles::Storage>();
     const Shape& shape = p.call.shape;
-    const BlockWork work = work_of_block(blockIdx.x, cdiv(shape.seqlen_k, kBlockN), shape.heads_k);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(shape.seqlen_k, kBlockN), shape.heads_k);
     const Sequence sequence = sequence_of(shape, work.batch);
     const int32_t n_first = work.tile * kBlockN, group = shape.heads_q / shape.heads_k;
     if (n_first >= sequence.rows_k) return;

@@ -31,7 +31,7 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
     // [J.1]
     const Shape& shape = p.call.shape;
     const int32_t m_tiles = cdiv(shape.seqlen_q, kBlockM);
-    const BlockWork work = work_of_block(blockIdx.x, m_tiles, shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, m_tiles, shape.heads_q);
     const MovedHead<Element> head(p, work.batch, work.head);
     const int32_t m_first = (m_tiles - 1 - work.tile) * kBlockM;
     if (m_first >= head.sequence.seqlen_q) return;

@@ -17,7 +17,8 @@ import numpy as np
 
 import cupy_flash
 from bench.machine.blas import one_thread
-from cupy_flash import prepare, testing
+from cupy_flash import testing
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from tests.cases import Case, numpy_dtype
 
@@ -64,11 +65,11 @@ NUMPY = Device("arrays of NumPy")
 def only(*chosen: families.Family) -> Iterator[None]:
     """Plan with these kernel families alone, so that a call fails instead of falling back."""
     with mock.patch.object(families, "FAMILIES", chosen):
-        prepare.forget()
+        memo.forget()
         try:
             yield
         finally:
-            prepare.forget()
+            memo.forget()
 
 
 @contextmanager
@@ -77,9 +78,9 @@ def dead_outputs(device: Device, case: Case) -> Iterator[list[testing.Guarded]]:
 
     Its rows are aligned as those of the inputs are, or not at all.
     """
-    from cupy_flash import prepare
     from cupy_flash.call import outputs
     from cupy_flash.call.adopt import adopt
+    from cupy_flash.dispatch import memo
 
     made: list[testing.Guarded] = []
     style = "aligned" if case.style == "aligned" else "padded"
@@ -97,7 +98,7 @@ def dead_outputs(device: Device, case: Case) -> Iterator[list[testing.Guarded]]:
     with (
         mock.patch.object(outputs, "empty", guarded_empty),
         mock.patch.object(outputs, "strides_of_new", guarded_strides),
-        mock.patch.object(prepare, "_KNOWN", {}),  # what is remembered has results of other strides
+        mock.patch.object(memo, "_KNOWN", {}),  # what is remembered has results of other strides
     ):
         yield made
     for output in made:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash.parallel import packed_positions, positions
 from cupy_flash.testing import assert_within_budget
 
 SCHEDULES = ("ring", "alltoall", "allgather")
@@ -161,6 +161,11 @@ MASKS = {
 }
 
 
+def seeds_of(word, count):
+    """Seeds of random cases: those of the day, or of another word of --sample."""
+    return np.random.SeedSequence([*word.encode()]).generate_state(count).tolist()
+
+
 def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
     """A call that some schedule takes, uneven lengths, GQA and all options included."""
 
@@ -187,6 +192,7 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
     if rng.random() < 0.2:
         lengths = tuple(int(n) * 2 * ranks for n in rng.integers(0, 5, rng.integers(1, 4)))
         if sum(lengths):
+            options["schedule"] = chosen(["ring", None]) if schedule == "ring" else schedule
             return Case(lengths=lengths, options=options, extra=tuple(filter(None, extra)), **shape)
     q_rows, k_rows = (int(rng.integers(1, 40)) for _ in "qk")
     options["layout"] = chosen(["bhsd", "bshd"])
@@ -205,7 +211,9 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
     options["parts"] = (
         "contiguous" if schedule == "ring" and causal and not plain else chosen(["contiguous"], 0.4)
     )
-    if schedule != "ring" and options["parts"] is None:
+    if (schedule != "ring" or not (causal or window)) and options["parts"] is None:
         options["parts"] = chosen(["zigzag"], 0.3)
     options["seqlen"] = (q_rows, k_rows)
+    if schedule == "ring" or options["parts"]:
+        options["schedule"] = chosen([schedule, None])
     return Case(rows=(q_rows, k_rows), options=options, extra=tuple(filter(None, extra)), **shape)

@@ -19,11 +19,12 @@ from unittest.mock import patch
 import numpy as np
 
 import cupy_flash
-from cupy_flash import UnsupportedError, prepare, ready
+from cupy_flash import UnsupportedError
 from cupy_flash.call.adopt import adopt
 from cupy_flash.call.given import Options
 from cupy_flash.call.problem import describe
 from cupy_flash.device import cuda, driver
+from cupy_flash.dispatch import backends, memo
 from cupy_flash.plan.choose import choose
 
 from ..machine.conditions import machine
@@ -131,7 +132,7 @@ def _calls() -> dict[str, Callable[[], object]]:
 def _to_launch() -> list[Row]:
     rows = []
     for arch, gpu in (("sm_90", NoGpu()), ("sm_80", _Ampere())):
-        with patch.object(prepare, "driver_of", lambda *_, gpu=gpu: gpu):
+        with patch.object(memo, "driver_of", lambda *_, gpu=gpu: gpu):
             us = _call_us(_calls())
         limit = {"attention": 20.0, "attention with lse": 20.0}
         without = "without CuPy and the driver"
@@ -148,7 +149,7 @@ def _by_either_driver() -> list[Row]:
     q, out = (torch.empty(1, 1, 1, 64, dtype=torch.float16, device="cuda:0") for _ in range(2))
     rows = []
     for name, way in (("CuPy", driver), ("the driver's own library", cuda)):
-        with patch.object(ready, "gpu_driver", lambda _library, way=way: way):
+        with patch.object(backends, "gpu_driver", lambda _library, way=way: way):
             try:
                 us = _call_us({name: lambda: cupy_flash.attention(q, q, q, out=out)})
             except UnsupportedError as error:
@@ -166,7 +167,7 @@ def _core() -> list[Row]:
         {
             "adopt": lambda: adopt(q, "q"),
             "describe": lambda: describe("forward", arrays, options),
-            "again": lambda: prepare.prepared("forward", raw, options, False),
+            "again": lambda: memo.prepared("forward", raw, options, False),
             "plan": lambda: choose(problem, "sm_80", 108),
             "call": lambda: cupy_flash.attention(q, k, v),
         }

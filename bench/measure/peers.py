@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
-from cupy_flash import ready, testing
+from cupy_flash import testing
 from cupy_flash.device import choice, cuda
+from cupy_flash.dispatch import backends
 
 from ..machine import timing
 from ..machine.place import Place, tensor_of
@@ -173,11 +174,11 @@ def _without_cupy(case: Case, inputs: Inputs, place: Place) -> Call:
 
     def without_cupy() -> tuple[Any, ...]:
         # why by hand: unittest.mock takes longer than a launch
-        by_cupy, ready.gpu_driver = ready.gpu_driver, lambda _library: cuda
+        by_cupy, backends.gpu_driver = backends.gpu_driver, lambda _library: cuda
         try:
             return call()
         finally:
-            ready.gpu_driver = by_cupy
+            backends.gpu_driver = by_cupy
 
     return without_cupy
 

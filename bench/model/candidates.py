@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import cupy_flash.plan.families
-from cupy_flash import prepare
+from cupy_flash.dispatch import memo
 from cupy_flash.plan.catalog import SHORT, architecture
 from cupy_flash.plan.families import flash_tiles, hopper
 
@@ -163,11 +163,11 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(rows, {key: tuple(map(tuple, changed))}))
         others = tuple(f for f in every if f is not family)
         stack.enter_context(mock.patch.object(cupy_flash.plan.families, "FAMILIES", (family, *others)))
-        prepare.forget()
+        memo.forget()
         try:
             yield
         finally:
-            prepare.forget()
+            memo.forget()
 
 
 def options(question: Question) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from cupy_flash.parallel.traffic import sent
+
 SCHEDULES = ("ring", "alltoall", "allgather")
 PASSES = ("forward", "backward")
 
@@ -70,21 +72,6 @@ class Sequence(NamedTuple):
         """Of one process, causal."""
         of_all = 4 * self.heads * self.head_dim * self.tokens**2 / 2
         return of_all * (2.5 if passes == "backward" else 1) / self.ranks
-
-
-def sent(schedule: str, passes: str, ranks: int, part: Mapping[str, float]) -> float:
-    """Bytes that a process sends, as docs/parallel.md has them."""
-    q, o, lse, kv, kv32 = (part[name] for name in ("Q", "O", "L", "KV", "KV32"))
-    others = ranks - 1
-    of = {
-        ("ring", "forward"): others * kv,
-        ("ring", "backward"): others * kv + (ranks * kv32 if others else 0),
-        ("alltoall", "forward"): (q + kv + o + lse) * others / ranks,
-        ("alltoall", "backward"): (2 * q + 2 * kv + 2 * o + lse) * others / ranks,
-        ("allgather", "forward"): others * kv,
-        ("allgather", "backward"): others * (kv + kv32),
-    }
-    return of[schedule, passes]
 
 
 # FLOP per second of a pass over square calls of so many rows.

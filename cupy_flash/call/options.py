@@ -271,7 +271,7 @@ class _Parts(TypedDict, total=False):
             '{"ring", "alltoall", "allgather"}, optional',
             "What travels: keys and values in a ring; heads to one process each, with all rows, which takes "
             "most options but needs heads that divide; or keys and values to all processes at once. Default: "
-            '"ring".',
+            "the one of the first two that sends fewer bytes; the third if both cannot.",
         ),
     ]
     parts: Annotated[
@@ -279,7 +279,7 @@ class _Parts(TypedDict, total=False):
         Option(
             None,
             '{"zigzag", "contiguous"}, optional',
-            "Which rows a process holds, as `cupy_flash.ring.positions` names them. Default: zigzag with "
+            "Which rows a process holds, as `cupy_flash.parallel.positions` names them. Default: zigzag with "
             "causal, else contiguous. Causal with a window or with unequal lengths takes contiguous parts "
             "only, and they must be named.",
         ),

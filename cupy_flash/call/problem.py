@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..program.graph import Body
 from .adopt import adopt
+from .arrays import ArrayView
 from .blocks import Blocks, block_operands
 from .functions import function_operands, learned_elements
 from .given import Options, Packing
@@ -34,7 +35,7 @@ from .options import AXES_OF, PER_HEAD
 from .spans import Intervals, span_operand
 from .values import check_options, finite_number
 
-__all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe", "head_operands"]
+__all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe", "head_operands", "problem_of"]
 
 # Where packed sequences begin and end.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqused_q", "mask_starts")
@@ -333,6 +334,44 @@ def head_operands(raw: Views, views: Views, batch: int, heads: int, dtype: str) 
     return given
 
 
+def problem_of(
+    direction: str,
+    given: Mapping[str, ArrayView],
+    views: Views,
+    main: Iterable[str],
+    options: Options,
+    packing: Packing | None,
+    band: Band,
+    **own: Any,
+) -> Problem:
+    """A checked call as a problem: what all kinds of calls say alike, and fields of this kind's own.
+
+    given: all its arrays, adopted; main: names of those whose rows are read. Others as of `describe`.
+    """
+    _, heads, rows, head_dim = views["q"].shape
+    read = [views[name] for name in main if name in views]
+    return Problem(
+        direction=direction,
+        dtype=views["q"].dtype,
+        precision=options.precision,
+        heads_q=heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale"),
+        softcap=None if options.softcap is None else float(options.softcap),
+        offset=band.offset,
+        left=band.left,
+        right=band.right,
+        packed=packing is not None,
+        rows_q=0 if packing is None else rows,
+        in_rows=all(x.in_rows() for x in read),
+        boxes=all(x.boxable() for x in read),
+        reproducible=None if options.reproducible == "run" else options.reproducible,
+        used_q="seqused_q" in given,
+        ragged_mask="ragged_mask" in given,
+        **own,
+    )
+
+
 def describe(
     direction: str,
     arrays: Mapping[str, Any],
@@ -386,7 +425,7 @@ def describe(
     if float8:
         views = {name: view._replace(dtype=FLOAT8) for name, view in views.items()}
     check_sizes(views, raw, None if packing else options.layout)
-    batch, heads_q, seqlen_q, head_dim = views["q"].shape
+    batch, heads_q, seqlen_q, _ = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise UnsupportedError(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
@@ -423,32 +462,26 @@ def describe(
         packing.alike if packing else None,
         otherwise=_other_layout(views, None if packing else options.layout),
     )
-    scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
     if options.precision is not None and q.dtype != "float32":
         raise InvalidArgumentsError(
             f"precision={options.precision!r} is for float32 inputs; these are {q.dtype}.",
             table_of(raw),
             hint="precision=None",
         )
-    problem = Problem(
-        direction=direction,
-        dtype=views["q"].dtype,
-        precision=options.precision,
+    problem = problem_of(
+        direction,
+        given,
+        views,
+        MAIN,
+        options,
+        packing,
+        band,
         batch=batch,
-        heads_q=heads_q,
         heads_k=heads_k,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        head_dim=head_dim,
         head_dim_v=head_dim_v,
-        scale=scale,
-        softcap=None if options.softcap is None else float(options.softcap),
-        offset=band.offset,
-        left=band.left,
-        right=band.right,
         offset_from_end=bool(packing) and options.align == "bottom_right",
-        packed=bool(packing),
-        rows_q=rows[-1] if packing else 0,
         rows_k=views["k"].shape[2] if packing else 0,
         mask=mask,
         spans=spans,
@@ -464,13 +497,8 @@ def describe(
         want_dbias=direction == "backward" and bias is not None,
         deterministic=direction == "backward" and options.reproducible is not None,
         tile=None if options.tile is None else (int(options.tile[0]), int(options.tile[1])),
-        in_rows=all(views[name].in_rows() for name in MAIN if name in views),
         aligned=aligned(views, direction),
-        boxes=all(views[name].boxable() for name in MAIN if name in views),
         of_float8=RESULTS_OF_FLOAT8[0] if float8 else None,
-        reproducible=None if options.reproducible == "run" else options.reproducible,
-        used_q="seqused_q" in given,
-        ragged_mask="ragged_mask" in raw,
         unrounded=unrounded,
     )
     return problem, {**views, **{name: x for name, x in given.items() if name in OFFSETS}}, raw

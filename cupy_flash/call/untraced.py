@@ -6,22 +6,22 @@ import inspect
 from collections.abc import Iterator
 from importlib import import_module
 from types import CodeType, ModuleType
-from typing import Any
 
 from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import skip_code
 
 from ..namespace import PACKAGE
 
-__all__ = ["stop"]
-
 # Everything but what cupy_flash.torch and those above it need while they are compiled.
 for _name in (
     "agreement", "api", "blocks", "call.adopt.jax", "call.adopt.numpy_cupy", "call.adopt.protocols",
     "call.arrays", "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values",
     "call.functions", "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem",
-    "call.spans", "cpu", "device", "functions", "kv_cache", "naive", "parts", "plan", "prepare", "program",
-    "ready", "report", "ring", "second_order", "spans", "torch.functions", "varlen", "with_jvp",
+    "call.spans", "cpu", "derivatives.second_order", "derivatives.with_jvp", "device", "dispatch",
+    "functions", "kv_cache", "naive", "parts", "plan", "program.c_text", "program.derivative",
+    "program.errors", "program.graph", "program.machine", "program.operations", "program.ranges",
+    "program.tape", "program.template", "program.trace", "report", "ring", "spans", "torch.functions",
+    "varlen",
 ):  # fmt: skip
     trace_rules.add(f"{PACKAGE}.{_name}")
 
@@ -37,15 +37,6 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
 
 
 # What they do need some functions of: those are not to begin programs of their own, and may be part of one.
-for _name in ("call.adopt", "call.adopt.torch", "call.blocks", "config", "merge"):
+for _name in ("call.adopt", "call.adopt.torch", "call.blocks", "config", "merge", "program.function"):
     for _code in _codes(import_module(f"{PACKAGE}.{_name}")):
         skip_code(_code)
-
-
-def stop(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function; torch.compile breaks the program here."""
-    return function(*args, **kwargs)
-
-
-stop._torchdynamo_disable = True  # type: ignore[attr-defined]
-stop._torchdynamo_disable_msg = "cupy_flash.torch has functions for compiled programs"  # type: ignore[attr-defined]

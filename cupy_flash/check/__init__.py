@@ -61,6 +61,7 @@ def check(
     if device == "auto" and facts["gpus"] and not place.on_gpu:
         notes.append("there is a GPU, but neither CuPy nor torch with CUDA reaches it: the CPU is checked")
     start = time.perf_counter()
+    before = set(on_demand.MADE)
     policy = on_demand.policy("allow")  # of score functions, whose kernels no package has
     try:
         outcomes = run_cases(
@@ -71,6 +72,8 @@ def check(
     finally:
         on_demand.policy(policy)
         _progress("")
+    for folder in sorted(on_demand.MADE - before):
+        notes.append(f"kernels of a score function of this check were compiled, and stay in {folder}")
     gpu = next((row for row in facts["gpus"] if row["ordinal"] == place.ordinal), None)
     return Found(
         facts, _where(places, facts), gpu, tuple(notes), tuple(problems), tuple(outcomes), tuple(timings),

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..device import choice
 from ..device.gpu import Device
-from ..ready import driver_of
+from ..dispatch.backends import driver_of
 
 __all__ = ["Place", "as_tensor", "find", "first_line", "torch_gpu", "torch_module"]
 

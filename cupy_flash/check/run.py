@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import prepare, testing
+from .. import testing
+from ..dispatch import memo
 from ..errors import UnsupportedError
 from ..testing import Verdict
 from .cases import Case, drawing
@@ -92,7 +93,7 @@ def run_case(case: Case, places: Sequence[Place], seed: int) -> Outcome:
     if isinstance(put, str):
         return Outcome(name, kind, LEFT_OUT, says=put)
     place, given = put
-    prepare.forget()
+    memo.forget()
     try:
         results = case.run(given)
         results = {n: testing.to_numpy(x) for n, x in results.items() if x is not None}
@@ -100,13 +101,13 @@ def run_case(case: Case, places: Sequence[Place], seed: int) -> Outcome:
         return Outcome(name, kind, REFUSED, says=_reasons(error))
     except Exception as error:  # why any: a kernel that fails does so in its library's words
         says = f"{type(error).__name__}: {first_line(error)}"
-        return Outcome(name, kind, WRONG, None, prepare.kernels(), says)
+        return Outcome(name, kind, WRONG, None, memo.kernels(), says)
     with np.errstate(all="ignore"):
         verdicts = case.judge(host, results, place)
     worst = max(verdicts, key=lambda verdict: verdict.used)
     state = RIGHT if all(verdict.within for verdict in verdicts) else WRONG
     says = "" if state == RIGHT else _numbers(verdicts)
-    return Outcome(name, kind, state, worst.used, prepare.kernels(), says)
+    return Outcome(name, kind, state, worst.used, memo.kernels(), says)
 
 
 def _put(places: Sequence[Place], host: dict[str, Any]) -> tuple[Place, dict[str, Any]] | str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from ..errors import CubinNotFoundError, InvalidArgumentsError
 from ..log import LOG
 from ..plan.catalog import SHORT, Variant
 from . import locate
 
-__all__ = ["found_or_made", "policy"]
+__all__ = ["MADE", "found_or_made", "policy"]
 
 POLICIES = ("refuse", "allow")
 _policy = POLICIES[0]
 _making = threading.Lock()
+# Folders of the user's cache into which this process has compiled.
+MADE: set[Path] = set()
 
 
 def policy(new: str) -> str:
@@ -49,8 +52,8 @@ def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> lo
 
             LOG.info("compiling %s for %s", variant.name, arch)
             dtype = next(name for name, short in SHORT.items() if short == variant.dtype)
-            function_into_cache(
+            MADE.update(function_into_cache(
                 variant.function, [arch], [dtype], [variant.head_dim], locate.usable_sets(driver_version),
                 kernels={variant.name}, progress=False,
-            )  # fmt: skip
+            ))  # fmt: skip
             return locate.locate(variant, arch, driver_version)

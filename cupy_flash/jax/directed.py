@@ -15,9 +15,9 @@ from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.given import Options
 from ..call.options import WITH_GRADIENT
 from ..call.problem import OFFSETS
+from ..derivatives.second_order import hvp_into, jvp_into
 from ..device.run import Driver
-from ..ready import driver_of
-from ..second_order import hvp_into, jvp_into
+from ..dispatch.backends import driver_of
 from ..varlen import pack
 from .buffers import address
 from .call import alike

@@ -23,7 +23,7 @@ from .call import alike
 from .functional import attention, refuse_ragged
 from .numbers import numbers_apart
 from .primitives import attention_over_cache
-from .run import READ, Cached
+from .run import READ, Cached, described
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -216,7 +216,7 @@ def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[A
         for name, x in arrays.items()
         if name not in READ
     }
-    cached.described(views, options)
+    described("decode", views, options, cached=cached)
     given = dict(zip(arrays, alike(*arrays.values()), strict=True))
     return attention_over_cache(given, options, cached)
 

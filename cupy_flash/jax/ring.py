@@ -1,4 +1,4 @@
-"""Ring attention inside `jax.shard_map`, by collective permutes, or by all-to-all."""
+"""Ring attention inside `jax.shard_map`, by collective permutes, by all-to-all, or by all-gather."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..call.checks import flag, one_of
+from ..call.compound import Spans
 from ..call.given import Options
 from ..call.options import ShardOptions
 from ..call.reproducible import refuse_reproducible
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..merge import united
-from ..parts import check_parts, halves, positions
+from ..parallel.parts import check_parts, halves, positions
 from .call import alike, backward, forward
 from .functional import attention, check
 
@@ -245,6 +246,25 @@ def _all_to_all(q: Any, k: Any, v: Any, axis_name: Any, causal: bool, options: A
     return o, exchanged(jnp.take(lse, order, axis=-1), -1, -2)
 
 
+def _all_gather(q: Any, k: Any, v: Any, axis_name: Any, causal: bool, options: Any) -> tuple[Any, Any]:
+    """O and LSE of this device's rows over all keys, which every device gets in the order of devices.
+
+    why spans: which keys a row sees differs from device to device, and a program is the same on all.
+    """
+    ranks = int(jax.lax.psum(1, axis_name))
+    rows = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
+    held = q.shape[rows]
+    order = np.stack([positions(r, ranks, ranks * held, causal) for r in range(ranks)])
+    k, v = (jax.lax.all_gather(x, axis_name, axis=rows % x.ndim, tiled=True) for x in (k, v))
+    mask = None
+    if causal:
+        k, v = (jnp.take(x, np.argsort(order.reshape(-1)), axis=rows) for x in (k, v))
+        stops = 1 + jnp.asarray(order, jnp.int32)[jax.lax.axis_index(axis_name)]
+        mask = Spans(jnp.stack([jnp.zeros_like(stops), stops], -1)[None, None, :, None])
+    o, lse = attention(q, k, v, mask=mask, return_lse=True, **options)
+    return o, lse
+
+
 @takes(ShardOptions)
 def ring_attention(
     q: Any,
@@ -254,7 +274,7 @@ def ring_attention(
     *,
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
-    schedule: Literal["ring", "alltoall"] | None = None,
+    schedule: Literal["ring", "alltoall", "allgather"] | None = None,
     return_lse: bool = False,
     **options: Unpack[ShardOptions],
 ) -> Any:
@@ -263,21 +283,21 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : Array
-        This device's parts, of one length on all devices: the rows `cupy_flash.ring.positions` names, in that
-        order. The whole sequence attends to itself.
+        This device's parts, of one length on all devices: the rows that `cupy_flash.parallel.positions`
+        names, in that order. The whole sequence attends to itself.
     axis_name : str
         Of the mesh axis that `jax.shard_map` cuts the sequence along.
     cu_seqlens : Array of int32, shape (sequences + 1,), optional
         Offsets of this device's rows of packed sequences, the same on all devices: q, k and v are then
-        (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. They may be traced,
-        so that nobody reads them before the program runs: with causal a sequence of which a device holds an
-        odd number of rows makes everything NaN.
+        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` names. They may be
+        traced, so that nobody reads them before the program runs: with causal a sequence of which a device
+        holds an odd number of rows makes everything NaN.
     max_seqlen : int, optional
         At least the longest of these parts of sequences, static under jit. Default: all rows.
-    schedule : {"ring", "alltoall"}, optional
-        What travels: keys and values in a ring; or rows for heads, so that each device attends over whole
-        sequences with its share of the heads, and results are as reproducible as those of one. Default:
-        "ring".
+    schedule : {"ring", "alltoall", "allgather"}, optional
+        What travels: keys and values in a ring; rows for heads, so that each device attends over whole
+        sequences with its share of the heads, and results are as reproducible as those of one; or keys and
+        values to all devices at once. Default: "ring".
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.
@@ -294,19 +314,24 @@ def ring_attention(
         over the devices with schedule "alltoall".
     """
     causal = flag(options.pop("causal", False), "causal")
-    if not (schedule is None or one_of(schedule, ("ring", "alltoall"))):
-        raise InvalidArgumentsError(f"schedule is {schedule!r}.", hint='schedule="ring" or "alltoall"')
-    if schedule == "alltoall":
+    if not (schedule is None or one_of(schedule, ("ring", "alltoall", "allgather"))):
+        raise InvalidArgumentsError(
+            f"schedule is {schedule!r}.", hint='schedule="ring", "alltoall" or "allgather"'
+        )
+    if schedule in ("alltoall", "allgather"):
         if cu_seqlens is not None:
             raise UnsupportedError(
-                'cu_seqlens is not supported with schedule="alltoall" here.', hint='schedule="ring"'
+                f'cu_seqlens is not supported with schedule="{schedule}" here.', hint='schedule="ring"'
             )
+        if schedule == "allgather":
+            refuse_reproducible(options.get("reproducible"), "an all-gather")
         check({"q": q, "k": k, "v": v}, Options(**options))
         axis = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
         check_parts(q.shape[axis], k.shape[axis])
         if causal:
             halves(q.shape[axis])
-        o, lse = _all_to_all(q, k, v, axis_name, causal, options)
+        run = _all_to_all if schedule == "alltoall" else _all_gather
+        o, lse = run(q, k, v, axis_name, causal, options)
         return (o, lse) if return_lse else o
     refuse_reproducible(options.get("reproducible"), "a ring")
     given, packed, longest = {"q": q, "k": k, "v": v}, None, None

@@ -22,9 +22,9 @@ from ..call.progress import told_anywhere
 from ..call.spans import check_spans
 from ..call.values import Moment
 from ..device.run import Driver
+from ..dispatch.backends import Backend, chosen_by_environment, driver_of, ready
+from ..dispatch.memo import lifted
 from ..errors import UnsupportedError
-from ..prepare import lifted
-from ..ready import Backend, chosen_by_environment, driver_of, ready
 from ..varlen import check_packing, pack
 
 __all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "held", "run"]
@@ -55,15 +55,6 @@ class Cached(NamedTuple):
     check: bool | None
     packing: Packing | None = None
     head_dim_v: int | None = None
-
-    def described(
-        self, views: dict[str, ArrayView], options: Options
-    ) -> tuple[Problem, dict[str, ArrayView]]:
-        """The call over arrays, or over stand-ins of them."""
-        if self.head_dim_v:
-            keys = views["k_cache"]
-            views = {**views, "v_cache": keys._replace(shape=(*keys.shape[:-1], self.head_dim_v))}
-        return describe_cache(views, options, self.call, self.want_lse, self.packing)
 
     def checked(self, device: tuple[str, int]) -> bool:
         """Whether the host looks at lengths and tables."""
@@ -226,10 +217,7 @@ def _ready(
     ]
     given = {name: x for name, x in zip(config.names, buffers, strict=False) if name not in READ}
     options = _with_numbers(config.options, dict(read))
-    if config.cached:
-        problem, views = config.cached.described(given, options)
-    else:
-        problem, views = described(config.direction, given, options, config.longest)
+    problem, views = described(config.direction, given, options, config.longest, config.cached)
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
         if name not in views:  # a cache is seen as its input is, which it is
             layout = "bshd" if config.cached and config.cached.packing else options.layout
@@ -249,12 +237,18 @@ def described(
     direction: str,
     views: dict[str, ArrayView],
     options: Options,
-    longest: tuple[int, int] | None,
+    longest: tuple[int, int] | None = None,
+    cached: Cached | None = None,
 ) -> tuple[Problem, dict[str, ArrayView]]:
-    """A call whose arrays are stand-ins: a batch, or packed sequences, which have longest lengths.
+    """A call whose arrays are stand-ins: a batch, packed sequences, which have longest lengths, or a cache.
 
     Without cu_seqlens_k keys are cut as queries are.
     """
+    if cached is not None:
+        if cached.head_dim_v:
+            keys = views["k_cache"]
+            views = {**views, "v_cache": keys._replace(shape=(*keys.shape[:-1], cached.head_dim_v))}
+        return describe_cache(views, options, cached.call, cached.want_lse, cached.packing)
     packing = None
     if longest is not None:
         cut_q, used = views["cu_seqlens_q"], views.get("seqused_k")

@@ -13,8 +13,9 @@ from typing import Any
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .ranges import TooLarge
 
-__all__ = ["beyond", "captured", "captured_here", "read_outside", "refused"]
+__all__ = ["CLIPPED", "beyond", "captured", "captured_here", "read_outside", "refused"]
 
+CLIPPED = "np.clip(index, 0, size - 1), also in a branch that np.where does not take"
 _FOREIGN = ("cupy", "jax", "numpy", "torch")
 _HERE = str(Path(__file__).parent)
 
@@ -32,7 +33,7 @@ def read_outside(
     """A function reads an argument of this shape where it has no element."""
     return InvalidArgumentsError(
         f"arguments[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
-        hint=f"np.clip(index, 0, {shape[axis] - 1}), also in a branch that np.where does not take",
+        hint=CLIPPED.replace("size - 1", str(shape[axis] - 1)),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InvalidArgumentsError
+from .errors import CLIPPED, refused
 from .graph import POSITIONS, Argument, Body
 from .template import Template, check_text, only_in_python, refuse_gradients
 from .trace import trace
@@ -174,9 +175,12 @@ class Program:
     def on_arrays(self, s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
         """The function itself, on arrays that broadcast: what the textbook computes."""
         function, arguments = self.in_python(), tuple(map(widened, arguments))
-        if not self.masks:
-            return function(s, b, h, i, j, *arguments)
-        return np.where(function(b, h, i, j, *arguments), s, -np.inf)
+        try:
+            if not self.masks:
+                return function(s, b, h, i, j, *arguments)
+            return np.where(function(b, h, i, j, *arguments), s, -np.inf)
+        except IndexError as error:  # of NumPy, which clamps no index
+            raise refused(f"{self.name}: {error}.", CLIPPED, self._line) from None
 
     def __repr__(self) -> str:
         return f"cupy_flash.{'mask' if self.masks else 'score'}({self.name})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -79,7 +80,11 @@ def block_mask(of_torch: Any) -> BlockMask:
     return made
 
 
-@opaque
+@functools.partial(
+    opaque,
+    why="torch's BlockMask is converted outside of compiled programs. "
+    "Try: mask=cupy_flash.torch.block_mask(mask), made before; or fullgraph=False",
+)
 def _of_torch(of_torch: Any) -> BlockMask | None:
     """Our mask of torch's, always the same; None if it masks nothing, of any lengths."""
     if type(of_torch).__name__ != "BlockMask" or not hasattr(of_torch, "mask_mod"):

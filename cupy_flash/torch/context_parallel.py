@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from .. import schedules
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
-from ..ring import positions
+from ..parallel import positions, schedules
 from .ring import ring_attention
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
@@ -35,7 +34,7 @@ def context_parallel(
     """Inside this context tensors and torch's scaled_dot_product_attention are of a part of the sequence.
 
     Buffers are cut in place to the rows of this process, two stretches of the sequence as in
-    `cupy_flash.ring.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
+    `cupy_flash.parallel.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
     `ring_attention` over the mesh, in all threads; a module that has imported the function keeps torch's.
 
     Parameters
@@ -45,7 +44,8 @@ def context_parallel(
     buffers : sequence of Tensor
         All that has an axis of the sequence: inputs, labels, position ids, RoPE tables. No parameters.
     buffer_seq_dims : sequence of int
-        That axis of each. Its length must be a multiple of twice the number of processes.
+        That axis of each. Where its length is no multiple of twice the number of processes, all buffers must
+        have that length; processes then hold different numbers of rows.
     no_restore_buffers : collection of Tensor
         Those of the buffers that stay cut when the context ends.
     schedule : {"ring", "alltoall", "allgather"}, optional
@@ -70,7 +70,17 @@ def context_parallel(
     """
     schedules.check({"schedule": schedule}, packed=False)
     group, rank, ranks = _group_of(mesh)
-    places = [_rows(x, x.shape[dim], rank, ranks) for x, dim in _pairs(buffers, buffer_seq_dims, 2 * ranks)]
+    lengths = [x.shape[dim] for x, dim in _pairs(buffers, buffer_seq_dims)]
+    uneven: dict[str, Any] = {}
+    if any(n % (2 * ranks) for n in lengths):
+        uneven = {"seqlen": lengths[0], "parts": "zigzag"}
+    if uneven and len({*lengths}) > 1:
+        several = " and ".join(map(str, sorted({*lengths})))
+        raise InvalidArgumentsError(
+            f"buffers have {several} rows, not all multiples of {2 * ranks}.",
+            hint="buffers of one length, or padding to such multiples",
+        )
+    places = [_rows(x, n, rank, ranks) for x, n in zip(buffers, lengths, strict=True)]
     for number, x in enumerate(buffers):
         if x.requires_grad:
             raise InvalidArgumentsError(
@@ -107,7 +117,7 @@ def context_parallel(
                 f"query has {query.shape[-3]} heads, key {key.shape[-3]}.", hint="enable_gqa=True"
             )
         o: Tensor = ring_attention(
-            query, key, value, group=group, causal=is_causal, scale=scale, schedule=schedule
+            query, key, value, group=group, causal=is_causal, scale=scale, schedule=schedule, **uneven
         )
         return o
 
@@ -134,7 +144,7 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
     mesh : DeviceMesh
         As in `context_parallel`.
     buffers : sequence of Tensor
-        Of one shape in all processes.
+        Parts, of one shape in all processes but for the number of rows.
     seq_dims : sequence of int
         The axis of the sequence in each.
 
@@ -150,12 +160,19 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
     """
     group, _, ranks = _group_of(mesh)
     found = []
-    for x, dim in _pairs(buffers, seq_dims, 2):
-        part = x.detach().contiguous()
+    for x, dim in _pairs(buffers, seq_dims):
+        rows = x.new_tensor([x.shape[dim]], dtype=torch.int64)
+        everyones = [torch.empty_like(rows) for _ in range(ranks)]
+        dist.all_gather(everyones, rows, group=group)
+        counts = [int(n) for n in everyones]
+        # Processes send equal numbers of rows, the last ones empty.
+        part = x.new_zeros((*x.shape[:dim], max(counts), *x.shape[dim:][1:]))
+        part.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
         everyone = [torch.empty_like(part) for _ in range(ranks)]
         dist.all_gather(everyone, part, group=group)
-        order = [_rows(x, ranks * x.shape[dim], r, ranks) for r in range(ranks)]
-        found.append(torch.cat(everyone, dim).index_select(dim, torch.cat(order).argsort()))
+        held = [y.narrow(dim, 0, n) for y, n in zip(everyone, counts, strict=True)]
+        order = [_rows(x, sum(counts), r, ranks) for r in range(ranks)]
+        found.append(torch.cat(held, dim).index_select(dim, torch.cat(order).argsort()))
     return found
 
 
@@ -175,8 +192,8 @@ def _group_of(mesh: Any) -> tuple[Any, int, int]:
     return mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
 
-def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int], multiple: int) -> list[tuple[Tensor, int]]:
-    """Tensors with their axis of the sequence, which is a multiple of some number of rows."""
+def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[tuple[Tensor, int]]:
+    """Tensors with their axis of the sequence."""
     if len(buffers) != len(seq_dims):
         raise InvalidArgumentsError(
             f"there are {len(buffers)} buffers, and axes of {len(seq_dims)}.", hint="an axis for each buffer"
@@ -189,13 +206,7 @@ def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int], multiple: int) ->
                 f"buffers[{number}] has shape {tuple(x.shape)}, and no axis {dim}.",
                 hint="the axis of the sequence",
             )
-        if x.shape[dim] % multiple:
-            padded = -(-x.shape[dim] // multiple) * multiple
-            raise InvalidArgumentsError(
-                f"buffers[{number}] has {x.shape[dim]} rows, which do not split into {multiple} stretches.",
-                hint=f"padding to {padded}",
-            )
-    return list(zip(buffers, seq_dims, strict=True))
+    return [(x, dim % x.dim()) for x, dim in zip(buffers, seq_dims, strict=True)]
 
 
 def _rows(x: Tensor, length: int, rank: int, ranks: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +13,8 @@ from ..call.given import Packing, split
 from ..call.opaque import opaque
 from ..call.options import WITH_GRADIENT
 from ..call.spelling import spelled
+from ..derivatives.second_order import run_hvp, run_jvp
 from ..errors import UnsupportedError
-from ..second_order import run_hvp, run_jvp
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_untouched
@@ -27,7 +28,11 @@ _ARGUMENT = "bound["
 Packed: TypeAlias = tuple[Any, ...] | None
 
 
-@opaque
+@functools.partial(
+    opaque,
+    why="a call with a score or mask function is no part of a compiled program. "
+    "Try: fullgraph=False; or a bias, a boolean array or Spans that say the same",
+)
 def attend_by_function(
     q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool, cuts: tuple[Any, Any] | None = None
 ) -> Any:

@@ -14,8 +14,8 @@ import torch
 from ..api import adopted
 from ..call.given import Options
 from ..call.progress import TOLD
-from ..prepare import REPEATED, Prepared, prepared
-from ..ready import chosen_by_environment, driver_of
+from ..dispatch.backends import chosen_by_environment, driver_of
+from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_untouched, gradients, is_plain, recorded
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import schedules
-from ..agreement import Agreement
 from ..call.checks import one_of
 from ..call.options import RingOptions, defaults
 from ..call.signature import takes
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
-from ..group import Asked, all_done
+from ..parallel import schedules
+from ..parallel.agreement import Agreement
+from ..parallel.group import Asked, all_done
 from .inputs import check_tensors, refuse_lost_gradients
 from .ops import first_derivative_only, in_forward_mode
 
@@ -220,13 +220,13 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : Tensor
-        This process's parts: the rows `cupy_flash.ring.positions` names, in that order.
+        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order.
     group : ProcessGroup, optional
         Default: all processes. Every one of them makes the call, and runs its backward pass.
     cu_seqlens : Tensor of int32, shape (sequences + 1,), optional
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
-        (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. They are read back,
-        which waits for the stream.
+        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` names. They are read
+        back, which waits for the stream.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
         processes. With schedule "alltoall"; arrays and Spans with "allgather" too.
@@ -248,8 +248,8 @@ def ring_attention(
     UnsupportedError
         torch.distributed is not initialised.
     InvalidArgumentsError, CubinNotFoundError
-        As in `attention`; also rows that are not those of `cupy_flash.ring.positions`, and arguments that are
-        not the same in all processes.
+        As in `attention`; also rows that are not those of `cupy_flash.parallel.positions`, and arguments
+        that are not the same in all processes.
     """
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     if not (dist.is_available() and dist.is_initialized()):

@@ -13,10 +13,10 @@ import torch
 
 from ..api import adopted
 from ..call.tangents import TANGENTS
+from ..derivatives.second_order import run_hvp, run_jvp
+from ..derivatives.with_jvp import run_with_jvp
 from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
-from ..second_order import run_hvp, run_jvp
-from ..with_jvp import run_with_jvp
 from .call import ARGUMENTS, TENSORS, Call, adopted_call, arguments, call_of
 from .schema import schema
 from .vmap import directions_at_once

@@ -141,7 +141,7 @@ struct BackwardParams {
     // Blocks that have added to each tile of sums, 0 at launch: the first stores. Null: in any order, to sums of 0.
     uint32_t* dq_turns;
     uint32_t* next_block;    // blocks that have started, 0 at launch; null if dq_turns is
-    // Blocks of a head that take turns in an order of their own, see hopper/turn_order.cuh: each tile has two sums and
+    // Blocks of a head that take turns in an order of their own, see hopper/dq_order.cuh: each tile has two sums and
     // two counters then, one behind the other. 0: one. Of masks without a left limit only, and with dq_turns.
     int32_t dq_wave, reserved;
     void* dsinks;    // (heads_q) of float (double for double inputs), may be null
@@ -215,7 +215,7 @@ struct Cache {
     const void* v_scale;    // the same of values
     int64_t v_scale_batch, v_scale_head;
     const int32_t* new_starts;    // (batch + 1): rows of new keys where those of sequences begin; may be null
-    const int32_t* leftpad;       // (batch): keys that nobody sees before the first; may be null
+    const int32_t* leftpad;       // (batch): masked keys before the first; may be null
     int32_t slots;
     int32_t page;          // keys of a slot, 0: a whole sequence
     int32_t page_shift;    // its logarithm; 31: a whole sequence, -1: it is no power of two

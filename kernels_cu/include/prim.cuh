@@ -20,8 +20,8 @@
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>, which serve the bulk_ stores too
 //   prim/cluster cluster_rank cluster_arrive cluster_wait cluster_addr mbar_arrive_cluster
 //               mbar_wait_cluster tma_load_multicast
-//   prim/turns  take_number wait_turn end_turn
-//   prim/wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_own
+//   prim/semaphore take_ticket semaphore_wait semaphore_release
+//   prim/wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_fence_operand
 //               wgmma_m64k16<T, ...> wgmma_m64k8_tf32 wgmma_m64k32_e4m3
 #pragma once
 #include "base.cuh"
@@ -46,7 +46,7 @@ CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int
 #include "prim/copy.cuh"
 #include "prim/bulk.cuh"
 #include "prim/cluster.cuh"
-#include "prim/turns.cuh"
+#include "prim/semaphore.cuh"
 #include "prim/wgmma.cuh"
 #else
 #include <simulator/simulator.h>

@@ -1,5 +1,5 @@
 // One thread block at a time, or the blocks of a cluster together, one fiber per CUDA thread, on one OS
-// thread; blocks that wait for others step aside, see turns.h. What the primitives build on.
+// thread; blocks that wait for others step aside, see semaphore.h. What the primitives build on.
 // why inline functions of these headers use few templates: each is instantiated in every kernel anew, used or not.
 // The .cpp files are compiled once, into the library that every simulated kernel links with.
 #pragma once

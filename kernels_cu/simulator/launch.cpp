@@ -79,7 +79,7 @@ void let_blocks_pass() {
     if (block.policy == Policy::late || block.counting) return;
     if (block.policy == Policy::early || draw(2)) leave(Left::passing);
 }
-void wait_turn(const uint32_t* turns, uint32_t turn, Site site) {
+void semaphore_wait(const uint32_t* turns, uint32_t turn, Site site) {
     check_global(turns, sizeof *turns, site);
     if (block.policy == Policy::random && !block.counting && draw(4) == 0) leave(Left::passing);
     Thread& t = me();
@@ -88,7 +88,7 @@ void wait_turn(const uint32_t* turns, uint32_t turn, Site site) {
     t.for_blocks = false;
     acquire(turns);
 }
-void end_turn(uint32_t* turns, Site site) {
+void semaphore_release(uint32_t* turns, Site site) {
     check_global(turns, sizeof *turns, site);
     release(turns);
     __atomic_fetch_add(turns, 1, __ATOMIC_RELAXED);

@@ -9,5 +9,5 @@
 #include "matrix.h"
 #include "bulk.h"
 #include "cluster.h"
-#include "turns.h"
+#include "semaphore.h"
 #include "wgmma.h"

@@ -22,7 +22,7 @@ SIM_API void wgmma_wait(int newest_left, Site site);
 inline void wgmma_fence(SIM_SITE) { sim::wgmma_fence(site); }
 inline void wgmma_commit(SIM_SITE) { sim::wgmma_commit(site); }
 template <int kNewest> void wgmma_wait(SIM_SITE) { sim::wgmma_wait(kNewest, site); }
-template <int n> void wgmma_own(float (&)[n]) {}
+template <int n> void wgmma_fence_operand(float (&)[n]) {}
 
 template <class T, bool kTransA, bool kTransB, int n>
 void wgmma_m64k16(float (&d)[n], uint64_t a, uint64_t b, bool accumulate, SIM_SITE) {

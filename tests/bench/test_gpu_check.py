@@ -19,9 +19,9 @@ from bench.commands.varlen import Packed
 from bench.machine import ceilings, nvml, place
 from bench.measure import peak, peers, results, session
 from bench.work import Case
-from cupy_flash import ready
 from cupy_flash.cubins import nvrtc
 from cupy_flash.device import choice, cuda
+from cupy_flash.dispatch import backends
 from cupy_flash.errors import UnsupportedError
 from tests.bench.test_compare import row, written
 
@@ -388,7 +388,7 @@ def test_short_calls_without_cupy_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp
 
     def watched(*given: Any, **chosen: Any) -> Any:
         call = plain(*given, **chosen)
-        return lambda: (taken.append(ready.gpu_driver("torch")), call())[1]
+        return lambda: (taken.append(backends.gpu_driver("torch")), call())[1]
 
     monkeypatch.setattr(peers, "ours", watched)
     words = ["latency", "--quick", "--only", "S1 D64", "--peers", "none", "--results", str(tmp_path)]
@@ -397,12 +397,12 @@ def test_short_calls_without_cupy_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp
     assert {row["implementation"] for row in results.read(tmp_path / "latency.csv")} == {"cupy_flash"}
     assert not taken
     monkeypatch.setattr(choice, "why_without_cupy", lambda: "")
-    before = ready.gpu_driver
+    before = backends.gpu_driver
     assert command.main([*words[:-1], str(tmp_path / "both")]) == 0
     rows = results.read(tmp_path / "both" / "latency.csv")
     assert {row["implementation"] for row in rows} == {"cupy_flash", "cupy_flash without CuPy"}
     assert set(taken) == {cuda}
-    assert ready.gpu_driver is before
+    assert backends.gpu_driver is before
 
 
 @pytest.mark.usefixtures("fake_h200")

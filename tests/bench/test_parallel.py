@@ -7,8 +7,9 @@ import math
 import pytest
 
 from bench.commands import parallel as command
-from bench.model.parallel import HOPPER, PASSES, SCHEDULES, Sequence, seconds, sent
-from cupy_flash.mpi import ring_attention, ring_attention_backward
+from bench.model.parallel import HOPPER, PASSES, SCHEDULES, Sequence, seconds
+from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
+from cupy_flash.parallel.traffic import sent
 from tests.communicator import in_threads
 from tests.paths import ROOT
 from tests.schedule_cases import Case

@@ -6,11 +6,11 @@ import sys
 import pytest
 from threadpoolctl import threadpool_limits
 
-from cupy_flash import prepare
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import isa, sources
 from cupy_flash.cpu.core import locate as core_locate
 from cupy_flash.cubins import locate
+from cupy_flash.dispatch import memo
 from tests.conftest import skip_without_core
 from tests.cpu.fake_cupy import FakeCuda, forget
 
@@ -28,10 +28,10 @@ def cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setitem(sys.modules, "cupy", fake.module())
     forget()
-    prepare.forget()
+    memo.forget()
     yield fake
     forget()
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.fixture

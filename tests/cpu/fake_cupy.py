@@ -5,8 +5,8 @@ import types
 
 import numpy as np
 
-from cupy_flash import ready
 from cupy_flash.device import choice, driver
+from cupy_flash.dispatch import backends
 
 # layout: the addresses of a GPU's memory begin here, and those of the next one as far behind.
 MEMORY = 1 << 40
@@ -18,7 +18,7 @@ def forget():
     driver.devices.cache_clear()
     driver._loader.kernels.clear()
     choice.gpu_driver.cache_clear()
-    ready.load.cache_clear()
+    backends.load.cache_clear()
 
 
 class Array:

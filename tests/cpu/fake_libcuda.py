@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cupy_flash import ready
 from cupy_flash.device import choice, cuda, libcuda, tensor_map
+from cupy_flash.dispatch import backends
 
 # Addresses of the contexts of the GPUs, and of what is allocated.
 CONTEXTS = (0x1000, 0x2000)
@@ -20,7 +20,7 @@ ERRORS = {1: "INVALID_VALUE", 2: "OUT_OF_MEMORY", 3: "NOT_INITIALIZED", 100: "NO
 
 def forget() -> None:
     """Start CUDA anew."""
-    for cached in (libcuda.library, cuda.devices, cuda._context, choice.gpu_driver, ready.load):
+    for cached in (libcuda.library, cuda.devices, cuda._context, choice.gpu_driver, backends.load):
         cached.cache_clear()
     cuda._loader.kernels.clear()
 

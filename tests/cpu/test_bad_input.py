@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFoundError, InvalidArgumentsError, UnsupportedError, cpu, prepare, testing
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError, UnsupportedError, cpu, testing
 from cupy_flash.call import outputs
 from cupy_flash.call.operands import AXES
 from cupy_flash.cpu.core import family
+from cupy_flash.dispatch import memo
 from tests.cases import Case
 from tests.cpu.fake_cupy import MEMORY, FakeCuda
 
@@ -54,7 +55,7 @@ def nothing_happens() -> Iterator[None]:
         mock.patch.object(cpu, "forward", side_effect=AssertionError("computed")),
         mock.patch.object(cpu, "backward", side_effect=AssertionError("computed")),
         mock.patch.object(family.Core, "run", side_effect=AssertionError("computed")),
-        mock.patch.object(prepare, "_KNOWN", {}),  # what these calls leave there computes nothing
+        mock.patch.object(memo, "_KNOWN", {}),  # what these calls leave there computes nothing
     ):
         yield
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFoundError, InvalidArgumentsError, prepare
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import build, isa, locate, params, sources
+from cupy_flash.dispatch import memo
 from tests.cpu.core_calls import normal, results, run
 from tests.plan_cases import BASE
 
@@ -150,10 +151,10 @@ def copy(core: locate.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     origin = locate._Origin("copy", tmp_path, "mend it")
     monkeypatch.setattr(locate, "_origins", lambda: iter([origin]))
     locate.locate.cache_clear()
-    prepare.forget()
+    memo.forget()
     yield place
     locate.locate.cache_clear()
-    prepare.forget()
+    memo.forget()
 
 
 def test_who_has_no_checkout_is_told_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_changed_sources_are_noticed(core: locate.Library, monkeypatch: pytest.M
     if core.origin != "checkout":
         pytest.skip(f"the library is of {core.origin}, which has no sources")
     locate.locate.cache_clear()
-    prepare.forget()
+    memo.forget()
     monkeypatch.setattr(locate, "digest", lambda *_: "another one")
     q = normal(1, 2, 8, 4)
     with pytest.raises(

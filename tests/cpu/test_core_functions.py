@@ -273,11 +273,11 @@ def test_large_tables_are_summed_in_fewer_slices(monkeypatch: pytest.MonkeyPatch
     arrays, made = case.inputs(), []
     for most in (64, 3, 1):
         monkeypatch.setattr(function, "_MOST_SLICES", most)
-        cupy_flash.prepare.forget()
+        cupy_flash.dispatch.memo.forget()
         made.append(both_passes(arrays, case.options(arrays))[-1])
     for x in made[1:]:
         np.testing.assert_allclose(x, made[0], atol=1e-6)
-    cupy_flash.prepare.forget()
+    cupy_flash.dispatch.memo.forget()
 
 
 def test_bits_of_a_row_are_its_own() -> None:
@@ -424,14 +424,14 @@ def test_without_their_library_numpy_computes(tmp_path: Path, monkeypatch: pytes
     origin = locate._Origin("test", tmp_path, "build it again")
     monkeypatch.setattr(locate, "_origins", lambda: iter([origin]))
     locate.locate.cache_clear()
-    cupy_flash.prepare.forget()
+    cupy_flash.dispatch.memo.forget()
     q = np.ones((1, 1, 4, 4), np.float32)
     text = cupy_flash.explain(q, q, q, score=MADE["softcap"][0])
     assert "family    numpy" in text
     assert "skipped   core: no library for" in text
     assert "family    core" in cupy_flash.explain(q, q, q)
     locate.locate.cache_clear()
-    cupy_flash.prepare.forget()
+    cupy_flash.dispatch.memo.forget()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from cupy_flash import CubinNotFoundError, UnsupportedError, info, ready
+from cupy_flash import CubinNotFoundError, UnsupportedError, info
 from cupy_flash.device import choice, cuda, driver, libcuda, simulator, tensor_map
+from cupy_flash.dispatch import backends
 from cupy_flash.errors import InvalidArgumentsError
 from tests.cpu import fake_cupy
 from tests.cpu.fake_libcuda import CONTEXTS, MEMORY, FakeLibcuda, forget, use
@@ -277,7 +278,7 @@ GPU = ("cuda", 0)
 
 def test_cupy_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
-    assert {ready.driver_of(GPU, library) for library in ("cupy", "dlpack", "torch", "jax")} == {driver}
+    assert {backends.driver_of(GPU, library) for library in ("cupy", "dlpack", "torch", "jax")} == {driver}
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -285,8 +286,8 @@ def test_torch_and_jax_do_without_cupy(asked: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy") if asked else None)
     if asked:
         monkeypatch.setenv(choice.VARIABLE, "cuda")
-    assert {ready.driver_of(GPU, library) for library in ("torch", "jax")} == {cuda}
-    assert {ready.driver_of(GPU, library) for library in ("cupy", "dlpack")} == {driver}
+    assert {backends.driver_of(GPU, library) for library in ("torch", "jax")} == {cuda}
+    assert {backends.driver_of(GPU, library) for library in ("cupy", "dlpack")} == {driver}
     assert choice.why_without_cupy() == ("CUPY_FLASH_DRIVER=cuda" if asked else "CuPy is not installed")
 
 
@@ -300,10 +301,10 @@ def test_a_cupy_that_is_not_imported_yet_is_found(tmp_path: Any, monkeypatch: py
 def test_arrays_of_numpy_are_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, chosen in (("cuda", None), ("", None), ("simulator:sm_80", simulator)):
         monkeypatch.setenv(choice.VARIABLE, value)
-        assert ready.driver_of(("cpu", 0), "numpy") is chosen
+        assert backends.driver_of(("cpu", 0), "numpy") is chosen
     monkeypatch.setenv(choice.VARIABLE, "cudaa")
     with pytest.raises(InvalidArgumentsError, match=r"is 'cudaa'\.\nTry: .*cuda to do without CuPy"):
-        ready.driver_of(("cpu", 0), "numpy")
+        backends.driver_of(("cpu", 0), "numpy")
 
 
 def test_a_call_without_a_stream_is_refused() -> None:

@@ -52,9 +52,7 @@ NO_MESSAGES = {
 # Whose parameters and attributes a message may name: those of cupy_flash, and of the module's own adapter.
 CORE = ("", "derivatives", "functions", "quantized", "spans")
 OWN = {
-    "ring.py": ("ring",),
-    "mpi.py": ("mpi",),
-    **dict.fromkeys(("allgather.py", "alltoall.py", "group.py", "parts.py", "schedules.py"), ("mpi",)),
+    "parallel/": ("parallel", "parallel.mpi"),
     "torch/": ("torch",),
     "jax/": ("jax", "jax.flax"),
     "flash_attn/": ("torch", "flash_attn", "flash_attn.modules.mha", "flash_attn.bert_padding"),

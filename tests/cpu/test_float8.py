@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, UnsupportedError, mpi, testing
+from cupy_flash import InvalidArgumentsError, UnsupportedError, testing
+from cupy_flash.parallel import mpi
 from cupy_flash.plan import choose
 from cupy_flash.testing import reference
 from tests.communicator import in_threads

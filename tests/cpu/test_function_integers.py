@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, UnsupportedError, prepare
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.dispatch import memo
 from cupy_flash.program.graph import POSITIONS, Argument, Graph
 from cupy_flash.program.operations import OPERATIONS
 from cupy_flash.program.ranges import OF_DTYPE, too_large, wide_nodes
@@ -120,7 +121,7 @@ def test_values_of_arguments_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> N
     """On each call: kinds are the same."""
     draw = np.random.default_rng(0)
     small, large = (draw.integers(0, most, 40).astype(np.int32) for most in (46340, 2**31))
-    prepare.forget()
+    memo.forget()
     np.testing.assert_allclose(*hashed(small, 40), atol=1e-6)
     if "family    core" in cupy_flash.explain(*qkv(40), mask=HASHED(small)):
         with pytest.raises(UnsupportedError) as raised:

@@ -708,3 +708,12 @@ def test_each_of_two_functions_takes_its_own_arguments(joined: str, count: int) 
     are = "is" if count == 1 else "are"
     with pytest.raises(InvalidArgumentsError, match=rf"takes 1 argument behind j \(x\); {count} {are} bound"):
         cupy_flash.attention(q, q, q, **how)
+
+
+def test_naive_attention_says_where_a_function_reads_outside() -> None:
+    q = np.ones((1, 3, 4, 8), np.float32)
+    by_head = cupy_flash.score(lambda s, b, h, i, j, table: s + table[h])
+    with pytest.raises(
+        InvalidArgumentsError, match=r"(?s)index 1 is out of bounds.*table\[h\].*Try: np\.clip"
+    ):
+        cupy_flash.naive_attention(q, q, q, score=by_head(np.ones(1, np.float32)))

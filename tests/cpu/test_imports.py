@@ -26,20 +26,15 @@ LAYERS = (
     ("plan", "cpu"),
     ("cubins",),
     ("device",),
-    ("naive", "merge", "info", "ready", "agreement"),
-    ("prepare", "quantized", "shared_prefix"),
+    ("naive", "merge", "info", "dispatch"),
+    ("quantized", "shared_prefix"),
     ("api",),
     ("blocks", "config", "explain_cli", "functions", "kv_cache", "report", "spans"),
     ("varlen",),  # over kv_cache
-    ("partial",),
-    ("parts", "second_order", "group"),
-    ("exchange",),
-    ("ring", "alltoall", "allgather"),
-    ("schedules",),
-    ("with_jvp",),
+    ("parallel",),
     ("derivatives",),
     ("__init__",),
-    ("testing", "torch", "jax", "mpi"),
+    ("testing", "torch", "jax"),
     ("check", "transformers", "flash_attn"),  # over testing; over cupy_flash.torch
     ("flash_attn_3", "__main__"),
 )
@@ -48,7 +43,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Who may import a framework, inside functions: driver launches through CuPy; protocols makes CuPy's arrays of
 # others; outputs makes results in the caller's library; naive_attention computes with it.
 MAY_IMPORT = {
-    "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "mpi", "check"},
+    "cupy": {"device.driver", "call.adopt.protocols", "call.outputs", "naive", "parallel.mpi", "check"},
     "torch": {"call.untraced", "torch", "testing", "flash_attn", "flash_attn_3", "transformers", "check"},
     "jax": {"call.outputs", "jax"},
     "transformers": {"transformers"},
@@ -155,7 +150,7 @@ def test_no_module_goes_in_a_circle() -> None:
 
 
 def test_imports_are_seen() -> None:
-    seen = {room_of(i.name) for i in imports_of(PACKAGE / "ready.py") if i.ours}
+    seen = {room_of(i.name) for i in imports_of(PACKAGE / "dispatch/backends.py") if i.ours}
     assert seen == {"call", "cpu", "device", "errors", "log", "plan"}
     seen = {i.name for i in imports_of(PACKAGE / "device/simulator.py") if i.ours}
     assert seen >= {"plan.catalog", "cubins.sources", "device.host_build"}

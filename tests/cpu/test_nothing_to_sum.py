@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare
 from cupy_flash.call import outputs
+from cupy_flash.dispatch import memo
 from tests.cpu.core_calls import normal
 
 pytestmark = pytest.mark.usefixtures("every_library", "unset")
@@ -36,9 +36,9 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return view
 
     monkeypatch.setattr(outputs, "empty", used)
-    prepare.forget()
+    memo.forget()
     yield
-    prepare.forget()
+    memo.forget()
 
 
 def given(options: dict[str, Any], dtype: Any) -> dict[str, Any]:

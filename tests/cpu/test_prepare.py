@@ -1,4 +1,4 @@
-"""prepare: what is remembered of a call is right for every later one, keeps nothing alive, and is quick."""
+"""Prepared calls: what is remembered of a call is right for later ones, keeps nothing alive, and is quick."""
 
 import gc
 import subprocess
@@ -13,8 +13,9 @@ from threadpoolctl import threadpool_limits
 
 import cupy_flash
 from bench.commands.overhead import NoGpu
-from cupy_flash import InvalidArgumentsError, prepare
+from cupy_flash import InvalidArgumentsError
 from cupy_flash.device import abi
+from cupy_flash.dispatch import memo
 from tests.public import cached
 
 HERE = Path(cupy_flash.__file__).parent
@@ -34,15 +35,15 @@ class Recorder(NoGpu):
 @pytest.fixture
 def gpu(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(prepare, "driver_of", lambda *_: recorder)
+    monkeypatch.setattr(memo, "driver_of", lambda *_: recorder)
     return recorder
 
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered():
-    prepare.forget()
+    memo.forget()
     yield
-    prepare.forget()
+    memo.forget()
 
 
 def ones(*shape, dtype=np.float16):
@@ -114,7 +115,7 @@ def test_each_call_gets_its_own_addresses(gpu):
         params = np.frombuffer(gpu.launched[-1], abi.FORWARD)[0]
         addresses = [params[name]["data"] for name in "qkvo"]
         assert addresses == [x.ctypes.data for x in (q, keys, v, o)]
-    assert len(prepare._KNOWN) == 1
+    assert len(memo._KNOWN) == 1
 
 
 def test_each_call_gets_its_own_seed(gpu):
@@ -122,7 +123,7 @@ def test_each_call_gets_its_own_seed(gpu):
     for seed in (3, 2**63):
         cupy_flash.attention(q, q, q, dropout=0.5, seed=seed)
         assert np.frombuffer(gpu.launched[-1], abi.FORWARD)[0]["score"]["dropout_seed"] == seed
-    assert len(prepare._KNOWN) == 1
+    assert len(memo._KNOWN) == 1
     for seed in (-1, 2**64, 1.0, True):
         with pytest.raises(InvalidArgumentsError, match="seed"):
             cupy_flash.attention(q, q, q, dropout=0.5, seed=seed)
@@ -219,20 +220,20 @@ def test_nothing_remembered_keeps_an_array_alive():
     alive = [weakref.ref(x) for x in (q, o, lse, *grads[:3])]
     del q, o, lse, grads
     gc.collect()
-    assert len(prepare._KNOWN) == 2
+    assert len(memo._KNOWN) == 2
     assert [ref() for ref in alive] == [None] * len(alive)
 
 
 def test_memory_of_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(prepare, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(memo, "_MOST_KNOWN", 3)
     for length in range(1, 9):
         q = ones(1, 1, length, 4, dtype=np.float32)
         assert np.allclose(cupy_flash.attention(q, q, q), q)
-        assert 1 <= len(prepare._KNOWN) <= 3
+        assert 1 <= len(memo._KNOWN) <= 3
 
 
 def test_threads_share_what_is_remembered(monkeypatch):
-    monkeypatch.setattr(prepare, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(memo, "_MOST_KNOWN", 3)
     wrong = []
 
     def work():

@@ -205,13 +205,13 @@ def test_kernels_tell_nothing(monkeypatch):
 
 
 def test_calls_with_and_without_are_prepared_once():
-    from cupy_flash import prepare
+    from cupy_flash.dispatch import memo
 
-    prepare.forget()
+    memo.forget()
     CALLS["forward"]()
     with cupy_flash.progress(lambda _: None):
         CALLS["forward"]()
-    assert len(prepare._KNOWN) == 1
+    assert len(memo._KNOWN) == 1
 
 
 def test_jobs_of_the_core_are_weighed_by_their_keys():

@@ -174,6 +174,8 @@ class TestConfig:
         assert cupy_flash.causal_config(64) == config.with_causal()
         assert config.with_dropout(0.1).dropout == 0.1
         assert AttentionConfig(64, scale=2).softmax_scale == 2.0
+        of_each_head = np.array([0.5, 0.25])
+        assert AttentionConfig(64, scale=of_each_head).softmax_scale is of_each_head
         assert hash(config) == hash(cupy_flash.default_config(64))
 
     def test_callable_is_attention_with_its_options(self):

@@ -14,20 +14,26 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, UnsupportedError, mpi, parts, ring
+from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.call.masks import Band
-from cupy_flash.mpi import ring_attention, ring_attention_backward
-from cupy_flash.parts import halves, pair, stretches
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash.parallel import mpi, packed_positions, parts, positions, ring
+from cupy_flash.parallel.parts import halves, pair, stretches
 from tests.communicator import in_threads
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
+# The default may choose another schedule, by bytes.
+ring_attention, ring_attention_backward = (
+    functools.partial(function, schedule="ring")
+    for function in (mpi.ring_attention, mpi.ring_attention_backward)
+)
+
 
 BANDS = [
     # zigzag?, queries, keys, band
     (True, None, None, Band(0, None, 0)),
+    (True, 13, 7, Band()),
     (False, None, None, Band()),
     (False, None, None, Band(0, None, 0)),
     (False, None, None, Band(0, 3, 0)),
@@ -374,8 +380,9 @@ def test_packed_parts_that_are_no_zigzag_are_refused():
         with pytest.raises(InvalidArgumentsError, match="packed sequences are"):
             ring_attention(q[0], q[0], q[0], comm, cu_seqlens=np.array([0, 1], np.int32))
         for name, x in {"window": (2, 0), "parts": "contiguous", "seqlen": 16, "align": 0}.items():
+            cut = np.array([0, 8], np.int32)
             with pytest.raises(UnsupportedError, match=f"{name} is not supported for a ring of packed"):
-                ring_attention(q, q, q, comm, cu_seqlens=np.array([0, 8], np.int32), **{name: x})
+                ring_attention(q, q, q, comm, cu_seqlens=cut, **{name: x})
         assert comm.sent == 0
         assert not comm.under_way
 
@@ -396,7 +403,7 @@ def test_refusals_come_before_the_first_message():
             ({"seqlen": 13}, "holds 6 queries; of 13 in zigzag parts it holds"),
             ({"seqlen": "13"}, "seqlen is '13'"),
             ({"parts": "striped"}, "parts is 'striped'"),
-            ({"causal": False, "parts": "zigzag"}, 'zigzag" is for causal'),
+            ({"causal": False, "parts": "zigzag", "window": (2, 2)}, 'zigzag" with a window is for'),
         ]
         for options, words in named:
             with pytest.raises(InvalidArgumentsError, match=words):

@@ -1,17 +1,20 @@
 """Schedules beside the ring, and random calls of all of them: processes are threads with a communicator."""
 
 import functools
+import re
 import threading
 
 import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, UnsupportedError, allgather, alltoall, mpi
-from cupy_flash.mpi import ring_attention, ring_attention_backward
+import cupy_flash.parallel
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.parallel import allgather, alltoall, mpi
+from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
-from tests.schedule_cases import Case, random_case
+from tests.schedule_cases import SCHEDULES, Case, random_case, seeds_of
 
 
 def run(case, comm):
@@ -23,9 +26,9 @@ def run(case, comm):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_calls(ranks):
-    """Against float64; other ones in every run, and a failure says which."""
-    for seed in np.random.SeedSequence().generate_state(150).tolist():
+def test_random_calls(ranks, pytestconfig):
+    """Against float64; other ones every day, and a failure says which."""
+    for seed in seeds_of(pytestconfig.option.sample, 150):
         case = random_case(np.random.default_rng(seed), ranks)
         try:
             case.check(in_threads(ranks, functools.partial(run, case)))
@@ -99,6 +102,59 @@ def test_an_all_gather_adds_up_gradients_in_the_order_of_processes():
         assert not np.array_equal(reverse, in_order)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("heads", [(8, 4), (4, 4), (16, 4), (3, 3)])
+@pytest.mark.parametrize("options", [{}, {"window": (3, 0), "parts": "contiguous"}], ids=["", "window"])
+def test_what_sends_least_is_chosen(ranks, heads, options):
+    """In each pass by itself; `explain` counts what is sent, and says the same."""
+
+    def sent(comm, schedule, rows=16):
+        how = {"causal": True, "schedule": schedule, **options}
+        case = Case((rows, rows), heads=heads, dtype="float16", options=how)
+        x, how = case.part(comm.rank, ranks)
+        o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **how)
+        forward = comm.sent
+        ring_attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, comm, **how)
+        told = cupy_flash.parallel.explain(x["q"], x["k"], x["v"], ranks, **how)
+        return (forward, comm.sent - forward), told
+
+    able = SCHEDULES if heads[1] % ranks == 0 else ("ring", "allgather")
+    counted = {}
+    for schedule in able:
+        for counts, told in in_threads(ranks, functools.partial(sent, schedule=schedule)):
+            counted[schedule] = counts
+            assert all(f"{count:,} bytes" in told for count in counts)
+    for counts, told in in_threads(ranks, functools.partial(sent, schedule=None)):
+        least = [min(counted[x][n] for x in able if x != "allgather") for n in (0, 1)]
+        assert [*counts] == least
+        chosen = re.findall(r"(?:forward|backward): (\w+)", told)
+        assert [counted[x][n] for n, x in enumerate(chosen)] == least
+        assert ("do not divide" in told) == (len(able) == 2)
+
+
+def test_what_cannot_be_done_is_not_chosen():
+    mask, few = np.ones((8, 8), bool), np.ones((1, 3, 8, 8), np.float32)
+
+    def chosen(x, **options):
+        told = cupy_flash.parallel.explain(x, x, x, 2, causal=True, seqlen=16, **options)
+        return re.findall(r"(?:forward|backward): (\w+)", told)
+
+    many = few.repeat(2, 1)
+    assert chosen(few) == ["ring"] * 2
+    assert chosen(many, mask=mask) == ["alltoall"] * 2
+    assert chosen(few, mask=mask) == ["allgather"] * 2
+    assert chosen(many, window=(3, 0), parts="zigzag") == ["alltoall"] * 2
+    assert chosen(few, window=(3, 0), parts="zigzag") == ["allgather"] * 2
+    with pytest.raises(InvalidArgumentsError, match="contiguous parts, which must be named"):
+        chosen(many, window=(3, 0))
+    with pytest.raises(InvalidArgumentsError, match=r"3 heads of q .* 2 processes"):
+        chosen(few, reproducible="batch")
+    with pytest.raises(UnsupportedError, match=r"a mask of type .* an all-to-all"):
+        chosen(few, mask=cupy_flash.mask(lambda b, h, i, j: i >= j))
+    with pytest.raises(InvalidArgumentsError, match="ranks is 0"):
+        cupy_flash.parallel.explain(few, few, few, 0)
+
+
 def test_what_is_sent():
     """All-to-all: what goes out and comes back, but for a process's own share; all-gather: keys to all."""
     for schedule in ("alltoall", "allgather"):
@@ -160,13 +216,13 @@ def test_options_that_a_schedule_does_not_take(schedule, packed, options, words,
     in_threads(2, call)
 
 
-@pytest.mark.parametrize("heads", [(6, 3), (6, 6), (3, 1), (4, 2)])
-def test_heads_that_do_not_divide(heads):
+@pytest.mark.parametrize(("heads", "fewer"), [((6, 3), 3), ((6, 6), 3), ((3, 1), None), ((4, 2), 2)])
+def test_heads_that_do_not_divide(heads, fewer):
+    would = f"multiple of 4 heads; or {fewer} of the processes" if fewer else "multiple of 4 heads$"
+
     def call(comm):
         q, k = (np.ones((1, n, 4, 8), np.float32) for n in heads)
-        with pytest.raises(
-            InvalidArgumentsError, match=r"do not divide over 4 processes\.\nTry: .*multiple of 4"
-        ):
+        with pytest.raises(InvalidArgumentsError, match=r"do not divide over 4 processes\.\nTry: .*" + would):
             ring_attention(q, k, k, comm, schedule="alltoall")
         with pytest.raises(InvalidArgumentsError, match="1 heads of q"):
             ring_attention(q[0, 0], q[0, 0], q[0, 0], comm, schedule="alltoall")

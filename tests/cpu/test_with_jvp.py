@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, with_jvp
+from cupy_flash import InvalidArgumentsError
+from cupy_flash.derivatives import with_jvp
 from tests.cases import DTYPES, Case
 from tests.cpu.test_second_order import CASES, MANY, assert_close, results_of, tangents_of
 

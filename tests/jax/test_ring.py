@@ -11,7 +11,7 @@ import numpy as np
 
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash.parallel import packed_positions, positions
 
 pytestmark = pytest.mark.jax
 RANKS = 4
@@ -155,8 +155,9 @@ def test_packed_parts_that_are_no_zigzag(mesh):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_all_to_all(mesh, causal, layout):
-    """Rows are exchanged for heads: results and gradients are those of one device."""
+@pytest.mark.parametrize("schedule", ["alltoall", "allgather"])
+def test_other_schedules(mesh, schedule, causal, layout):
+    """Rows are exchanged for heads, or keys go to all: results and gradients are those of one device."""
     axis = 1 if layout == "bshd" else 2
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(2, heads, 16, dim) for heads, dim in ((8, 8), (4, 8), (4, 6))]
@@ -165,7 +166,7 @@ def test_all_to_all(mesh, causal, layout):
     cut = jax.sharding.PartitionSpec(*[None] * axis, "rows")
     options = {"causal": causal, "softcap": 3.0, "layout": layout, "return_lse": True}
     parts = jax.shard_map(
-        partial(cf.ring_attention, axis_name="rows", schedule="alltoall", **options),
+        partial(cf.ring_attention, axis_name="rows", schedule=schedule, **options),
         mesh=mesh, in_specs=(cut,) * 3, out_specs=(cut, jax.sharding.PartitionSpec(None, None, "rows")),
     )  # fmt: skip
 
@@ -197,12 +198,15 @@ def test_what_a_schedule_does_not_take(mesh):
 
     with pytest.raises(InvalidArgumentsError, match=r"2 heads of k do not divide over 4 devices\.\nTry: sch"):
         call(qkv(), schedule="alltoall")
-    with pytest.raises(InvalidArgumentsError, match="schedule is 'allgather'"):
-        call(qkv(), schedule="allgather")
+    with pytest.raises(InvalidArgumentsError, match="schedule is 'star'"):
+        call(qkv(), schedule="star")
+    with pytest.raises(UnsupportedError, match='reproducible="batch" is not supported for an all-gather'):
+        call(qkv(), schedule="allgather", reproducible="batch")
     with pytest.raises(InvalidArgumentsError, match="holds 3 rows"):
         call([x.repeat(2, 1) for x in qkv(seqlen=12)], schedule="alltoall", causal=True)
     with pytest.raises(UnsupportedError, match='reproducible="batch" is not supported for a ring'):
         call(qkv(), reproducible="batch")
-    packed = partial(cf.ring_attention, axis_name="rows", schedule="alltoall")
-    with pytest.raises(UnsupportedError, match='cu_seqlens is not supported with schedule="alltoall"'):
-        packed(*[jnp.ones((4, 4, 8))] * 3, cu_seqlens=jnp.array([0, 4], jnp.int32))
+    for schedule in ("alltoall", "allgather"):
+        packed = partial(cf.ring_attention, axis_name="rows", schedule=schedule)
+        with pytest.raises(UnsupportedError, match=f'cu_seqlens is not supported with schedule="{schedule}"'):
+            packed(*[jnp.ones((4, 4, 8))] * 3, cu_seqlens=jnp.array([0, 4], jnp.int32))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.test_util import check_grads
 
 import cupy_flash.jax as cf
-from cupy_flash import UnsupportedError, second_order
+from cupy_flash import UnsupportedError
+from cupy_flash.derivatives import second_order
 from cupy_flash.jax import directed
 
 pytestmark = pytest.mark.jax

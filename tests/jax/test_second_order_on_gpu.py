@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import cupy_flash
 import cupy_flash.jax as cf
-from cupy_flash import second_order
+from cupy_flash.derivatives import second_order
 from cupy_flash.device import simulator
 from cupy_flash.jax import call, directed, run
 from tests.jax import test_second_order as on_cpu

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cupy_flash import prepare
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from tests.checks import Device
 
@@ -31,6 +31,6 @@ def tensor_cores_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make a plan fail instead of falling back: for cases of the preferred families."""
     preferred = tuple(family for family in families.FAMILIES if family.NAME != "simple")
     monkeypatch.setattr(families, "FAMILIES", preferred)
-    prepare.forget()
+    memo.forget()
     yield
-    prepare.forget()
+    memo.forget()

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import testing
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.families import f16x3, hopper, pack_gqa
 from tests.cases import Case, numpy_dtype
@@ -44,9 +45,9 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch, target: str, family: families.Fam
     monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{target}")
     monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
     monkeypatch.setattr(families, "FAMILIES", (family,))
-    prepare.forget()
+    memo.forget()
     yield Device(target, np)
-    prepare.forget()
+    memo.forget()
 
 
 def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
@@ -58,7 +59,7 @@ def numbered(monkeypatch: pytest.MonkeyPatch, *, grouped: bool) -> None:
 
     for module in (hopper, f16x3):
         monkeypatch.setattr(module, "rows_of_tiles", chosen)
-    prepare.forget()
+    memo.forget()
 
 
 def under(number: int) -> Any:

@@ -263,7 +263,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",
     (
         "flash_forward_sm90.cu",
-        "bar_sync(kPassedOver + warpgroup, 128)",
+        "bar_sync(kSkipped + warpgroup, 128)",
         1,
     ): "no schedule stops a warp at a block until its slot has another one",
     **{
@@ -274,18 +274,9 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         ): "ldmatrix, a collective, reads for all lanes at once"
         for number in range(1, 5)
     },
-    **{
-        ("hopper/forward.cuh", call, 1): "flash_forward_wide_sm90 stores O by itself"
-        for call in (
-            "fence_proxy_async()",
-            "tma_store_commit()",
-            "tma_store_wait_read<0>()",
-            "mbar_arrive(s.q_ring.empty[q_stage])",
-        )
-    },
     (
         "flash_forward_wide_sm90.cu",
-        "bar_sync(kCleared + warpgroup, 128)",
+        "bar_sync(kVCleared + warpgroup, 128)",
         1,
     ): "the product, a collective of the warpgroup, comes before it reads",
     ("flash_forward_wide_sm90.cu", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",
@@ -296,32 +287,27 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ): "no schedule stops a warp between a load and an arrival",
     (
         "flash_forward_wide_sm90.cu",
-        "bar_sync(kEmpty, 256)",
+        "bar_sync(kPEmpty, 256)",
         3,
     ): "nobody waits any more; it leaves no arrival behind at the end",
-    (
-        "hopper/forward.cuh",
-        "bar_arrive(kTurn + (warpgroup + 1) % K::kConsumers, 256)",
-        1,
-    ): "flash_forward_wide_sm90 has no turns",
     (
         "flash_backward.cu",
         "__syncwarp()",
         2,
     ): "it only keeps the compiler from moving loads across",
     (
-        "hopper/forward.cuh",
-        "bar_sync(kTurn + warpgroup, 256)",
+        "hopper/warp_scheduler_barrier.cuh",
+        "bar_sync(kWarpScheduler + warpgroup, 256)",
         1,
     ): "turns are for speed, they carry no data",
-    ("hopper/forward.cuh", "__syncwarp()", 2): "no schedule stops a warp between a load and an arrival",
+    ("hopper/epilogue.cuh", "__syncwarp()", 2): "no schedule stops a warp between a load and an arrival",
     **{
-        ("hopper/forward.cuh", call, 1): "no other kernel than flash_forward_sm90 has a thread that schedules"
-        for call in (
-            "mbar_wait(s.work_ring.empty[0], at.phase ^ 1)",
-            "mbar_arrive(s.work_ring.full[0])",
-            "mbar_wait(s.work_ring.full[0], K::WorkRing::at(tiles).phase)",
-            "mbar_arrive(s.work_ring.empty[0])",
+        (f"hopper/{file}.cuh", call, 1): "flash_forward_fp8_sm90 has no thread that schedules"
+        for file, call in (
+            ("tile_scheduler", "mbar_wait(s.work_ring.empty[0], at.phase ^ 1)"),
+            ("tile_scheduler", "mbar_arrive(s.work_ring.full[0])"),
+            ("producer", "mbar_wait(s.work_ring.full[0], K::WorkRing::at(tiles).phase)"),
+            ("producer", "mbar_arrive(s.work_ring.empty[0])"),
         )
     },
     (
@@ -343,7 +329,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("flash_decode_in_order.cu", "__syncwarp()", 1): "ldmatrix, a collective, reads the keys first",
     ("flash_decode.cu", "__syncwarp()", 1): "the products of the step before end with collectives",
     ("cache/stored.cuh", "__syncwarp()", 1): "ldmatrix, a collective, reads the widened tiles",
-    ("hopper/forward.cuh", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",
+    ("hopper/epilogue.cuh", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",
     ("tile/epilogue.cuh", "__syncwarp()", 1): (
         "flash_forward has just passed a barrier of the block; other callers stage more than once"
     ),
@@ -361,14 +347,18 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("hopper/backward.cuh", "mbar_wait(s.dq_full, step.at.stage)", 1): "flash_backward_wide_sm90 sums no dQ",
     (
         "hopper/backward.cuh",
-        "wait_turn(p.call.dq_turns + number, turn)",
+        "semaphore_wait(p.call.dq_turns + number, turn)",
         1,
     ): "flash_backward_wide_sm90 sums no dQ",
     ("hopper/backward.cuh", "tma_store_commit()", 1): "flash_backward_wide_sm90 sums no dQ",
     ("hopper/backward.cuh", "tma_store_wait_read<0>()", 1): "flash_backward_wide_sm90 sums no dQ",
     ("hopper/backward.cuh", "mbar_arrive(s.dq_empty)", 1): "flash_backward_wide_sm90 sums no dQ",
     ("hopper/backward.cuh", "tma_store_wait<0>()", 1): "flash_backward_wide_sm90 sums no dQ",
-    ("hopper/backward.cuh", "end_turn(p.call.dq_turns + number)", 1): "flash_backward_wide_sm90 sums no dQ",
+    (
+        "hopper/backward.cuh",
+        "semaphore_release(p.call.dq_turns + number)",
+        1,
+    ): "flash_backward_wide_sm90 sums no dQ",
     (
         "hopper/backward.cuh",
         "__syncthreads()",
@@ -412,7 +402,8 @@ _NAMES = (
     "cp_async_commit", "cp_async_wait",
     "mbar_init_fence", "mbar_wait", "mbar_arrive", "mbar_expect_tx", "mbar_arrive_expect_tx",
     "fence_proxy_async", "tma_store_commit", "tma_store_wait_read", "tma_store_wait",
-    "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global", "wait_turn", "end_turn",
+    "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global",
+    "semaphore_wait", "semaphore_release",
     "cluster_arrive", "cluster_wait", "mbar_wait_cluster", "mbar_arrive_cluster",
 )  # fmt: skip
 _ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"

@@ -50,7 +50,7 @@ def test_packed(lead: str, device: Device) -> None:
 
 def test_numbers_without_bits_see_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU nobody looks at a table: what is wrong in it is not used as an index."""
-    monkeypatch.setattr("cupy_flash.prepare.check_blocks", lambda blocks, raw: None)
+    monkeypatch.setattr("cupy_flash.dispatch.memo.check_blocks", lambda blocks, raw: None)
     draw = np.random.default_rng(0)
     q, k, v = draw.standard_normal((3, 1, 2, 64, 16), np.float32)
     made = block_mask(lambda b, h, i, j: j <= i, None, None, 64, 64, block=32)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import testing
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan.families import decode
 from tests import public
 from tests.checks import Device
@@ -30,14 +31,14 @@ POLICIES = ("late", "early", "random")
 def on(arch: str, without_decode: bool = True) -> Iterator[Device]:
     """A simulated GPU whose plans are this family's, however few the queries."""
     refused = mock.patch.object(decode, "refusals", return_value=["not in this test"])
-    prepare.forget()
+    memo.forget()
     with mock.patch.dict(os.environ, {"CUPY_FLASH_DRIVER": f"simulator:{arch}"}):
         if without_decode:
             with refused:
                 yield Device(arch, np, float32_precision="tf32x3")
         else:
             yield Device(arch, np, float32_precision="tf32x3")
-    prepare.forget()
+    memo.forget()
 
 
 # Every two values of every two features; the schedules take turns.

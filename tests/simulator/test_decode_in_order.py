@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import testing
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan.families import decode, flash
 from tests.checks import Device
 from tests.kv_cases import KvCase, check
@@ -43,9 +44,9 @@ SOME = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for 
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks of 512 keys, by which kernels are compiled and planned alike."""
     monkeypatch.setattr(flash, "CHUNK_KEYS", 512)
-    prepare.forget()
+    memo.forget()
     yield
-    prepare.forget()
+    memo.forget()
 
 
 def on(arch: str, monkeypatch: pytest.MonkeyPatch) -> Device:
@@ -63,10 +64,10 @@ def both_ways(case: KvCase, inputs: dict[str, np.ndarray], **options: Any) -> No
     made = []
     for context in (mock.patch.object(decode, "append", decode.append), by_prompts()):
         with context:
-            prepare.forget()
+            memo.forget()
             given = {name: x.copy() for name, x in inputs.items()}
             made.append(cached(**given, **case.options(), **SAME, **options))
-    prepare.forget()
+    memo.forget()
     for actual, expected in zip(*made, strict=True):
         assert actual.tobytes() == expected.tobytes()
 
@@ -124,9 +125,9 @@ def test_1_to_64_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for used, parts in ((60, (1, 2, 3, 64)), (530, (3, 7, 33)), (4096, (8, 64))):
         with by_prompts(), monkeypatch.context() as within:
             within.setattr(flash, "MOST_PARTS_BYTES", 0)
-            prepare.forget()
+            memo.forget()
             row = cupy_flash.attention(q, k[:, :, :used], v[:, :, :used], **SAME)
-        prepare.forget()
+        memo.forget()
         for n in parts:
             room = k[:, :, : 512 * n], v[:, :, : 512 * n]
             asked = {"cache_seqlens": used}

@@ -100,7 +100,7 @@ def test_bounds_of_any_number_stay_inside() -> None:
         mask = as_mask(pairs, lengths, 160)
         wanted = cached(**given | copies, mask=mask)
         # A GPU's bounds are not looked at by the host, those of the simulator are.
-        with on("sm_80"), mock.patch("cupy_flash.prepare.check_spans"):
+        with on("sm_80"), mock.patch("cupy_flash.dispatch.memo.check_spans"):
             o = cached(**given | copies, spans=bounds, check=False)
         np.testing.assert_allclose(o.astype(float), wanted.astype(float), atol=1e-2)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import fp8
@@ -45,9 +45,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A simulated GPU whose plans fail instead of falling back."""
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_120")
     monkeypatch.setattr(families, "FAMILIES", (fp8,))
-    prepare.forget()
+    memo.forget()
     yield
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import UnsupportedError, prepare
+from cupy_flash import UnsupportedError
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan.families import simple
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, dead_outputs, only
@@ -302,13 +303,13 @@ def test_gradients_of_arguments_read_in_every_way(
 ) -> None:
     """Those of the CPU but for the order, however many blocks add; in float64."""
     monkeypatch.setattr(simple, "_MOST_SLICES", slices)
-    prepare.forget()
+    memo.forget()
     ours = gradients_of(*patterns())
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "")
     for mine, theirs in zip(ours, gradients_of(*patterns()), strict=True):
         assert np.allclose(mine, theirs, rtol=1e-11, atol=1e-11)
     monkeypatch.undo()
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], FunctionCase("relative")], ids=str)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import testing
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import choose, families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import hopper
@@ -316,7 +317,7 @@ def refused(**changes: Any) -> str:
     shape = changes.pop("shape", (1, 2, 64, 64))
     q, k, v = (changes.pop(name, aligned(shape, np.float16, 0.5)) for name in "qkv")
     families.FAMILIES, alone = ALL_FAMILIES, families.FAMILIES
-    prepare.forget()
+    memo.forget()
     try:
         text = cupy_flash.explain(q, k, v, **changes)
         assert np.isfinite(cupy_flash.attention(q, k, v, **changes)).all()

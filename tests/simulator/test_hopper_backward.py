@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare, testing
+from cupy_flash import testing
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import hopper
@@ -179,10 +180,10 @@ def in_waves(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]
     def of(wave: int) -> None:
         planned = hopper._wave
         monkeypatch.setattr(hopper, "_wave", lambda p, arch: wave if planned(p, arch) else 0)
-        prepare.forget()
+        memo.forget()
 
     yield of
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.mark.parametrize("wave", [0, 1, 2, 4, 132], ids="wave{}".format)
@@ -479,7 +480,7 @@ def steps_in_turns(
     low, high = band
     seqlens = dict(zip(("seqlen_q", "seqlen_k"), lengths, strict=True))
     params = pack(out=out, tiles=tiles, wave=wave, m=m, n=n, **seqlens, low=low, high=high)
-    simulator.load(unit("turn_order")).launch((blocks, 1, 1), (1, 1, 1), 0, params.tobytes())
+    simulator.load(unit("dq_order")).launch((blocks, 1, 1), (1, 1, 1), 0, params.tobytes())
     return [(first[0], [tuple(step) for step in steps if step[0] >= 0]) for first, *steps in out.tolist()]
 
 
@@ -549,7 +550,7 @@ def refused(**changes: Any) -> str:
     shape = changes.pop("shape", (1, 2, 64, 64))
     q, k, v = (changes.pop(name, aligned(shape, np.float16, 0.5)) for name in "qkv")
     families.FAMILIES, only = EVERY_FAMILY, families.FAMILIES
-    prepare.forget()
+    memo.forget()
     try:
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **changes)
         gradients = cupy_flash.attention_backward(o, q, k, v, o, lse, **changes)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import api, prepare, testing
+from cupy_flash import api, testing
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import hopper
@@ -49,9 +50,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
     monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
     monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    prepare.forget()
+    memo.forget()
     yield
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

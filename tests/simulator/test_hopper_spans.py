@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Spans, prepare, spans, testing
+from cupy_flash import Spans, spans, testing
 from cupy_flash.device import abi, simulator
+from cupy_flash.dispatch import memo
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash, hopper
@@ -54,9 +55,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
     monkeypatch.setattr(simulator, "multiprocessors", lambda _device=0: 3)
     monkeypatch.setattr(families, "FAMILIES", (hopper,))
-    prepare.forget()
+    memo.forget()
     yield Device("sm_90a", np)
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.mark.sampled(16)
@@ -509,7 +510,7 @@ def test_bounds_may_be_any_numbers(by_query: bool) -> None:
     cut = np.clip(form, 0, 200)
     o, lse = cupy_flash.attention(*views[1:], mask=Spans(cut), return_lse=True)
     exact = cupy_flash.attention_backward(*views, o, lse, mask=Spans(cut))
-    with mock.patch.object(prepare, "check_spans"):
+    with mock.patch.object(memo, "check_spans"):
         same_o, same_lse = cupy_flash.attention(*views[1:], mask=Spans(form), return_lse=True)
         found = cupy_flash.attention_backward(*views, o, lse, mask=Spans(form))
     testing.assert_within_budget({"o": o, "lse": lse}, q, k, v, mask=Spans(cut))
@@ -530,11 +531,11 @@ def test_what_gradients_leave_to_the_flash_kernels(monkeypatch: pytest.MonkeyPat
         q = aligned((1, 1, 64, head_dim), np.float16, 1.0)
         lse = np.zeros((1, 1, 64), np.float32)
         monkeypatch.setattr(families, "FAMILIES", (hopper,))
-        prepare.forget()
+        memo.forget()
         with pytest.raises(UnsupportedError, match=reason):
             cupy_flash.attention_backward(q, q, q, q, q, lse, mask=Spans(bounds), **options)
         monkeypatch.setattr(families, "FAMILIES", (hopper, flash))
-        prepare.forget()
+        memo.forget()
         text = cupy_flash.explain(q, q, q, mask=Spans(bounds), direction="backward", **options)
         assert reason in text
         assert "family    flash" in text

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import UnsupportedError, prepare
+from cupy_flash import UnsupportedError
 from cupy_flash.call.given import Options
 from cupy_flash.call.problem import describe
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import ARCHITECTURES
 from cupy_flash.plan.choose import choose
@@ -38,9 +39,9 @@ SMALL: dict[str, Any] = {
 @pytest.fixture
 def on(device: Device) -> Iterator[Device]:
     """A simulated GPU whose plans, which a test may change, are forgotten."""
-    prepare.forget()
+    memo.forget()
     yield device
-    prepare.forget()
+    memo.forget()
 
 
 def held(dtype: str, **options: Any) -> Any:
@@ -144,9 +145,9 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(name: str, monkeypatch: pyte
     options = {"causal": True, "return_lse": True, "reproducible": "batch", **options}
     with monkeypatch.context() as within:
         within.setattr(flash, "MOST_PARTS_BYTES", 0)
-        prepare.forget()
+        memo.forget()
         whole = cupy_flash.attention(q, k, v, **options)
-    prepare.forget()
+    memo.forget()
     for actual, expected in zip(cupy_flash.attention(q, k, v, **options), whole, strict=True):
         assert actual.tobytes() == expected.tobytes()
     plain = cupy_flash.attention(q, k, v, **{**options, "reproducible": None})
@@ -158,7 +159,7 @@ def test_decode_of_a_token_is_its_row_of_the_prompt(name: str, monkeypatch: pyte
         made = cached(token, k, v, cache_seqlens=t + 1, **options)
         for actual, expected in zip(made, whole, strict=True):
             assert actual.tobytes() == expected[:, :, t : t + 1].tobytes(), f"token {t}"
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.mark.parametrize("device", ["sm_80"], indirect=True)
@@ -175,7 +176,7 @@ def test_heads_of_a_group_share_a_tile_in_decode(
     whole = cupy_flash.attention(q, k, v, **options)
     for most, t in product((flash.MOST_PARTS_BYTES, 0), ((0, 299), (127, 128))):
         monkeypatch.setattr(flash, "MOST_PARTS_BYTES", most)
-        prepare.forget()
+        memo.forget()
         tokens = np.stack([q[b, :, t[b] : t[b] + 1] for b in range(2)])
         used = np.array([x + 1 for x in t], np.int32)
         made = cached(tokens, k, v, cache_seqlens=used, **options)
@@ -326,7 +327,7 @@ def test_chunks_of_the_planner(on: Device, monkeypatch: pytest.MonkeyPatch) -> N
     options: dict[str, Any] = {"causal": True, "reproducible": "batch"}
     whole = cupy_flash.attention(q, k, v, **options)
     monkeypatch.setattr(flash, "CHUNK_KEYS", 128)
-    prepare.forget()
+    memo.forget()
     token = cached(q[:, :, -1:], k, v, cache_seqlens=300, **options)
     assert token.tobytes() != whole[:, :, -1:].tobytes()
 
@@ -339,7 +340,7 @@ def test_heads_as_rows_of_what_differs_by_query(on: Device, monkeypatch: pytest.
     whole = cupy_flash.attention(q, k[:, :1], v[:, :1], **options)
     alike = flash.sees_alike
     monkeypatch.setattr(flash, "sees_alike", lambda p: alike(p._replace(left=None)))
-    prepare.forget()
+    memo.forget()
     token = cupy_flash.attention(q[:, :, -1:], k[:, :1], v[:, :1], align=99, **options)
     assert token.tobytes() != whole[:, :, -1:].tobytes()
 
@@ -353,7 +354,7 @@ def test_a_neighbours_maximum_decides_nothing(on: Device, mode: str, kernel: str
     """A row of the same warp whose maximum rises far in a later block, where those of others rise a little.
 
     That it would be seen is a mutant of flash_forward_sm90, whose rows keep a maximum that is exceeded by
-    less than kSlackLog2; the kernels of "batch" have no such slack.
+    less than kRescaleThresholdLog2; the kernels of "batch" have no such threshold.
     """
     q, k, v = rows("float16", 400, 64)[:, :, :1]
     q = q[:, :, :16]

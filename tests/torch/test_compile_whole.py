@@ -33,6 +33,8 @@ CAUSAL, OTHER = causal_lower_right(20, 20), causal_lower_right(3, 4)
 LEARNED = torch.ones(4, requires_grad=True)
 ONE = torch.ones((), requires_grad=True)
 HALF = torch.tensor(0.5)
+SLOPED = cupy_flash.score(lambda s, b, h, i, j, slopes: s - slopes[h] * (i - j))
+UPPER = cupy_flash.mask(lambda b, h, i, j: j >= i)
 WIDE = torch.randn(2, 4, 1, 32)
 
 # Calls of each public function, by its name.
@@ -187,9 +189,31 @@ def test_a_refusal_changes_nothing_for_the_next_program():
     torch.testing.assert_close(compiled(**given), cf.attention_with_kv_cache(**given))
 
 
+@pytest.mark.usefixtures("_a_plain_function_was_compiled")
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (
+            lambda q: cf.attention(q, q, q, score=SLOPED(HALF.expand(4))),
+            "a call with a score or mask function",
+        ),
+        (lambda q: cf.attention(q, q, q, mask=UPPER), "a call with a score or mask function"),
+        (
+            lambda q: cf.attention(q, q, q, mask=cupy_flash.mask(UPPER.function)),
+            "a score or mask function is",
+        ),
+        (lambda q: cf.attention(q, q, q, score=cupy_flash.score(max)), "a score or mask function is made"),
+    ],
+)
+def test_functions_say_why_they_break_a_program(function, why):
+    # why a bracket: torch shows the line of the call, too, in which the words stand
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"\(reason: {why}.* Try: "):
+        whole(function)(Q)
+
+
 def test_what_makes_blocks_breaks_a_program():
     blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, 20, 20, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(Exception, match=r"cupy_flash\.torch has functions for compiled programs"):
+    with pytest.raises(Exception, match=r"Try: mask=cupy_flash\.torch\.block_mask\(mask\), made before"):
         whole(lambda q: cf.attention(q, q, q, mask=blocks))(Q)
 
 

@@ -1,6 +1,7 @@
 """A model in context_parallel: trained in parts it is the model that one process trains."""
 
 import contextlib
+import re
 
 import pytest
 
@@ -12,21 +13,22 @@ from torch.nn import functional
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
+from tests.paths import ROOT
 from tests.torch.processes import in_processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
-SEQLEN, WIDTH, HEADS, WORDS = 32, 32, 4, 11
+WIDTH, HEADS, WORDS = 32, 4, 11
 
 
 class Model(nn.Module):
     """A transformer of one layer, whose rotary table is a buffer."""
 
-    def __init__(self):
+    def __init__(self, seqlen):
         super().__init__()
         self.words, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        angle = torch.arange(SEQLEN)[:, None] * torch.logspace(0, -3, WIDTH // HEADS // 2)
+        angle = torch.arange(seqlen)[:, None] * torch.logspace(0, -3, WIDTH // HEADS // 2)
         self.register_buffer("turns", torch.polar(torch.ones_like(angle), angle).to(torch.complex128))
 
     def turned(self, x):
@@ -40,19 +42,20 @@ class Model(nn.Module):
         return self.out(x + self.o(o.transpose(1, 2).flatten(2)))
 
 
-def trained(steps, mesh=None, schedule=None):
+def trained(steps, seqlen, mesh=None, schedule=None):
     """Losses, the last logits and the parameters after some steps."""
     torch.manual_seed(0)
-    model = Model().double()
+    model = Model(seqlen).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for _ in range(steps):
-        tokens = torch.randint(WORDS, (2, SEQLEN + 1))
+        tokens = torch.randint(WORDS, (2, seqlen + 1))
         inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
         def step(inputs=inputs, labels=labels):
             logits = model(inputs)
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = loss / (2 * seqlen)
             optimizer.zero_grad()
             loss.backward()
             return logits, loss.detach()
@@ -62,13 +65,12 @@ def trained(steps, mesh=None, schedule=None):
         else:
             cut = {"buffers": [inputs, labels, model.turns], "buffer_seq_dims": [1, 1, 0]}
             with cf.context_parallel(mesh, **cut, schedule=schedule):
-                assert inputs.shape[1] == model.turns.shape[0] == SEQLEN // mesh.size()
+                assert inputs.shape[1] == model.turns.shape[0] <= seqlen // mesh.size() + 2
                 logits, loss = step()
             assert torch.equal(inputs, tokens[:, :-1])
             (logits,) = cf.context_parallel_unshard(mesh, [logits], [1])
             for x in (loss, *(parameter.grad for parameter in model.parameters())):
                 dist.all_reduce(x)
-                x /= mesh.size()
         optimizer.step()
         losses.append(loss)
     return torch.stack(losses), logits.detach(), [x.detach() for x in model.parameters()]
@@ -78,14 +80,67 @@ def process(rank, ranks):
     """The same training by each schedule, and what is refused."""
     mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     own = functional.scaled_dot_product_attention
-    wanted = trained(20)
-    assert wanted[0][-1] != wanted[0][0]
-    for schedule in (None, "ring", "alltoall", "allgather"):
-        for ours, theirs in zip(trained(20, mesh, schedule), wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
-        assert functional.scaled_dot_product_attention is own
+    for seqlen, steps in ((32, 20), (27, 4)):
+        wanted = trained(steps, seqlen)
+        assert wanted[0][-1] != wanted[0][0]
+        for schedule in (None, "ring", "alltoall", "allgather"):
+            for ours, theirs in zip(trained(steps, seqlen, mesh, schedule), wanted, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+            assert functional.scaled_dot_product_attention is own
+    check_sharded()
+    check_decode(rank, ranks)
     check_buffers(mesh)
     check_refusals(mesh, own)
+
+
+def code_of(name):
+    """What the page defines in the block that has a function."""
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+    (block,) = (x for x in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"def {name}(" in x)
+    defined = {}
+    exec(block, defined)
+    return defined
+
+
+def check_sharded():
+    """Weights sharded over all processes, sequences over two of them, as the page has it."""
+    recipe, seqlen = code_of("sharded"), 16
+    torch.manual_seed(1)
+    batches = torch.randint(WORDS, (5, 4, seqlen + 1))
+    alone, model = (Model(seqlen).double() for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    for tokens in batches:
+        loss = functional.cross_entropy(alone(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    before = [x.detach().clone() for x in model.parameters()]
+    cp, share = recipe["sharded"](model, 2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for tokens in batches:
+        own = tokens[2 * share : 2 * share + 2]
+        recipe["sharded_step"](model, optimizer, own[:, :-1].clone(), own[:, 1:].clone(), cp)
+    for x, wanted, first in zip(model.parameters(), alone.parameters(), before, strict=True):
+        torch.testing.assert_close(x.full_tensor(), wanted, rtol=0, atol=1e-9)
+        assert not torch.equal(wanted, first)
+
+
+def check_decode(rank, ranks):
+    """Keys dealt out one by one; with two keys some processes hold none."""
+    decode = code_of("decode")["decode"]
+    generator = torch.Generator().manual_seed(0)
+    for length in (2, 3, 21):
+        q, k, v = (
+            torch.randn(2, heads, rows, 8, generator=generator, dtype=torch.float64)
+            for heads, rows in ((4, 1), (2, length), (2, length))
+        )
+        own = [torch.zeros(2, 2, 8, 8, dtype=torch.float64) for _ in "kv"]
+        held = len(range(rank, length, ranks))
+        for cache, x in zip(own, (k, v), strict=True):
+            cache[:, :, :held] = x[:, :, rank::ranks]
+        wanted = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        torch.testing.assert_close(decode(q, *own, held), wanted, rtol=0, atol=1e-12)
 
 
 def check_buffers(mesh):
@@ -102,13 +157,15 @@ def check_buffers(mesh):
     assert torch.equal(y, same)
     assert torch.equal(united, whole)
     # Attention that is not causal sees all keys, in whatever order.
-    q = torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    wanted, part = functional.scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True), q.clone()
-    with cf.context_parallel(mesh, buffers=[part], buffer_seq_dims=[2]):
-        o = functional.scaled_dot_product_attention(part, part[:, :2], part[:, :2], enable_gqa=True)
-        with pytest.raises(InvalidArgumentsError, match=r"query has 4 heads, key 2\.\nTry: enable_gqa"):
-            functional.scaled_dot_product_attention(part, part[:, :2], part[:, :2])
-    torch.testing.assert_close(cf.context_parallel_unshard(mesh, [o], [2])[0], wanted)
+    for seqlen in (16, 13, 3):
+        q = torch.randn(1, 4, seqlen, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        wanted = functional.scaled_dot_product_attention(q, q[:, :2], q[:, :2], enable_gqa=True)
+        part = q.clone()
+        with cf.context_parallel(mesh, buffers=[part], buffer_seq_dims=[2]):
+            o = functional.scaled_dot_product_attention(part, part[:, :2], part[:, :2], enable_gqa=True)
+            with pytest.raises(InvalidArgumentsError, match=r"query has 4 heads, key 2\.\nTry: enable_gqa"):
+                functional.scaled_dot_product_attention(part, part[:, :2], part[:, :2])
+        torch.testing.assert_close(cf.context_parallel_unshard(mesh, [o], [2])[0], wanted)
 
 
 def check_refusals(mesh, own):
@@ -118,7 +175,7 @@ def check_refusals(mesh, own):
     refused = [
         (
             {"buffers": [x, short], "buffer_seq_dims": [1, 0]},
-            r"12 rows, .* 8 stretches\.\nTry: padding to 16",
+            r"12 and 16 rows, not all multiples of 8\.\nTry: buffers of one length",
         ),
         ({"buffers": [x], "buffer_seq_dims": [2]}, "no axis 2"),
         ({"buffers": [x], "buffer_seq_dims": []}, "1 buffers, and axes of 0"),

@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, UnsupportedError, prepare, progress
+from cupy_flash import InvalidArgumentsError, UnsupportedError, progress
+from cupy_flash.dispatch import memo
 from cupy_flash.torch import functional, repeat
 
 # torch compiles with, and warns of, its own torch.jit.
@@ -18,12 +19,12 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:D
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
     """How many calls went the whole way, beginning with nothing remembered."""
-    prepare.forget()
+    memo.forget()
     calls = []
     real = functional._attend
     monkeypatch.setattr(functional, "_attend", lambda *given: (calls.append(given), real(*given))[1])
     yield calls
-    prepare.forget()
+    memo.forget()
 
 
 def qkv(*, heads=(4, 2), lengths=(5, 9), dtype=torch.float32, seed=0, layout="bhsd"):
@@ -59,7 +60,7 @@ def test_another_call_of_the_same_kinds_has_the_bits_of_the_whole_way(options, d
     before = cf.attention(*first, **options)
     short = cf.attention(*second, **options)
     assert len(whole) == 1
-    prepare.forget()
+    memo.forget()
     assert same(short, cf.attention(*second, **options))
     assert same(before, cf.attention(*first, **options)), "the first result was written over"
 
@@ -75,7 +76,7 @@ def test_torchs_function_repeats_too(causal, rank, grouped, whole):
     cf.scaled_dot_product_attention(*first, **given)
     short = cf.scaled_dot_product_attention(*second, **given)
     assert len(whole) == 1
-    prepare.forget()
+    memo.forget()
     assert same(short, cf.scaled_dot_product_attention(*second, **given))
     wanted = torch.nn.functional.scaled_dot_product_attention(*second, **given)
     torch.testing.assert_close(short, wanted)
@@ -133,9 +134,9 @@ def test_other_kinds_go_the_whole_way(name, whole):
     given, options = LATER[name](q, k, v)
     if callable(options.get("mask")) and not isinstance(options["mask"], torch.Tensor):
         options = {"mask": cupy_flash.mask(options["mask"])}
-    prepare.forget()
+    memo.forget()
     wanted = cf.attention(*given, **options)
-    prepare.forget()
+    memo.forget()
     whole.clear()
     cf.attention(q, k, v)
     assert same(cf.attention(*given, **options), wanted)
@@ -187,7 +188,7 @@ def test_recorded_calls_repeat_with_the_bits_of_the_whole_way(options, dtype, ne
     assert len(whole) == 1
     assert len(whole_backward) == 1, "the first repeated call learns how its gradients go"
     for case, do, one in zip(cases, dos, given, strict=True):
-        prepare.forget()
+        memo.forget()
         assert same(one, grads(cf.attention, case, do, needing, **options))
 
 
@@ -227,7 +228,7 @@ def test_gradients_of_every_kind_arrive(name):
     xs, o = recorded_again()
     BACKWARD[name](o).backward()
     given = [x.grad.clone() for x in xs]
-    prepare.forget()
+    memo.forget()
     again = leaves(xs)
     BACKWARD[name](cf.attention(*again)).backward()
     assert all(torch.equal(x, y.grad) for x, y in zip(given, again, strict=True))
@@ -254,7 +255,7 @@ def test_second_derivatives_and_batches_of_gradients_go_the_whole_way(whole_back
 
     for differentiate in (second, batched):
         given = differentiate(*recorded_again())
-        prepare.forget()
+        memo.forget()
         xs = leaves(qkv())
         wanted = differentiate(xs, cf.attention(*xs))
         for x, y in zip(given, wanted, strict=True):
@@ -270,7 +271,7 @@ def test_gradients_through_lse_go_the_whole_way(through_o):
     xs, results = recorded_again(return_lse=True)
     loss(*results).backward()
     given = [x.grad for x in xs]
-    prepare.forget()
+    memo.forget()
     xs = leaves(xs)
     loss(*cf.attention(*xs, return_lse=True)).backward()
     assert all(torch.equal(x, y.grad) for x, y in zip(given, xs, strict=True) if y.grad is not None)
@@ -351,10 +352,10 @@ def test_deterministic_algorithms_count(whole_backward, monkeypatch):
 def test_the_environment_counts_for_gradients_too(monkeypatch):
     xs, o = recorded_again()
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
-    prepare.computed_by(())
+    memo.computed_by(())
     given = torch.autograd.grad(o.sum(), xs)
-    assert "NumPy" in prepare.kernels()
-    prepare.forget()
+    assert "NumPy" in memo.kernels()
+    memo.forget()
     again = leaves(xs)
     for x, y in zip(given, torch.autograd.grad(cf.attention(*again).sum(), again), strict=True):
         torch.testing.assert_close(x, y)
@@ -403,7 +404,7 @@ def test_the_environment_counts(monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
     for _ in range(2):
         torch.testing.assert_close(cf.attention(q, k, v), wanted)
-        assert "NumPy" in prepare.kernels()
+        assert "NumPy" in memo.kernels()
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "nobody")
     with pytest.raises(InvalidArgumentsError, match="CUPY_FLASH_DRIVER"):
         cf.attention(q, k, v)
@@ -459,9 +460,9 @@ def test_progress_is_told():
 def test_it_forgets(whole):
     q, k, v = qkv()
     cf.attention(q, k, v)
-    assert prepare.REPEATED
-    prepare.forget()
-    assert not prepare.REPEATED
+    assert memo.REPEATED
+    memo.forget()
+    assert not memo.REPEATED
     cf.attention(q, k, v)
     assert len(whole) == 2
 
@@ -475,7 +476,7 @@ def test_it_remembers_so_many(monkeypatch):
                 cf.attention(q, k, v, scale=1.0),
                 cf.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=True),
             )
-        assert len(prepare.REPEATED) <= 2
+        assert len(memo.REPEATED) <= 2
 
 
 def test_threads_share_it():

@@ -237,4 +237,4 @@ def test_what_unites_parts_refuses_it():
         cupy_flash.merge(*parts, reproducible="batch")
     for mode in ("batch", "prefill", "device"):
         with pytest.raises(UnsupportedError, match=f'reproducible="{mode}"'):
-            cf.ring_attention(*parts[:3], reproducible=mode)
+            cf.ring_attention(*parts[:3], reproducible=mode, schedule="ring")

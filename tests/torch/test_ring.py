@@ -1,5 +1,6 @@
 """Ring attention over torch.distributed: processes that hold parts, beside one that holds the whole."""
 
+import functools
 import itertools
 
 import pytest
@@ -9,8 +10,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import torch.distributed as dist
 
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, UnsupportedError, parts, ring
-from cupy_flash.ring import packed_positions, positions
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.parallel import packed_positions, parts, positions, ring
 from tests.torch.processes import in_processes
 
 pytestmark = [
@@ -19,6 +20,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
+
+# The default may choose another schedule, by bytes.
+ring_attention = functools.partial(cf.ring_attention, schedule="ring")
 
 CASES = [
     {"causal": False},
@@ -39,7 +43,7 @@ def check_part(rank, ranks, group=None, dtype=torch.float64, **options):
     mine = torch.from_numpy(positions(rank, ranks, seqlen, options["causal"]))
     parts = [x.detach().index_select(axis, mine).requires_grad_() for x in whole]
     o, lse = cf.attention(*whole, return_lse=True, **options)
-    o_part, lse_part = cf.ring_attention(*parts, group=group, return_lse=True, **options)
+    o_part, lse_part = ring_attention(*parts, group=group, return_lse=True, **options)
     (o.sin().sum() + lse.cos().sum()).backward()
     (o_part.sin().sum() + lse_part.cos().sum()).backward()
     tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 0.05}
@@ -61,7 +65,7 @@ def check_packed(rank, ranks):
     mine = torch.from_numpy(packed_positions(rank, ranks, lengths, causal=True))
     parts = [x.detach()[mine].requires_grad_() for x in whole]
     o, lse = cf.attention_varlen(*whole, cuts, cuts, causal=True, return_lse=True)
-    o_part, lse_part = cf.ring_attention(*parts, cu_seqlens=cuts // ranks, causal=True, return_lse=True)
+    o_part, lse_part = ring_attention(*parts, cu_seqlens=cuts // ranks, causal=True, return_lse=True)
     (o.sin().sum() + lse.cos().sum()).backward()
     (o_part.sin().sum() + lse_part.cos().sum()).backward()
     torch.testing.assert_close(o_part, o[mine])
@@ -92,14 +96,14 @@ def check_exceptions(rank, ranks):
     wanted = cf.attention(whole, whole, whole, causal=True)
     for (name, at), who in itertools.product(steps, ([0], [1], [0, 1])):
         q, k, v = (whole.detach()[:, :, mine].requires_grad_() for _ in "qkv")
-        o = None if name != "attention_backward" else cf.ring_attention(q, k, v, causal=True)
+        o = None if name != "attention_backward" else ring_attention(q, k, v, causal=True)
         with pytest.MonkeyPatch.context() as patch:
             if rank in who:
                 owner = ring if name == "merge" else parts
                 patch.setattr(owner, name, raising_at(at, getattr(owner, name)))
             try:
                 results = (
-                    [cf.ring_attention(q, k, v, causal=True)]
+                    [ring_attention(q, k, v, causal=True)]
                     if o is None
                     else torch.autograd.grad(o.sum(), (q, k, v))
                 )
@@ -138,7 +142,7 @@ def check_parts(rank, ranks, group=None):
         for x in (*whole, *parts, sinks):
             x.requires_grad_()
         o = cf.attention(*whole, sinks=sinks, **one)
-        o_part = cf.ring_attention(*parts, sinks=sinks, group=group, **options)
+        o_part = ring_attention(*parts, sinks=sinks, group=group, **options)
         torch.testing.assert_close(o_part, o.index_select(axis, mine))
         *wanted, of_sinks = torch.autograd.grad(o.sin().sum(), (*whole, sinks))
         *ours, share = torch.autograd.grad(o_part.sin().sum(), (*parts, sinks))
@@ -155,8 +159,8 @@ def check_disagreement(rank, ranks):
         q = options.pop("q", torch.ones(1, 2, 8, 16))
         k = options.pop("k", q)
         with pytest.raises(InvalidArgumentsError, match=words):
-            cf.ring_attention(q, k, k, **options)
-        cf.ring_attention(*[torch.ones(1, 2, 8, 16)] * 3)
+            ring_attention(q, k, k, **options)
+        ring_attention(*[torch.ones(1, 2, 8, 16)] * 3)
 
     odd, x = rank == 1, torch.ones(1, 2, 8, 16)
     different = "make different calls: "
@@ -177,14 +181,14 @@ def check_disagreement(rank, ranks):
     refused("softcap is -1.0", softcap=-1.0 if odd else None)
     if odd:
         with pytest.raises(UnsupportedError, match="reproducible"):
-            cf.ring_attention(x, x, x, reproducible="batch")
+            ring_attention(x, x, x, reproducible="batch")
     else:
         refused_by_others = pytest.raises(InvalidArgumentsError, match='process 1  reproducible="batch"')
         with refused_by_others:
-            cf.ring_attention(x, x, x)
+            ring_attention(x, x, x)
     # Backward passes in another order than the others'.
     q = x.clone().requires_grad_()
-    results = [cf.ring_attention(q, q, q).sum() for _ in range(2)]
+    results = [ring_attention(q, q, q).sum() for _ in range(2)]
     with pytest.raises(InvalidArgumentsError, match=different + "backward of call"):
         results[rank].backward()
     for result in results:
@@ -203,10 +207,10 @@ def check_when_calls_are_compared(rank, ranks):
             gathered.clear()
             for _ in range(2):
                 q = torch.ones(1, 1, 4, 8, requires_grad=True)
-                cf.ring_attention(q, q, q, agreement=agreement).sum().backward()
+                ring_attention(q, q, q, agreement=agreement).sum().backward()
             assert gathered == [32] * wanted, agreement
     with pytest.raises(InvalidArgumentsError, match="agreement is True"):
-        cf.ring_attention(q, q, q, agreement=True)
+        ring_attention(q, q, q, agreement=True)
 
 
 def check_what_is_sent(rank, ranks):
@@ -222,7 +226,7 @@ def check_what_is_sent(rank, ranks):
         q, k, v = (torch.ones(1, 1, 4, 8, dtype=torch.float16, requires_grad=x in asked) for x in "qkv")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "batch_isend_irecv", counted)
-            o = cf.ring_attention(q, k, v)
+            o = ring_attention(q, k, v)
             assert sum(sent) == (ranks - 1) * 2 * part
             sent.clear()
             o.sum().backward()
@@ -240,8 +244,8 @@ def check_retries(rank, ranks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "attention", raising_at(rank, parts.attention))
         with pytest.raises(MemoryError):
-            cf.ring_attention(5 * x, x, 3 * x, causal=True)
-        o = cf.ring_attention(x, x, x, causal=True)
+            ring_attention(5 * x, x, 3 * x, causal=True)
+        o = ring_attention(x, x, x, causal=True)
     torch.testing.assert_close(o, cf.attention(whole, whole, whole, causal=True)[:, :, mine])
 
 
@@ -261,10 +265,10 @@ def process(rank, ranks):
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         check_part(rank // 2, 2, group=groups[rank % 2], causal=True)
         with pytest.raises(InvalidArgumentsError, match=f"process {rank} is not in the group"):
-            cf.ring_attention(q, q, q, group=groups[1 - rank % 2])
+            ring_attention(q, q, q, group=groups[1 - rank % 2])
     with pytest.raises(InvalidArgumentsError, match="6 queries and 4 keys is ambiguous"):
-        cf.ring_attention(q, q[:, :, :4], q[:, :, :4], causal=True)
-    grad = torch.autograd.grad(cf.ring_attention(q, q, q).sum(), q, create_graph=True)[0]
+        ring_attention(q, q[:, :, :4], q[:, :, :4], causal=True)
+    grad = torch.autograd.grad(ring_attention(q, q, q).sum(), q, create_graph=True)[0]
     with pytest.raises(UnsupportedError, match="ring_attention has no second derivative"):
         grad.sum().backward()
 
@@ -288,19 +292,19 @@ def test_what_is_no_group_is_refused(alone):
     with pytest.raises(
         InvalidArgumentsError, match=r"a DeviceMesh, not a process group\.\nTry: group=mesh.get"
     ):
-        cf.ring_attention(q, q, q, group=mesh)
-    cf.ring_attention(q, q, q, group=mesh.get_group("rows"))
+        ring_attention(q, q, q, group=mesh)
+    ring_attention(q, q, q, group=mesh.get_group("rows"))
     with pytest.raises(InvalidArgumentsError, match="group is a str, not a process group"):
-        cf.ring_attention(q, q, q, group="rows")
+        ring_attention(q, q, q, group="rows")
     with pytest.raises(InvalidArgumentsError, match="process 0 is not in the group"):
-        cf.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
+        ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def test_transforms_are_refused(alone):
     q = torch.ones(1, 1, 4, 8)
 
     def loss(x):
-        return cf.ring_attention(x, x, x).sum()
+        return ring_attention(x, x, x).sum()
 
     transforms = [torch.func.grad(loss), torch.func.vmap(loss), torch.func.hessian(loss)]
     transforms += [lambda x: torch.func.vjp(loss, x), lambda x: torch.func.jvp(loss, (x,), (x,))]
@@ -318,7 +322,7 @@ def test_compiled_programs_break_at_a_ring(alone):
     q = torch.randn(1, 1, 4, 8)
 
     def loss(x):
-        return (2 * cf.ring_attention(x * 3, x, x)).sum()
+        return (2 * ring_attention(x * 3, x, x)).sum()
 
     with pytest.raises(Exception, match="ring_attention sends messages"):
         torch.compile(loss, backend="eager", fullgraph=True)(q)
@@ -331,4 +335,4 @@ def test_compiled_programs_break_at_a_ring(alone):
 
 def test_without_processes_it_says_so():
     with pytest.raises(UnsupportedError, match=r"torch.distributed is not initialised"):
-        cf.ring_attention(*[torch.ones(1, 1, 4, 8)] * 3)
+        ring_attention(*[torch.ones(1, 1, 4, 8)] * 3)

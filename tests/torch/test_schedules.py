@@ -10,7 +10,7 @@ import torch.distributed as dist
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.testing import to_numpy
-from tests.schedule_cases import random_case
+from tests.schedule_cases import random_case, seeds_of
 from tests.torch.processes import in_processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -88,7 +88,7 @@ def process(rank, ranks, seeds):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_agree_with_float64(ranks, tmp_path):
+def test_processes_agree_with_float64(ranks, tmp_path, pytestconfig):
     # The first one is packed, in 16 bits, by all-gather: torch writes rows by index in their own dtype only.
-    seeds = [96549698, *np.random.SeedSequence().generate_state(40).tolist()]
+    seeds = [96549698, *seeds_of(pytestconfig.option.sample, 40)]
     in_processes(ranks, process, tmp_path, seeds, seconds=120)

@@ -7,7 +7,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from unittest import mock
 
 import cupy_flash.torch as cf
-from cupy_flash import UnsupportedError, second_order
+from cupy_flash import UnsupportedError
+from cupy_flash.derivatives import second_order
 from cupy_flash.torch import second_order as of_torch
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]

@@ -15,11 +15,11 @@ from ..codes import kind_of_codes
 from ..given import CacheCall, Options, Packing
 from ..masks import resolve_band
 from ..offsets import check_counts, counts, flat_mask, longest_length, offsets
-from ..operands import lift, row_operand, score_operand
-from ..problem import OFFSETS, Cache, Problem, head_operands
+from ..operands import Views, lift, row_operand, score_operand, wrong
+from ..problem import OFFSETS, Cache, Problem, head_operands, problem_of
 from ..spans import Intervals, span_operand
-from ..values import check_options, finite_number
-from .kinds import Views, check_kinds, check_scales, check_writable, lies_in, wrong
+from ..values import check_options
+from .kinds import check_kinds, check_scales, check_writable, lies_in
 from .sizes import codes_of, lifted_codes, sizes_of, turned_features
 
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
@@ -212,33 +212,26 @@ def describe_cache(
     )  # fmt: skip
     if options.precision is not None and raw["q"].dtype != "float32":
         raise wrong(f"precision={options.precision!r} is for float32 inputs.", raw, "precision=None")
-    default_scale = sizes.head_dim**-0.5
     item = raw["q"].item_bytes
-    problem = Problem(
-        direction="decode",
-        dtype=raw["q"].dtype,
-        precision=options.precision,
+    problem = problem_of(
+        "decode",
+        raw,
+        views,
+        _CACHED,
+        options,
+        packing,
+        band,
         batch=sizes.batch,
-        heads_q=sizes.heads_q,
         heads_k=sizes.heads_k,
         seqlen_q=sizes.seqlen_q,
         seqlen_k=sizes.capacity,
-        head_dim=sizes.head_dim,
         head_dim_v=sizes.head_dim_v,
-        scale=default_scale if options.scale is None else finite_number(options.scale, "scale"),
-        softcap=None if options.softcap is None else float(options.softcap),
-        left=band.left,
-        right=band.right,
         offset_from_end=True,
         per_head=per_head,
         mask=mask,
         spans=spans,
         want_lse=want_lse,
-        packed=packing is not None,
-        rows_q=views["q"].shape[2] if packing else 0,
-        in_rows=all(views[n].in_rows() for n in _CACHED),
         aligned=all(views[n].aligned() for n in _CACHED) and not sizes.head_dim_v * item % 16,
-        boxes=all(views[n].boxable() for n in _CACHED),
         cache=Cache(
             dtype,
             sizes.page,
@@ -254,9 +247,6 @@ def describe_cache(
             codes_of(views, kind) if kind else None,
             latent,
         ),
-        reproducible=None if options.reproducible == "run" else options.reproducible,
-        used_q="seqused_q" in raw,
-        ragged_mask="ragged_mask" in raw,
     )
     return problem, views
 

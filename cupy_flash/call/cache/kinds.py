@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...errors import InvalidArgumentsError
 from ..arrays import ArrayView, device_name, overlaps_itself
 from ..codes import CODE_UNITS, kind_of_codes
-from ..operands import AXES, FLOATS, cast, table_of
+from ..operands import AXES, FLOATS, Views, cast, wrong
 from ..spelling import spelled
 
-__all__ = ["Views", "check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "wrong"]
+__all__ = ["check_codes", "check_kinds", "check_scales", "check_writable", "lies_in"]
 
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
 
 _INTEGERS = ("cache_seqlens", "block_table", "cache_batch_idx")
-
-Views = dict[str, ArrayView]
-
-
-def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArgumentsError:
-    """Say what is wrong with a call, above a table of its arrays."""
-    return InvalidArgumentsError(headline, table_of(views), hint=hint)
 
 
 def check_kinds(raw: Views, layout: str) -> str:

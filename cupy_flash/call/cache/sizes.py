@@ -8,10 +8,9 @@ from ...errors import UnsupportedError
 from ..checks import integer
 from ..codes import CODE_UNITS, GROUPS, kind_of_codes
 from ..given import Packing
-from ..operands import heads_hint, lift, table_of
+from ..operands import Views, heads_hint, lift, table_of, wrong
 from ..problem import MAX_SEQLEN, Codes
 from ..spelling import spelled
-from .kinds import Views, wrong
 
 __all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..arrays import ArrayView
+from ..operands import wrong
 from ..problem import Problem
-from .kinds import wrong
 
 __all__ = ["check_values"]
 

@@ -89,7 +89,7 @@ _IN_WAVES = "dq        summed in turns, in waves of {wave} blocks of a head: the
 # So many heads of q, of all batches, take turns in waves. why: counted, waves are ahead up to here, at 1024
 # to 65536 keys, and behind of more; on an H200 the two were not timed against each other.
 _FEW_HEADS = 24
-_SECTION_BYTES = 16 << 20  # kSectionBytes of hopper/consumers.cuh
+_SECTION_BYTES = 16 << 20  # kL2SectionBytes of hopper/consumers.cuh
 
 
 def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:

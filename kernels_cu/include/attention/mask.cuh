@@ -198,19 +198,19 @@ template <class Acc> struct HeadScore {
         if (score.alibi_slopes) slope = static_cast<const Acc*>(score.alibi_slopes)[alibi_index];
     }
 
-    // Whether spans and blocks keep any pair of a tile, as far as they tell; see theirs.
+    // Whether spans and blocks keep any pair of a tile, as far as their own `reach` can say.
     CF_DEVICE bool reach(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
         return spans.reach(query_first, query_end, key_first, key_end) &&
                blocks.reach(query_first, query_end, key_first, key_end);
     }
 
     // scale * q.k, capped.
-    CF_DEVICE Acc cap(Acc product) const {
+    CF_DEVICE Acc apply_softcap(Acc product) const {
         const Acc scaled = product * scale;
         return softcap == 0 ? scaled : softcap * hyperbolic_tangent(scaled / softcap);
     }
     // d cap / d (scale * q.k), from the capped value.
-    CF_DEVICE Acc cap_slope(Acc capped) const {
+    CF_DEVICE Acc softcap_slope(Acc capped) const {
         if (softcap == 0) return 1;
         const Acc tanh = capped / softcap;
         return 1 - tanh * tanh;

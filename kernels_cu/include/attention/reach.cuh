@@ -6,7 +6,7 @@
 // Of 32 blocks of keys, the first in the lowest bit; of a block of keys of 32 tiles of queries.
 struct alignas(8) Reach {
     uint32_t seen;       // some pair may count
-    uint32_t partial;    // and others are hidden
+    uint32_t partial;    // and some are masked
 };
 
 // Those of a tile of queries, in the order of keys, or of gradients of a block of keys in the order of queries. One

@@ -33,10 +33,10 @@ template <class T> CF_DEVICE T* head_rows(const Rows& t, int32_t batch, int32_t 
 // What a block works on when everything is laid along grid.x, tiles fastest:
 // x = (batch * heads + head) * tiles + tile.
 // why: grid.y and grid.z end at 65535, which batch * heads may exceed.
-struct BlockWork {
+struct TileCoord {
     int32_t tile, head, batch;
 };
-CF_DEVICE BlockWork work_of_block(uint32_t block, int32_t tiles, int32_t heads) {
+CF_DEVICE TileCoord tile_coord(uint32_t block, int32_t tiles, int32_t heads) {
     const uint32_t head = block / static_cast<uint32_t>(tiles);
     return {static_cast<int32_t>(block - head * tiles), static_cast<int32_t>(head % heads),
             static_cast<int32_t>(head / heads)};
@@ -44,8 +44,8 @@ CF_DEVICE BlockWork work_of_block(uint32_t block, int32_t tiles, int32_t heads) 
 
 // The same grid with heads of one tile next to each other, in sections of so many heads; tiles are counted from
 // the first.
-CF_DEVICE BlockWork work_of_section(uint32_t block, int32_t tiles, uint32_t heads, int32_t heads_of_batch,
-                                    uint32_t per_section) {
+CF_DEVICE TileCoord section_tile_coord(uint32_t block, int32_t tiles, uint32_t heads, int32_t heads_of_batch,
+                                       uint32_t per_section) {
     const uint32_t first = block / (per_section * tiles) * per_section;
     const uint32_t here = smaller(per_section, heads - first);
     const uint32_t step = block - first * tiles, head = first + step % here;
@@ -59,31 +59,29 @@ CF_DEVICE BlockWork work_of_section(uint32_t block, int32_t tiles, uint32_t head
 // sections of section_elements of K and V.
 // heads_of_batch: heads of q, or of k where a tile is of all heads of q that share one. batch, seqlen_k: those of
 // shape, or 1 and the sequence's own, of tiles of one sequence.
-CF_DEVICE BlockWork work_in_sections(uint32_t block, int32_t tiles, const Shape& shape,
-                                     int32_t heads_of_batch, uint32_t section_elements, int32_t batch,
-                                     int32_t seqlen_k) {
+CF_DEVICE TileCoord lpt_query_tile(uint32_t block, int32_t tiles, const Shape& shape, int32_t heads_of_batch,
+                                   uint32_t section_elements, int32_t batch, int32_t seqlen_k) {
     const uint32_t heads = static_cast<uint32_t>(heads_of_batch) * static_cast<uint32_t>(batch);
     const uint32_t group = static_cast<uint32_t>(heads_of_batch / shape.heads_k);
     const uint32_t section_keys = section_elements / static_cast<uint32_t>(shape.head_dim + shape.head_dim_v);
     const uint32_t kv_heads = larger(section_keys / larger<uint32_t>(seqlen_k, 1), 1u);
     const uint32_t per_section = smaller(kv_heads, heads / group) * group;
-    BlockWork work = work_of_section(block, tiles, heads, heads_of_batch, per_section);
+    TileCoord work = section_tile_coord(block, tiles, heads, heads_of_batch, per_section);
     work.tile = tiles - 1 - work.tile;
     return work;
 }
-CF_DEVICE BlockWork work_in_sections(uint32_t block, int32_t tiles, const Shape& shape,
-                                     int32_t heads_of_batch, uint32_t section_elements) {
-    return work_in_sections(block, tiles, shape, heads_of_batch, section_elements, shape.batch,
-                            shape.seqlen_k);
+CF_DEVICE TileCoord lpt_query_tile(uint32_t block, int32_t tiles, const Shape& shape, int32_t heads_of_batch,
+                                   uint32_t section_elements) {
+    return lpt_query_tile(block, tiles, shape, heads_of_batch, section_elements, shape.batch, shape.seqlen_k);
 }
 
 // Tiles of keys, the longest work first: from the first tile, which under a causal mask the most queries see,
 // to the last. Sections are of section_elements of Q and dO.
 // why of one query head only: the blocks of a head go through the query heads that share it side by side.
-CF_DEVICE BlockWork keys_in_sections(uint32_t block, int32_t tiles, const Shape& shape,
-                                     uint32_t section_elements) {
+CF_DEVICE TileCoord lpt_key_tile(uint32_t block, int32_t tiles, const Shape& shape,
+                                 uint32_t section_elements) {
     const uint32_t heads = static_cast<uint32_t>(shape.heads_k) * static_cast<uint32_t>(shape.batch);
     const uint32_t rows = section_elements / static_cast<uint32_t>(shape.head_dim + shape.head_dim_v);
     const uint32_t per_section = larger(rows / larger<uint32_t>(shape.seqlen_q, 1), 1u);
-    return work_of_section(block, tiles, heads, shape.heads_k, smaller(per_section, heads));
+    return section_tile_coord(block, tiles, heads, shape.heads_k, smaller(per_section, heads));
 }

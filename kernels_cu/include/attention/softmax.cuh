@@ -32,7 +32,7 @@ template <class Acc> struct RowSoftmax {
     CF_DEVICE Acc reference() const { return row_max == -Acc(kInfinity) ? 0 : row_max; }
 
     // Takes a new maximum into account; returns the factor on everything accumulated under the old one.
-    CF_DEVICE Acc raise(Acc tile_max) {
+    CF_DEVICE Acc update_max(Acc tile_max) {
         const Acc old_max = row_max;
         row_max = larger(old_max, tile_max);
         const Acc rescale = natural_exp(old_max - reference());
@@ -40,12 +40,12 @@ template <class Acc> struct RowSoftmax {
         return rescale;
     }
     // The unnormalised weight of a score, counted in row_sum.
-    CF_DEVICE Acc weigh(Acc score) {
+    CF_DEVICE Acc exp_and_sum(Acc score) {
         const Acc weight = natural_exp(score - reference());
         row_sum += weight;
         return weight;
     }
-    template <int kLanes> CF_DEVICE void finish() { row_sum = sum_over_lanes<kLanes>(row_sum); }
+    template <int kLanes> CF_DEVICE void finalize() { row_sum = sum_over_lanes<kLanes>(row_sum); }
 
     // Natural-log; -inf for a row without keys, whose normaliser is 0 so that O is 0.
     CF_DEVICE Acc lse() const { return row_sum == 0 ? -Acc(kInfinity) : row_max + natural_log(row_sum); }

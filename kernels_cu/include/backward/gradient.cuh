@@ -68,17 +68,17 @@ struct ScoreGradient {
     // whose slope has any sign: with a last bit of 1). put(left, right, m, n, half) gets what of P multiplies dO,
     // elements 2 half and 2 half + 1 of [m][n]; dropout_scale is left to the sum.
     template <int kN, class Put>
-    CF_DEVICE void weigh(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
+    CF_DEVICE void recompute_p(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
         if constexpr (!kAny) {
             mask(s, at, whole);
-            weigh(s, Share{0, 1}, put);
+            recompute_p(s, Share{0, 1}, put);
         } else {
-            in_turns(s, [&](auto& x, int n) {
+            column_by_column(s, [&](auto& x, int n) {
                 const Positions<false> here = at.of_column(n);
                 float slope[kM][1][4], kept[kM][1][4];
-                score.cap(x);
+                score.apply_softcap(x);
                 each<1>([&](int m, int, int e) {
-                    slope[m][0][e] = kOfProduct ? score.head.cap_slope(x[m][0][e]) : 1.0f;
+                    slope[m][0][e] = kOfProduct ? score.head.softcap_slope(x[m][0][e]) : 1.0f;
                 });
 #if defined(CF_FUNCTION)
                 if constexpr (kOfProduct) {
@@ -90,9 +90,9 @@ struct ScoreGradient {
                     each<1>([&](int m, int, int e) { slope[m][0][e] *= steep[m][0][e]; });
                 }
 #endif
-                score.add(x, here);
+                score.apply_score_mod(x, here);
                 // why not on Turing: three of its kernels would spill.
-                if constexpr (!Math::kOnTuring) score.hide(x, here);
+                if constexpr (!Math::kOnTuring) score.apply_mask(x, here);
                 mask_band(x, here, band);
                 each<1>(
                     [&](int m, int, int e) { kept[m][0][e] = x[m][0][e] = exponential(x[m][0][e], m, e); });
@@ -102,7 +102,7 @@ struct ScoreGradient {
                 });
                 each<1>([&](int m, int, int e) {
                     const bool dropped = kept[m][0][e] == 0.0f;
-                    // why the test: a function may have any slope where it hides a pair.
+                    // why the test: a function may have any slope where it masks a pair.
                     if constexpr (kHasFunction)
                         x[m][0][e] =
                             x[m][0][e] == 0.0f ? 0.0f : flagged(x[m][0][e] * slope[m][0][e], dropped);
@@ -111,14 +111,14 @@ struct ScoreGradient {
             });
         }
     }
-    // The same in two: mask, then weigh share after share.
+    // The same in two: mask, then recompute_p share after share.
     template <int kN>
     CF_DEVICE void mask(float (&s)[kM][kN][4], const Positions<false>& at, bool whole) const {
         static_assert(!kAny, "what else a score can meet is not parted from its exponential");
         if (!whole) mask_band(s, at, band);
     }
     template <int kN, class Put>
-    CF_DEVICE void weigh(float (&s)[kM][kN][4], Share share, Put put) const {
+    CF_DEVICE void recompute_p(float (&s)[kM][kN][4], Share share, Put put) const {
         each_pair<kN>(share, [&](int m, int n, int half) {
             float &left = s[m][n][2 * half], &right = s[m][n][2 * half + 1];
             left = exponential(left, m, 2 * half);
@@ -128,8 +128,8 @@ struct ScoreGradient {
     }
     // dp becomes dS, of which put gets each pair of a share.
     template <int kN, class Put>
-    CF_DEVICE void differentiate(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4], Share share,
-                                 Put put) const {
+    CF_DEVICE void compute_ds(float (&dp)[kM][kN][4], const float (&p)[kM][kN][4], Share share,
+                              Put put) const {
         each_pair<kN>(share, [&](int m, int n, int half) {
             float &left = dp[m][n][2 * half], &right = dp[m][n][2 * half + 1];
             left = score_gradient(p[m][n][2 * half], left, delta[m][half]);

@@ -128,7 +128,7 @@ struct StaggeredQueryRing {
         numbers =
             head_rows<float>(number_rows(), sequence.batch, head, sequence.first_q + threadIdx.x % kRows);
         send_d_o(0);
-        send_q(0);
+        load_q(0);
         complete();
     }
     CF_DEVICE uint32_t q_tile() const { return q_slots + parity * QTile::kBytes; }
@@ -144,7 +144,7 @@ struct StaggeredQueryRing {
         send_d_o(parity ^ 1);
     }
     // All warps are done with Q of the step before, in whose slot the next one comes.
-    CF_DEVICE void fill_q() { send_q(parity ^ 1); }
+    CF_DEVICE void fill_q() { load_q(parity ^ 1); }
     CF_DEVICE void complete() {
         cp_async_wait<0>();
         // sync: every thread has its own copies in shared memory, so now all of them are visible to all. In a step, too:
@@ -157,7 +157,7 @@ struct StaggeredQueryRing {
         if (heads_left > 0) d_o.start(d_o_slots + slot * DOTile::kBytes, tile * kRows);
     }
     // why committed even when there is nothing left to copy: as in ring.cuh.
-    CF_DEVICE void send_q(uint32_t slot) {
+    CF_DEVICE void load_q(uint32_t slot) {
         if (heads_left > 0) {
             const int32_t row = tile * kRows;
             q.start(q_slots + slot * QTile::kBytes, row);
@@ -173,7 +173,7 @@ struct StaggeredQueryRing {
         d_o.advance(d_o_head);
         numbers += number_rows().head;
     }
-    // why: found out anew each time, strides take no registers.
+    // why: selected each time, strides take no registers.
     CF_DEVICE const Rows& number_rows() const {
         return opaque(threadIdx.x) / kRows % 2 ? delta_rows : lse_rows;
     }

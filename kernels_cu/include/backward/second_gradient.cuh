@@ -26,13 +26,13 @@ struct SecondGradient {
     // scale * q k^T in the direction (in dp), and that gradient itself (in dp_dot). Rows of queries: of the
     // thread's rows, or of its columns where keys are rows.
     template <bool kKeysInRows>
-    CF_DEVICE void differentiate(float (&s)[4], const float (&moved)[4], float (&dp)[4], float (&dp_dot)[4],
-                                 const RowNumbers (&rows)[2], const Positions<kKeysInRows>& at,
-                                 bool whole) const {
+    CF_DEVICE void compute_ds(float (&s)[4], const float (&moved)[4], float (&dp)[4], float (&dp_dot)[4],
+                              const RowNumbers (&rows)[2], const Positions<kKeysInRows>& at,
+                              bool whole) const {
         float x[1][1][4] = {{{s[0], s[1], s[2], s[3]}}}, slope[4], bend[4];
-        score.cap(x);
+        score.apply_softcap(x);
         CF_UNROLL
-        for (int e = 0; e < 4; e++) slope[e] = score.head.cap_slope(x[0][0][e]), bend[e] = curve * x[0][0][e];
+        for (int e = 0; e < 4; e++) slope[e] = score.head.softcap_slope(x[0][0][e]), bend[e] = curve * x[0][0][e];
         score.add_alibi(x, at);
         if (!whole) mask_band(x, at, band);
         CF_UNROLL

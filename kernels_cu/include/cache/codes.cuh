@@ -79,6 +79,17 @@ struct UnitRing<false, kStages, kKeyBytes, kValueBytes, kKept> {
     enum : int { kOfKeys = 0, kUnitBytes = 0, kRingBytes = 0 };
 };
 
+// The scores of a step become P, and O follows the maxima of its rows, if one has risen. why: of codes a step has few
+// bytes, and instructions are what it may wait for; a maximum seldom rises.
+template <class Tiles, class Softmax, class ValueUnits, int kN>
+CF_DEVICE void softmax_rescale_o(Tiles& tiles, Softmax& softmax, float (&rS)[1][2][4], float (&rO)[1][kN][4],
+                                 const ValueUnits& v_units, int32_t step) {
+    const float rescale[2] = {softmax.softmax_row(rS, 0, 0, kLog2e), softmax.softmax_row(rS, 0, 1, kLog2e)};
+    const bool lowered = v_units.lowers(step);
+    if (__any_sync(0xffffffffu, lowered || rescale[0] != 1.0f || rescale[1] != 1.0f))
+        tiles.rescale_o(rO, rescale, lowered);
+}
+
 // ---- appending: a row by one warp, which is whole; at(f) is feature f
 
 // Integers: code 0 is the lowest feature of a group, 15 the highest, by scale and zero as they are stored.

@@ -167,8 +167,8 @@ template <class Math, class Codes> struct E2m1Tiles {
         }
     }
     // Sums are O as they are, but for the maxima of rows.
-    template <int kN> CF_DEVICE static void finish(float (&)[1][kN][4], const ValueUnits&, int32_t) {}
-    template <int kN> CF_DEVICE static void follow(float (&d)[1][kN][4], const float (&rescale)[2], bool) {
+    template <int kN> CF_DEVICE static void finalize(float (&)[1][kN][4], const ValueUnits&, int32_t) {}
+    template <int kN> CF_DEVICE static void rescale_o(float (&d)[1][kN][4], const float (&rescale)[2], bool) {
         CF_UNROLL
         for (int n = 0; n < kN; n++) {
             CF_UNROLL

@@ -24,7 +24,7 @@ CF_DEVICE uint32_t pair_of_codes(uint32_t x, int j) {
     return (j < 2 ? x : x >> 8) & (j % 2 ? 0x00f000f0u : 0x000f000fu);
 }
 
-// Whether addresses wait in registers. why: the compiler computes them anew for every step otherwise, ten instructions
+// Whether addresses wait in registers. why: the compiler computes them again in every step otherwise, ten instructions
 // each of a loop that instructions are to be saved in. why not of 8 spans: there is no register to spare.
 constexpr bool addresses_wait(int spans) { return spans < 8; }
 
@@ -245,7 +245,7 @@ template <class Math, class Codes> struct IntegerTiles {
         }
     }
     // d += A B over the 16 rows of a tile, with A the accumulator of an earlier product: O += P V; as
-    // multiply_by_columns. Codes are summed there, zeros here, until `finish`.
+    // multiply_by_columns. Codes are summed there, zeros here, until `finalize`.
     template <int kN>
     CF_DEVICE void multiply_by_columns(float (&d)[1][kN][4], const float (&a)[1][2][4], uint32_t codes,
                                        uint32_t units) {
@@ -290,7 +290,7 @@ template <class Math, class Codes> struct IntegerTiles {
         }
     }
     // Columns of features become O: the sums of zeros come to them.
-    template <int kN> CF_DEVICE void finish(float (&d)[1][kN][4], const ValueUnits& of, int32_t steps) {
+    template <int kN> CF_DEVICE void finalize(float (&d)[1][kN][4], const ValueUnits& of, int32_t steps) {
         get_zero_sums();
         const float unit = of.plain_from < steps ? kCode : kCode / kRaised;    // of a product of scale and code
         const int quad = threadIdx.x % 32 / 4 * 4;
@@ -312,7 +312,7 @@ template <class Math, class Codes> struct IntegerTiles {
         }
     }
     // Sums follow the maxima of the thread's two rows; `lowered`: those of codes, scales that are as they are.
-    template <int kN> CF_DEVICE void follow(float (&d)[1][kN][4], const float (&rescale)[2], bool lowered) {
+    template <int kN> CF_DEVICE void rescale_o(float (&d)[1][kN][4], const float (&rescale)[2], bool lowered) {
         get_zero_sums();
         CF_UNROLL
         for (int e = 0; e < 4; e++) {

@@ -17,19 +17,19 @@
 #include "hopper/kept_pairs.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/query_terms.cuh"
-#include "hopper/turn_order.cuh"
+#include "hopper/dq_order.cuh"
 #include "hopper/transposed_gradient.cuh"
 #include "tile/mma.cuh"
 
 // What a block works on.
 // why in shared memory: the little that loops need of it is read there again, and takes no registers.
-struct Work {
+struct WorkTile {
     Sequence sequence;
     NarrowBand band;
     int32_t batch, kv_head, first_head, end_head;    // query heads that read K and V
     int32_t first_key;
     Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
-    TurnOrder order;       // over them
+    DqOrder order;         // over them
 };
 // Words of a partial tile, of kernels that have such; other kernels' storage begins with nothing.
 template <bool kSpans, int kQueries, int kKeys> struct KeptStorage {};
@@ -58,12 +58,12 @@ template <class Kernel> struct HopperBackward {
 
     // The pairs of a head and a tile of queries, in the order in which all roles go through them.
     struct BandStep {
-        const Work& work;
+        const WorkTile& work;
         int32_t head, tile;
         typename StageRing<kStages>::Cursor at;
         typename StageRing<kDOStages>::Cursor of_single;    // of dO, if it has one
 
-        CF_DEVICE BandStep(const BackwardParams&, const Work& of)
+        CF_DEVICE BandStep(const BackwardParams&, const WorkTile& of)
             : work(of), head(of.first_head), tile(of.order.start) {}
         CF_DEVICE const auto& do_at() const {
             if constexpr (!kSingleDO) return at;
@@ -78,15 +78,15 @@ template <class Kernel> struct HopperBackward {
         }
     };
     // The same of kind spans: those tiles that reach the block, 32 to a word. Of a range that is not empty.
-    // why by every role: whoever runs ahead brings a word into L1 for the others, and nobody has to be told.
+    // why by every role: the first to read a word brings it into L1 for the others, and none waits for another.
     struct SeenStep {
         const BackwardParams& call;
-        const Work& work;
+        const WorkTile& work;
         int32_t head, tile;
         uint32_t left = 0;    // of the tile's word, those that are to come, this one included
         typename StageRing<kStages>::Cursor at;
 
-        CF_DEVICE SeenStep(const BackwardParams& params, const Work& of)
+        CF_DEVICE SeenStep(const BackwardParams& params, const WorkTile& of)
             : call(params), work(of), head(of.first_head), tile(end_tile()) {
             static_assert(!kSingleDO);
             find();
@@ -149,13 +149,14 @@ template <class Kernel> struct HopperBackward {
         uint64_t keys_full;              // K and V have come
         uint64_t dq_full, dq_empty;      // dQ is complete; has left. Phase: the stage
         uint32_t number;                 // of the block, with counters
-        Work work;
-        uint32_t partial[kStages];    // of kind spans: words tell which pairs of the tile count; else all do
+        WorkTile work;
+        uint32_t partial
+            [kStages];    // of kind spans: whether KeptPairs has words for the tile; else all of its pairs count
     };
 
     // ---- helpers
 
-    CF_DEVICE static void load_tiles(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
+    CF_DEVICE static void load_tiles(const HopperBackwardParams& p, SharedStorage& s, const WorkTile& work) {
         const int32_t batch = p.call.shape.packed ? 0 : work.batch;    // why: packed tensors have one batch
         const int32_t first_q = static_cast<int32_t>(work.sequence.first_q);
         const int32_t first_k = static_cast<int32_t>(work.sequence.first_k) + work.first_key;
@@ -177,7 +178,7 @@ template <class Kernel> struct HopperBackward {
     CF_DEVICE static void wait_for_place(SharedStorage& s, const Step& step) {
         const int stage = step.at.stage, phase = step.at.phase;
         // sync: they have released the dO of the step before, after S and dP were in registers. Before the first step
-        // nobody had to, and the wait for the other parity of a fresh barrier passes.
+        // none had to, and the wait for the other parity of a fresh barrier passes.
         if constexpr (Kernel::kSubtracted) mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1);
         // sync: or the Q or dO of the step before that.
         else mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], phase ^ 1);
@@ -185,7 +186,7 @@ template <class Kernel> struct HopperBackward {
 
     // LSE or delta, by a warp each. why: one warp with both has too few registers.
     CF_DEVICE static void load_term(const HopperBackwardParams& p, const Rows& rows, bool is_lse,
-                                    SharedStorage& s, const Work& work) {
+                                    SharedStorage& s, const WorkTile& work) {
         constexpr int kEach = cdiv(kBlockM, 32);
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
@@ -225,23 +226,23 @@ template <class Kernel> struct HopperBackward {
                 const float x = terms[i] == -kInfinity ? missing : unit * terms[i];
                 s.terms.put(is_lse, stage, 32 * i + place, x);
             }
-            // sync: all lanes have stored before one tells the consumers.
+            // sync: all lanes have stored before one arrives for the consumers.
             __syncwarp();
             if (thread() % 32 == 0) mbar_arrive(s.statistics[stage]);
         }
     }
 
     // S of pairs of a partial tile that do not count, of a warp whose first key is `warp_key` of the block.
-    template <int n> CF_DEVICE static void hide(const SharedStorage& s, float (&rS)[n], int stage, int warp_key) {
+    template <int n> CF_DEVICE static void apply_mask(const SharedStorage& s, float (&rS)[n], int stage, int warp_key) {
         if constexpr (kSpans)
-            if (ld_shared<uint32_t>(smem_addr(s.partial + stage))) s.kept.hide(rS, stage, warp_key);
+            if (ld_shared<uint32_t>(smem_addr(s.partial + stage))) s.kept.apply(rS, stage, warp_key);
     }
 
-    CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const Work& work) {
+    CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const WorkTile& work) {
 #pragma unroll 1
         for (Step step(p.call, work); step.exists(); step.advance()) {
             const int64_t number =
-                Sums::number(p.call.shape, work.sequence, step.tile, step.head) * TurnOrder::chains(p.call.dq_wave) +
+                Sums::number(p.call.shape, work.sequence, step.tile, step.head) * DqOrder::chains(p.call.dq_wave) +
                 work.order.chain(step.tile);
             // sync: every consumer warp has stored its share.
             mbar_wait(s.dq_full, step.at.stage);
@@ -253,12 +254,12 @@ template <class Kernel> struct HopperBackward {
                 turn = work.order.before(step.tile, seen, cdiv(queries, kBlockM));
             }
             if (turn == 0) {
-                // why: so nobody has to write zeros, which the sums would begin with.
+                // why: so no kernel has to write zeros, which the sums would begin with.
                 bulk_store(sums, s.dq, sizeof s.dq);
             } else {
                 if (p.call.dq_turns) {
                     // sync: what blocks of earlier keys store and add is in memory, and comes before what is added here.
-                    wait_turn(p.call.dq_turns + number, turn);
+                    semaphore_wait(p.call.dq_turns + number, turn);
                     fence_proxy_async_global();
                 }
                 bulk_reduce_add(sums, s.dq, sizeof s.dq);
@@ -270,7 +271,7 @@ template <class Kernel> struct HopperBackward {
             if (p.call.dq_turns) {
                 // sync: it has been added before the next block may add.
                 tma_store_wait<0>();
-                end_turn(p.call.dq_turns + number);
+                semaphore_release(p.call.dq_turns + number);
             }
         }
     }
@@ -281,24 +282,24 @@ template <class Kernel> struct HopperBackward {
         const Shape& shape = p.call.shape;
         uint32_t block = blockIdx.x;
         if (p.call.next_block) {
-            // why: a block waits for blocks with lower numbers only, and whoever has a number is running. In which
+            // why: a block waits for blocks with lower numbers only, and a block that has a number is running. In which
             // order blocks start is the hardware's business.
-            if (threadIdx.x == 0) s.number = take_number(p.call.next_block);
+            if (threadIdx.x == 0) s.number = take_ticket(p.call.next_block);
             // sync: all threads see the number.
             __syncthreads();
             block = s.number;
         }
-        const BlockWork mine = keys_in_sections(block, cdiv(shape.seqlen_k, kBlockN), shape,
-                                                kSectionBytes / uint32_t(sizeof(Element)));
+        const TileCoord mine = lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape,
+                                                kL2SectionBytes / uint32_t(sizeof(Element)));
         const Sequence sequence = sequence_of(shape, mine.batch);
         const Band band(p.call.score, sequence);
-        TurnOrder order(mine.tile, cdiv(shape.seqlen_k, kBlockN), p.call.dq_wave, band);
+        DqOrder order(mine.tile, cdiv(shape.seqlen_k, kBlockN), p.call.dq_wave, band);
         const int32_t first_key = order.block * kBlockN, group = shape.heads_q / shape.heads_k;
         if (first_key >= sequence.rows_k) return;
         const Range queries = band.queries_of(first_key, first_key + kBlockN);
         const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
         order.go_over(tiles);
-        const Work work{sequence,
+        const WorkTile work{sequence,
                         NarrowBand(band),
                         mine.batch,
                         mine.head,
@@ -309,7 +310,7 @@ template <class Kernel> struct HopperBackward {
                         Gradient::whole_tiles(band, first_key, kBlockN),
                         order};
 
-        const int warpgroup = warpgroup_of_thread();
+        const int warpgroup = warpgroup_index();
         if (threadIdx.x == 0) {
             tma_prefetch(p.k_map), tma_prefetch(p.v_map), tma_prefetch(p.q_map), tma_prefetch(p.do_map);
             s.work = work;
@@ -325,10 +326,10 @@ template <class Kernel> struct HopperBackward {
         // sync: barriers are initialised before anyone uses them.
         __syncthreads();
         if (warpgroup < kConsumers) {
-            setmaxnreg_inc<240>();
+            setmaxnreg_inc<kConsumerRegisters>();
             consume(s, s.work, warpgroup);
         } else {
-            setmaxnreg_dec<24>();
+            setmaxnreg_dec<kHelperRegisters>();
             if (work.tiles.first == work.tiles.end) return;
             const int warp = threadIdx.x / 32 % 4;
             const auto is = [=](int number) {

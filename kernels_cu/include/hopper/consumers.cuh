@@ -1,15 +1,15 @@
 // The consumers of the Hopper backward kernels, two warpgroups, whichever gradient they sum.
 #pragma once
+#include "hopper/mask_kind.cuh"
+#include "hopper/named_barriers.cuh"
 #include "hopper/swizzled_tile.cuh"
+#include "hopper/warpgroup.cuh"
 
-// What a score can meet. band: the end of the keys, causal, window. any: also softcap, ALiBi, scale <= 0. spans: a band,
-// and spans and blocks.
-enum class Mask { band, any, spans };
 constexpr int kStages = 2, kConsumers = 2, kConsumerThreads = 128 * kConsumers;
+constexpr int kHelperRegisters = 24, kConsumerRegisters = 240;    // of a thread, by setmaxnreg
+static_assert(fit_registers(kConsumers, kConsumerRegisters, kHelperRegisters));
 // Of Q and dO that should stay in L2, beside as many sums of dQ; of K and V where a block owns queries.
-constexpr uint32_t kSectionBytes = 16 << 20;
-
-constexpr int kCleared = 1;    // a named barrier of the consumers, see clear_after
+constexpr uint32_t kL2SectionBytes = 16 << 20;
 
 // Where a sequence ends before a pair of tiles, other rows follow in memory. why: their weights are 0, but 0
 // times NaN is NaN.

@@ -7,7 +7,8 @@
 // s brings the largest finite element of a tile to [2^14, 2^15), but is at most 2^100. With m that element, x is off by
 // at most 2^-22 |x|, or 2^-39 m where that is more (a half has no bits below 2^-24); or 2^-125 if m is below 2^-86.
 #pragma once
-#include "hopper/forward.cuh"
+#include "hopper/swizzled_tile.cuh"
+#include "hopper/tile_scheduler.cuh"
 
 template <int kRows_, int kColumns_> struct Halves {
     static constexpr int kRows = kRows_, kColumns = kColumns_;
@@ -38,7 +39,7 @@ CF_DEVICE int64_t first_tile_of(const Shape& shape, int32_t batch, int64_t first
 }
 
 // Which records a tile of queries is of the group `group`; each has two, of 64 rows.
-CF_DEVICE int64_t record_of_q(const Shape& shape, const GroupedRows& rows, const Sequence& of, int32_t group,
+CF_DEVICE int64_t record_of_q(const Shape& shape, const PackGqa& rows, const Sequence& of, int32_t group,
                               int32_t tile, int size) {
     const int64_t first =
         first_tile_of(shape, of.batch, of.first_q << rows.bits, shape.seqlen_q << rows.bits, size);

@@ -26,7 +26,7 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
             make_of<false>(rule, sequence, band, head, tile, first_key, stage, warp);
     }
     // -inf where a pair of the thread's does not count. layout: as mma.cuh has S^T, keys from `key` of the block on.
-    template <int n> CF_DEVICE void hide(float (&s)[n], int stage, int key) const {
+    template <int n> CF_DEVICE void apply(float (&s)[n], int stage, int key) const {
         static_assert(n == kQueries / 2);
         CF_UNROLL
         for (int half = 0; half < 2; half++) {

@@ -55,7 +55,7 @@ template <int kStages> struct StageRing {
     }
     // After the wgmma_wait of the last product that read the stage.
     CF_DEVICE void release(Cursor at) {
-        // why one thread: a product belongs to the whole warpgroup, and wgmma_wait has told it that all of it
+        // why one thread: a product belongs to the whole warpgroup, and after wgmma_wait all of it
         // is done.
         if (threadIdx.x % 128 == 0) mbar_arrive(empty[at.stage]);
     }

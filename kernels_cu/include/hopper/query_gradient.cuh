@@ -8,8 +8,8 @@
 template <class Math, bool kAny, int kKeys> struct QueryGradient {
     using Accumulator = float[kKeys / 2];
     const NarrowBand&
-        band;              // why a reference: it is in shared memory, and costs no register while nobody asks
-    Range whole;           // blocks of keys in which every pair counts
+        band;       // why a reference: it is in shared memory, and costs no register while it is not read
+    Range whole;    // blocks of keys in which every pair counts
     int32_t warp_query;    // the warp's first one
     float unit_log2;
     float lse_log2[2], delta[2];    // of the thread's two rows
@@ -36,7 +36,7 @@ template <class Math, bool kAny, int kKeys> struct QueryGradient {
         }
     }
     // S becomes P, times what softcap makes of a gradient.
-    CF_DEVICE void weigh(Accumulator& rS, const TileScore<Math>& score, int32_t block) const {
+    CF_DEVICE void recompute_p(Accumulator& rS, const TileScore<Math>& score, int32_t block) const {
         const int32_t first_key = block * kKeys;
         if constexpr (kAny) {
             const CappedScore<Math> capped(score.head);
@@ -58,7 +58,7 @@ template <class Math, bool kAny, int kKeys> struct QueryGradient {
         }
     }
     // dP becomes dS.
-    CF_DEVICE void differentiate(Accumulator& rDP, const Accumulator& rP) const {
+    CF_DEVICE void compute_ds(Accumulator& rDP, const Accumulator& rP) const {
         each([&](int i, int, int e) { rDP[i] = rP[i] * (rDP[i] - delta[e / 2]); });
     }
 

@@ -60,7 +60,7 @@ template <class Element_, int kQueries> struct SubtractedTerms {
                   uint4{pack<Element>(part[0], part[1]), pack<Element>(part[2], part[3]), 0, 0});
         fence_proxy_async();
     }
-    CF_DEVICE static uint32_t address(bool, int) { return 0; }    // nobody reads there
+    CF_DEVICE static uint32_t address(bool, int) { return 0; }    // is not read
 
     // The operand A. layout: lane t of four has columns 2 t and 2 t + 1 of eight, which are registers 0 and 1, and of
     // the next eight, registers 2 and 3.

@@ -5,7 +5,7 @@
 // (row / 2 % 4) where it is 64: the swizzle of tensor maps and of matrix descriptors.
 //   kSpan 128   rows of a multiple of 128 bytes
 //   kSpan 64    rows of an odd multiple of 64 (head dim 96 of 16-bit elements, 64 of 8-bit ones), and tiles
-//               that are told so, whose products begin at any 64 bytes
+//               that ask for it, whose products begin at any 64 bytes
 // One layout serves as A or B of any product, see warpgroup.cuh.
 #pragma once
 #include "prim.cuh"

@@ -5,12 +5,12 @@
 #include "hopper/warpgroup.cuh"
 
 // kAny: softcap, ALiBi and any scale; otherwise scale > 0 and the band only.
-// kMasks: the band hides pairs here; else whoever calls has done it.
+// kMasks: the band is applied here; else the caller has applied it.
 // kSubtracted: S and dP come without LSE / scale and delta, see query_terms.cuh; their addresses are not used.
 template <class Math, bool kAny, int kQueries, bool kSubtracted, bool kMasks = true>
 struct TransposedGradient {
     using Accumulator = float[kQueries / 2];
-    // why references: these are in shared memory, and cost no register while nobody asks.
+    // why references: these are in shared memory, and cost no register while they are not read.
     const NarrowBand& band;
     const Range& whole;          // tiles of queries in which every pair of the block counts
     const int32_t& first_key;    // of the block
@@ -29,26 +29,26 @@ struct TransposedGradient {
     }
     // S becomes P, times what softcap makes of a gradient; rP is P alone, as an operand. lse_log2: shared
     // address of the tile's, +inf where P is 0.
-    CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
-                         const TileScore<Math>& score, int32_t tile) const {
-        weigh(rS, rP, lse_log2, score, tile, [](int, const float (&)[4]) {});
+    CF_DEVICE void recompute_p(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
+                               const TileScore<Math>& score, int32_t tile) const {
+        recompute_p(rS, rP, lse_log2, score, tile, [](int, const float (&)[4]) {});
     }
     // The same, and at once rWeights, what S becomes, rounded.
-    CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4],
-                         uint32_t (&rWeights)[kQueries / 16][4], uint32_t lse_log2,
-                         const TileScore<Math>& score, int32_t tile) const {
-        weigh(rS, rP, lse_log2, score, tile,
-              [&](int n, const float (&weights)[4]) { pack_column(rWeights, weights, n); });
+    CF_DEVICE void recompute_p(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4],
+                               uint32_t (&rWeights)[kQueries / 16][4], uint32_t lse_log2,
+                               const TileScore<Math>& score, int32_t tile) const {
+        recompute_p(rS, rP, lse_log2, score, tile,
+                    [&](int n, const float (&weights)[4]) { pack_column(rWeights, weights, n); });
     }
-    // S becomes P, which nobody has rounded yet.
-    CF_DEVICE void weigh(Accumulator& rS, uint32_t lse_log2, int32_t tile) const {
+    // S becomes P, not rounded.
+    CF_DEVICE void recompute_p(Accumulator& rS, uint32_t lse_log2, int32_t tile) const {
         static_assert(!kAny, "softcap's factor would be lost");
         mask(rS, tile);
         each_column(lse_log2, [&](int n, float2 row_lse) { exponentiate(column(rS, n), row_lse); });
     }
     template <class Keep>
-    CF_DEVICE void weigh(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
-                         const TileScore<Math>& score, int32_t tile, Keep keep) const {
+    CF_DEVICE void recompute_p(Accumulator& rS, uint32_t (&rP)[kQueries / 16][4], uint32_t lse_log2,
+                               const TileScore<Math>& score, int32_t tile, Keep keep) const {
         if constexpr (kAny) {
             const CappedScore<Math> capped(score.head);
             capped.apply(rS);
@@ -82,7 +82,7 @@ struct TransposedGradient {
         }
     }
     // dP becomes dS. delta: shared address of the tile's.
-    CF_DEVICE static void differentiate(Accumulator& rDP, const Accumulator& rP, uint32_t delta) {
+    CF_DEVICE static void compute_ds(Accumulator& rDP, const Accumulator& rP, uint32_t delta) {
         each_column(delta, [&](int n, float2 row_delta) {
             CF_UNROLL
             for (int e = 0; e < 4; e++)
@@ -91,7 +91,7 @@ struct TransposedGradient {
     }
     // The same with rounded factors, fragments of to_fragments. For dS a rounding more, for the thread half the
     // registers.
-    CF_DEVICE static void differentiate(Accumulator& rDP, const uint32_t (&rFactors)[kQueries / 16][4],
+    CF_DEVICE static void compute_ds(Accumulator& rDP, const uint32_t (&rFactors)[kQueries / 16][4],
                                         uint32_t delta) {
         each_column(delta, [&](int n, float2 row_delta) {
             CF_UNROLL

@@ -9,8 +9,8 @@
 // Q K^T: a ByRows, b ByRows. P V: a in registers, b ByColumns. dS^T Q: registers, ByColumns. dS K from dS^T
 // in shared memory: a ByColumns, b ByColumns.
 //
-// The caller brackets products: wgmma_own(d); wgmma_fence(); multiply(...) ...; wgmma_commit(); until
-// wgmma_wait<n>() and wgmma_own(d) neither d nor fragments are touched.
+// The caller brackets products: wgmma_fence_operand(d); wgmma_fence(); multiply(...) ...; wgmma_commit(); until
+// wgmma_wait<n>() and wgmma_fence_operand(d) neither d nor fragments are touched.
 // layout: of d and fragments as in prim/wgmma.cuh: d is float[1][2 n / 8][4] of mma.cuh with the warp's 16
 // rows, so all that works on scores there works on them (as_tile).
 #pragma once
@@ -19,8 +19,12 @@
 // x, which is the same in all lanes. why the shuffle: ptxas then knows that, and keeps what follows from it in uniform
 // registers, where wgmma reads descriptors, instead of moving it there each time; nor does it compute x again in a
 // loop.
-template <class T> CF_DEVICE T of_warp(T x) { return __shfl_sync(0xffffffffu, x, 0); }
-CF_DEVICE int warpgroup_of_thread() { return of_warp(static_cast<int>(threadIdx.x) / 128); }
+template <class T> CF_DEVICE T warp_uniform(T x) { return __shfl_sync(0xffffffffu, x, 0); }
+// Whether setmaxnreg can give these registers to each thread of so many warpgroups and of the one beside them.
+constexpr bool fit_registers(int consumers, int of_consumer, int of_producer) {
+    return 128 * (consumers * of_consumer + of_producer) <= 65536;
+}
+CF_DEVICE int warpgroup_index() { return warp_uniform(static_cast<int>(threadIdx.x) / 128); }
 
 // Where an operand begins, a descriptor. why only its lower half moves: the upper one is a constant, and nothing
 // carries into it.
@@ -33,7 +37,7 @@ struct Operand {
         return with(static_cast<uint32_t>(descriptor) + uint32_t(index) * (kBytes / 16));
     }
     // From here on ptxas does not know where it begins, and adds to it instead of computing it again for each tile.
-    CF_DEVICE void hold() { descriptor = with(of_warp(static_cast<uint32_t>(descriptor))); }
+    CF_DEVICE void hold() { descriptor = with(warp_uniform(static_cast<uint32_t>(descriptor))); }
 
   private:
     CF_DEVICE uint64_t with(uint32_t lower) const { return (descriptor & 0xffffffff00000000u) | lower; }

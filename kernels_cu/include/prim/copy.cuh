@@ -38,7 +38,7 @@ template <class T> CF_DEVICE void st_shared(uint32_t addr, T x) {
 // ---- global memory. The address is aligned to the size of T.
 
 template <class T> CF_DEVICE T ld_global(const T* p) { return *p; }
-// For data that nobody writes while the kernel runs.
+// For data that is not written while the kernel runs.
 template <class T> CF_DEVICE T ld_global_nc(const T* p) { return __ldg(p); }
 template <class T> CF_DEVICE void st_global(T* p, T x) { *p = x; }
 

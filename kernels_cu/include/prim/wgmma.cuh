@@ -4,7 +4,7 @@
 // All 128 threads of four warps that start at a multiple of four call together. The products run
 //   asynchronously: wgmma_fence(), products, wgmma_commit(), ... wgmma_wait<n>()
 // Until the wait neither d nor registers of a may be touched, and the shared memory may not be overwritten.
-// wgmma_own(d) before the fence and after the wait keeps the compiler from moving accesses to d across them.
+// wgmma_fence_operand(d) before the fence and after the wait keeps the compiler from moving accesses to d across them.
 // layout: lane l of warp w, g = l / 4, t = l % 4: d[i] is row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2
 // t + i % 2; registers of a as for mma_m16n8k16 (k16), mma_m16n8k8_tf32 (k8), mma_m16n8k32_e4m3 (k32), rows
 // counted from 16 w.
@@ -18,7 +18,7 @@ CF_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" 
 template <int kNewest> CF_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
 }
-template <int n> CF_DEVICE void wgmma_own(float (&d)[n]) {
+template <int n> CF_DEVICE void wgmma_fence_operand(float (&d)[n]) {
     CF_UNROLL
     for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i])::"memory");
 }

@@ -49,7 +49,7 @@ template <class Element> struct GradientHead {
     };
     CF_DEVICE Weight weight(Acc product, int32_t query, int32_t key) const {
         if (!contains(band.keys_of(query), key)) return {0, 0, 0};
-        const Acc capped = score.cap(product);
+        const Acc capped = score.apply_softcap(product);
         const Acc masked = score.score(capped, query, key);
         if (masked == -Acc(kInfinity)) return {0, 0, 0};
         const Acc kept = !dropout.active() ? 1 : dropout.keeps(query, key) ? dropout_scale : 0;
@@ -76,7 +76,7 @@ template <class Element> struct GradientHead {
         const Acc d_score = w.whole * (d_weight * w.kept - gDelta[query * delta_row]);
         Acc d_capped = d_score;
         if constexpr (kHasFunction) d_capped *= score.function.slope(w.capped, query, key);
-        return {w.whole * w.kept, d_score, d_capped * score.cap_slope(w.capped)};
+        return {w.whole * w.kept, d_score, d_capped * score.softcap_slope(w.capped)};
     }
 
     // Adds the gradients of a tile of scores.

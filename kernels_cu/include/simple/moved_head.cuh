@@ -45,7 +45,7 @@ template <class Element> struct MovedHead : GradientHead<Element> {
     }
     // The tangent of a score, whose capped value and tangent of q.k these are; slope: of the function.
     CF_DEVICE Acc move_score(Acc capped, Acc slope, Acc moved, int32_t query, int32_t key) const {
-        const Acc score = slope * this->score.cap_slope(capped) * this->score.scale * moved;
+        const Acc score = slope * this->score.softcap_slope(capped) * this->score.scale * moved;
         if (!p.bias_dot.data) return score;
         const int64_t index = bias_dot_first + query * p.bias_dot.row + key * p.bias_dot.column;
         return score + load_bias<Acc>(p.bias_dot.data, index, p.call.score.bias_type);
@@ -72,7 +72,7 @@ template <class Element> struct MovedHead : GradientHead<Element> {
         const Acc change = d_weight_dot * w.kept - gDeltaDot[query * p.delta_dot.row];
         const Acc d_score = weight * d_whole + w.whole * change;
         // [H.6] through the function, which moves by g' scale moved, then through g
-        const Acc slope = this->score.cap_slope(w.capped);
+        const Acc slope = this->score.softcap_slope(w.capped);
         Acc of_first = w.whole * d_whole, d_product = d_score;
         if constexpr (kHasFunction) {
             d_product *= function.slope;

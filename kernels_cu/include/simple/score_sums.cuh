@@ -15,7 +15,7 @@ CF_DEVICE void sum_bias(const Params& params, const BackwardParams& p, typename 
     using Acc = typename Tiles::Acc;
     // [A2.6]
     const int32_t row_tiles = cdiv(p.bias_rows, kBlockM), column_tiles = cdiv(p.bias_columns, kBlockN);
-    const BlockWork work = work_of_block(blockIdx.x, row_tiles * column_tiles, p.bias_heads);
+    const TileCoord work = tile_coord(blockIdx.x, row_tiles * column_tiles, p.bias_heads);
     const int32_t row_first = work.tile / column_tiles * kBlockM;
     const int32_t column_first = work.tile % column_tiles * kBlockN;
     const Range batches = visited(p.bias_batch, work.batch, 1, p.shape.batch);

@@ -1,12 +1,12 @@
-// Keys by chunks, counted from key 0 of a sequence. The softmax of a row begins anew with each, and those of its
-// chunks are united from left to right, by one function: so chunks may be different blocks', and a row has the same
+// Keys by chunks, counted from key 0 of a sequence. The softmax of a row starts again with each, and those of its
+// chunks are merged from left to right, by one function: so chunks may be different blocks', and a row has the same
 // bits whether it is part of a prompt or a token of its own.
 //
 // layout: chunk_o holds rows of O in float, not normalised; chunk_rows the maximum and the sum of weights of each.
 #pragma once
 #include "abi.cuh"
 #include "attention/seqlen.cuh"
-#include "tile/softmax_tile.cuh"
+#include "tile/online_softmax.cuh"
 
 #if !defined(CF_CHUNK_KEYS)
 #define CF_CHUNK_KEYS 2048
@@ -26,20 +26,20 @@ template <int kM, int kN, class Act> CF_DEVICE void each_element(float (&o)[kM][
 }
 
 // What a row has come to over some keys, in natural units.
-struct RowSums {
+struct SoftmaxState {
     float row_max = -kInfinity, row_sum = 0;
 };
 
 // The factors on O of `all` and of the chunk behind it, which comes to it. One is exactly 1; a chunk in which the row
 // sees nothing leaves it as it is.
-struct Factors {
+struct MergeFactors {
     float all, chunk;
     CF_DEVICE float operator()(float o, float o_chunk) const { return fmaf(o, all, o_chunk * chunk); }
 };
-CF_DEVICE Factors unite(RowSums& all, const RowSums& chunk) {
+CF_DEVICE MergeFactors merge(SoftmaxState& all, const SoftmaxState& chunk) {
     const float highest = fmaxf(all.row_max, chunk.row_max);
     const float reference = highest == -kInfinity ? 0.0f : highest;
-    const Factors factors{ex2((all.row_max - reference) * kLog2e), ex2((chunk.row_max - reference) * kLog2e)};
+    const MergeFactors factors{ex2((all.row_max - reference) * kLog2e), ex2((chunk.row_max - reference) * kLog2e)};
     all = {highest, factors(all.row_sum, chunk.row_sum)};
     return factors;
 }
@@ -56,10 +56,10 @@ struct ChunkRows {
           sums(head_rows<float>(p.chunk_rows, batch, head, first_row)), o_row(p.chunk_o.row),
           sums_row(p.chunk_rows.row), rows(rows_) {}
 
-    // The sums of a row are to be in lane 0 of its quad, see TileSoftmax::gather. why: what a lane stores, only it
+    // The sums of a row are to be in lane 0 of its quad, see OnlineSoftmax::gather. why: what a lane stores, only it
     // loads again, so that nothing has to be waited for.
     template <class Math, int kM, int kN>
-    CF_DEVICE void store(const float (&rO)[kM][kN][4], const TileSoftmax<Math, kM>& softmax) const {
+    CF_DEVICE void store(const float (&rO)[kM][kN][4], const OnlineSoftmax<Math, kM>& softmax) const {
         each_row<kM>([&](int m, int half, bool exists, float* to, float* sums_to) {
             if (!exists) return;
             if (threadIdx.x % 4 == 0)
@@ -74,12 +74,12 @@ struct ChunkRows {
     }
     // What is stored becomes the left part of what the warp holds.
     template <class Math, int kM, int kN>
-    CF_DEVICE void unite_with(float (&rO)[kM][kN][4], TileSoftmax<Math, kM>& softmax) const {
+    CF_DEVICE void merge_with(float (&rO)[kM][kN][4], OnlineSoftmax<Math, kM>& softmax) const {
         each_row<kM>([&](int m, int half, bool exists, const float* from, const float* sums_from) {
-            RowSums all;
+            SoftmaxState all;
             if (exists && threadIdx.x % 4 == 0) all = {sums_from[0], sums_from[1]};
             all.row_max = max_over_lanes<4>(all.row_max);
-            const Factors by = unite(all, {softmax.row_max[m][half], softmax.row_sum[m][half]});
+            const MergeFactors by = merge(all, {softmax.row_max[m][half], softmax.row_sum[m][half]});
             softmax.row_max[m][half] = all.row_max, softmax.row_sum[m][half] = all.row_sum;
             if (!exists) return;
             CF_UNROLL

@@ -34,7 +34,7 @@ struct Positions {
 // why: what is long and seldom asked for is then there once, and the columns take turns in it, at a move per
 // element.
 template <int kM, int kN, class Act>
-CF_DEVICE void in_turns(float (&s)[kM][kN][4], Act act) {
+CF_DEVICE void column_by_column(float (&s)[kM][kN][4], Act act) {
     if constexpr (kN == 1) {
         act(s, 0);
     } else {
@@ -139,7 +139,7 @@ struct TileScore {
 
     // scale * q.k, capped.
     template <int kM, int kN>
-    CF_DEVICE void cap(float (&s)[kM][kN][4]) const {
+    CF_DEVICE void apply_softcap(float (&s)[kM][kN][4]) const {
         if (head.softcap == 0) {
             each(s, [&](float& x, int, int, int) { x *= head.scale; });
         } else {
@@ -147,7 +147,7 @@ struct TileScore {
             const auto bound = [&](float& x, int, int, int) {
                 x = head.softcap * bounded_tanh<Math::kFloat>(x * inverse);
             };
-            if constexpr (Math::kFloat) in_turns(s, [&](auto& x, int) { each(x, bound); });
+            if constexpr (Math::kFloat) column_by_column(s, [&](auto& x, int) { each(x, bound); });
             else each(s, bound);
         }
     }
@@ -176,7 +176,7 @@ struct TileScore {
     }
     // The score function of each, + ALiBi + bias, -inf where mask or bias forbid.
     template <int kM, int kN, bool kKeysInRows>
-    CF_DEVICE void add(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
+    CF_DEVICE void apply_score_mod(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
 #if defined(CF_FUNCTION)
         // why positions as they are: a function cuts its indices off.
         const auto call = [&](auto& x, const auto& there) {
@@ -187,7 +187,7 @@ struct TileScore {
         // why not all in turns: what neighbours have in common is computed once, and a move per element is more
         // than a short function takes.
         if constexpr (kShortFunction) call(s, at);
-        else in_turns(s, [&](auto& x, int n) { call(x, at.of_column(n)); });
+        else column_by_column(s, [&](auto& x, int n) { call(x, at.of_column(n)); });
 #endif
         add_alibi(s, at);
         if (head.rule.bias.data) add_bias(s, at, head.rule.bias, head.bias_first);
@@ -199,7 +199,7 @@ struct TileScore {
     template <int kM, int kN, bool kKeysInRows>
     CF_DEVICE void add_bias(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const Tensor& bias,
                             int64_t first) const {
-        in_turns(s, [&](auto& x, int n) {
+        column_by_column(s, [&](auto& x, int n) {
             const auto there = at.of_column(n);
             switch (head.rule.bias_type) {
                 case kBiasF16: add_stored<__half>(x, there, bias, first); break;
@@ -220,17 +220,17 @@ struct TileScore {
 
     // -inf where no interval of the spans, or no block, keeps a pair.
     template <int kM, int kN, bool kKeysInRows>
-    CF_DEVICE void hide(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
-        if (head.spans.bounds) hide_but(s, at, head.spans);
+    CF_DEVICE void apply_mask(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at) const {
+        if (head.spans.bounds) mask_unless(s, at, head.spans);
         if constexpr (kBlocks)
-            if (head.blocks.table && !are_whole<kM, kN>(at)) hide_but(s, at, head.blocks);
+            if (head.blocks.table && !are_whole<kM, kN>(at)) mask_unless(s, at, head.blocks);
     }
 
   private:
     // -inf where `list` does not keep a pair.
     template <class List, int kM, int kN, bool kKeysInRows>
-    CF_DEVICE void hide_but(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const List& list) const {
-        in_turns(s, [&](auto& x, int of) {
+    CF_DEVICE void mask_unless(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const List& list) const {
+        column_by_column(s, [&](auto& x, int of) {
             each_pair(x, at.of_column(of), [&](float& y, int32_t query, int32_t key) {
                 if (!list.keeps(query, key)) y = -kInfinity;
             });
@@ -300,7 +300,7 @@ struct TileScore {
 template <int kM, int kN>
 CF_DEVICE void drop_weights(float (&p)[kM][kN][4], const Positions<false>& at, const Dropout& dropout) {
     const bool odd = threadIdx.x & 1;
-    in_turns(p, [&](auto& x, int of) {
+    column_by_column(p, [&](auto& x, int of) {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             const PhiloxWords words =

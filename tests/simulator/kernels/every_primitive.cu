@@ -38,8 +38,8 @@ CF_DEVICE void everywhere(const Params& p, SharedStorage& s, uint32_t a) {
 #if __CUDA_ARCH__ >= 700
 CF_DEVICE void volta(const Params& p) {
     uint32_t* turns = reinterpret_cast<uint32_t*>(p.counter);
-    wait_turn(turns, take_number(turns + 1));
-    end_turn(turns);
+    semaphore_wait(turns, take_ticket(turns + 1));
+    semaphore_release(turns);
 }
 #endif
 
@@ -131,7 +131,7 @@ CF_DEVICE void warpgroup(const Params& p, SharedStorage& s) {
     float d[PROBE_N / 2];
     // why here: ptxas advises against it without the a of sm_90a.
     if (elect_one()) tma_load_multicast(s.words, p.map, s.bar, 1, 0, 1, 2, 3);
-    wgmma_own(d);
+    wgmma_fence_operand(d);
     wgmma_fence();
     wgmma_m64k16<__half, false, false>(d, t, t, false);
     wgmma_m64k16<__half, true, true>(d, t, t, true);
@@ -144,7 +144,7 @@ CF_DEVICE void warpgroup(const Params& p, SharedStorage& s) {
     wgmma_m64k32_e4m3(d, r, t, true);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_own(d);
+    wgmma_fence_operand(d);
     for (int i = 0; i < PROBE_N / 2; i++) p.y[i * 128 + threadIdx.x] = d[i];
 }
 #endif

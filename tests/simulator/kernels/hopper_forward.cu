@@ -45,7 +45,7 @@ CF_DEVICE void consume(const Params& p, SharedStorage& s, int first_row, int hea
         mbar_wait(s.full[stage], j / kStages & 1);
 #endif
         float scores[32];
-        wgmma_own(scores);
+        wgmma_fence_operand(scores);
 #if !defined(FAULT_NO_WGMMA_FENCE)
         wgmma_fence();
 #endif
@@ -55,7 +55,7 @@ CF_DEVICE void consume(const Params& p, SharedStorage& s, int first_row, int hea
 #if !defined(FAULT_NO_WGMMA_WAIT)
         wgmma_wait<0>();
 #endif
-        wgmma_own(scores);
+        wgmma_fence_operand(scores);
 
         const int row = first_row + warp * 16 + lane / 4;
         float scale[2];
@@ -82,7 +82,7 @@ CF_DEVICE void consume(const Params& p, SharedStorage& s, int first_row, int hea
             for (int i = 0; i < 4; i++)
                 weights[k][i] = pack<__half>(scores[k * 8 + i * 2], scores[k * 8 + i * 2 + 1]);
         for (int i = 0; i < 32; i++) o[i] *= scale[i / 2 % 2];
-        wgmma_own(o);
+        wgmma_fence_operand(o);
         wgmma_fence();
         for (int k = 0; k < 4; k++)
             wgmma_m64k16<__half, true>(o, weights[k], tile(s.v[stage]) + k * (16 * 128 >> 4), true);
@@ -94,7 +94,7 @@ CF_DEVICE void consume(const Params& p, SharedStorage& s, int first_row, int hea
         wgmma_wait<0>();
         mbar_arrive(s.empty[stage]);
 #endif
-        wgmma_own(o);
+        wgmma_fence_operand(o);
     }
     // The result goes through the shared memory of Q, which no product reads any more.
     for (int h = 0; h < 2; h++) {

@@ -16,7 +16,7 @@ struct Storage {
 
 CF_DEVICE void make_kept(const KeptParams& p) {
     Storage& s = shared_memory<Storage>();
-    const BlockWork work = work_of_block(blockIdx.x, p.tiles * p.blocks_of_keys, p.shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, p.tiles * p.blocks_of_keys, p.shape.heads_q);
     const int32_t tile = work.tile / p.blocks_of_keys, stage = work.tile % 2;
     const Sequence sequence = sequence_of(p.shape, work.batch);
     if (threadIdx.x == 0) s.first_key = work.tile % p.blocks_of_keys * kKeys;

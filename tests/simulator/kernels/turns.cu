@@ -15,20 +15,20 @@ struct SharedStorage {
 
 CF_DEVICE void body(const Params& p) {
     auto& s = shared_memory<SharedStorage>();
-    const uint32_t number = take_number(p.numbers);
+    const uint32_t number = take_ticket(p.numbers);
     st_shared(smem_addr(s.staged), ld_global(reinterpret_cast<const float4*>(p.x) + number));
     fence_proxy_async();
 #if defined(BACKWARDS)
-    wait_turn(p.turns, gridDim.x - 1 - number);
+    semaphore_wait(p.turns, gridDim.x - 1 - number);
 #else
-    wait_turn(p.turns, number);
+    semaphore_wait(p.turns, number);
 #endif
     st_global(p.chain, 3 * ld_global(p.chain) + number);
     fence_proxy_async_global();
     bulk_reduce_add(p.sums, s.staged, 16);
     tma_store_commit();
     tma_store_wait<0>();
-    end_turn(p.turns);
+    semaphore_release(p.turns);
 }
 
 CF_KERNEL(Params, 1, 1, body)

@@ -35,7 +35,7 @@ template <int n> CF_DEVICE void multiply(const Params& p, SharedStorage& s) {
     for (int i = 0; i < 4; i++) r[i] = p.registers[threadIdx.x * 4 + i];
     const uint64_t a = matrix_descriptor(smem_addr(s.a) + p.a_start, p.a_leading, p.a_stride, p.a_swizzle);
     const uint64_t b = matrix_descriptor(smem_addr(s.b) + p.b_start, p.b_leading, p.b_stride, p.b_swizzle);
-    wgmma_own(d);
+    wgmma_fence_operand(d);
     wgmma_fence();
     if (p.format == 0) multiply16<__half>(p, d, r, a, b);
     else if (p.format == 1) multiply16<__nv_bfloat16>(p, d, r, a, b);
@@ -45,7 +45,7 @@ template <int n> CF_DEVICE void multiply(const Params& p, SharedStorage& s) {
     else wgmma_m64k32_e4m3(d, a, b, p.accumulate);
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_own(d);
+    wgmma_fence_operand(d);
     for (int i = 0; i < n; i++) p.d[threadIdx.x * n + i] = d[i];
 }
 

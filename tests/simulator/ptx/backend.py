@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-from cupy_flash import prepare
 from cupy_flash.device import simulator
 from cupy_flash.device.host_build import Buildable, flags
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import catalog
 from tests.simulator.ptx import toolchain
 from tests.simulator.ptx.reader import source_lines
@@ -81,9 +81,9 @@ def kernels_from_ptx(cuda: int, target: str | None = None) -> Iterator[set[tuple
         used.add((variant, build))
         return _loaded(variant, build, flags())
 
-    prepare.forget()
+    memo.forget()
     with mock.patch.object(simulator, "load", load):
         try:
             yield used
         finally:
-            prepare.forget()
+            memo.forget()

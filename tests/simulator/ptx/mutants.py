@@ -100,6 +100,6 @@ EDITS = (
     Edit("bulk_reduce_add stores", "prim/bulk.cuh",
          '"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0]',
          '"cp.async.bulk.global.shared::cta.bulk_group [%0]', _BULK),
-    Edit("end_turn does not release", "prim/turns.cuh",
+    Edit("semaphore_release does not release", "prim/semaphore.cuh",
          "red.release.gpu.global.add.u32", "red.relaxed.gpu.global.add.u32", _TURNS),
 )  # fmt: skip

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import prepare
 from cupy_flash.cubins import nvrtc, sass, sources
 from cupy_flash.cubins.compile import compile_variant
+from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import ARCHITECTURES, SAME_BITS, Variant
 from cupy_flash.plan.families import simple
@@ -67,7 +67,7 @@ def outcome(dtype: str, head_dim: int, reproducible: str | None = "device") -> d
 
 
 def simulated(*args: Any) -> dict[str, bytes]:
-    prepare.forget()
+    memo.forget()
     return outcome(*args)
 
 
@@ -198,5 +198,5 @@ def test_a_tile_of_an_architecture_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     floats, doubles = simple._TILES["forward"]
     monkeypatch.setitem(simple._TILES, "forward", (((64, 32, 23040), *floats[1:]), doubles))
     found = simulated("float32", 40)
-    prepare.forget()
+    memo.forget()
     assert found["o"] != expected["o"]

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFoundError, UnsupportedError, prepare
+from cupy_flash import CubinNotFoundError, UnsupportedError
 from cupy_flash.cubins import locate
 from cupy_flash.device import choice, cuda, driver, libcuda, tensor_map
+from cupy_flash.dispatch import memo
 from cupy_flash.plan.catalog import architecture
 from tests.gpu.calls import OPTIONS, arrays, check
 from tests.paths import ROOT
@@ -34,7 +35,7 @@ def forget() -> None:
     for cached in (libcuda.library, cuda.devices, choice.gpu_driver, driver._cupy):
         cached.cache_clear()
     cuda._loader.kernels.clear()
-    prepare.forget()
+    memo.forget()
 
 
 @pytest.fixture(autouse=True)

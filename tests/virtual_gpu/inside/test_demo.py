@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupy_flash import prepare
+from cupy_flash.dispatch import memo
 from tests.paths import ROOT
 from tests.virtual_gpu import install
 
@@ -35,7 +35,7 @@ def test_attention_on_the_activations_of_the_model(demo: Any, cupy: Any) -> None
     sizes = demo.Sizes(vocabulary=9, context=40, layers=1, heads=2, width=64)
     model = Transformer(xp, sizes, demo.SEED)
     text = np.random.default_rng(0).integers(0, sizes.vocabulary, 500).astype(np.int32)
-    prepare.forget()
+    memo.forget()
     errors = {name: (ours, naive) for name, ours, naive in demo.attention_errors(model, text)}
     assert list(errors) == ["o", "lse", "dq", "dk", "dv"]
     assert any(name.startswith("flash_forward_tf32x3_d32") for name in install.launched)

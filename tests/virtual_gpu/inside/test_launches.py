@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFoundError, prepare, ready
+from cupy_flash import CubinNotFoundError
 from cupy_flash.cubins import locate
 from cupy_flash.device import driver
+from cupy_flash.dispatch import backends, memo
 from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
 from tests.paths import ROOT
 from tests.virtual_gpu import install
@@ -31,8 +32,8 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget() -> None:
-    prepare.forget()
-    ready.load.cache_clear()
+    memo.forget()
+    backends.load.cache_clear()
 
 
 def damaged(data: bytearray) -> None:

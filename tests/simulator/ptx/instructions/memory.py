@@ -74,7 +74,7 @@ def atomic(w: Writer, i: Instruction, kind: str, space: str | None, op: str, t: 
 
 
 @instruction("red.release.gpu.global.add.u32")
-def end_turn(w: Writer, i: Instruction) -> None:
+def semaphore_release(w: Writer, i: Instruction) -> None:
     a, x = i.operands
     if x != "1":
         raise Unknown("more than one turn")

@@ -73,7 +73,7 @@ template <class T> T* atomic_at(Space space, u64 address, Site site) {
 template <class T> T atomic_add(Space space, u64 address, T x, Site site) {
     T* p = atomic_at<T>(space, address, site);
     const T before = atomicAdd(p, x);
-    // why: prim/turns.cuh takes the numbers of blocks so
+    // why: prim/semaphore.cuh takes the numbers of blocks so
     if (std::is_same_v<T, u32> && !in_shared(p)) sim::let_blocks_pass();
     return before;
 }
@@ -98,7 +98,7 @@ FOR_INTEGER(u64)
 template float atomic_add<float>(Space, u64, float, Site);
 template double atomic_add<double>(Space, u64, double, Site);
 
-void release_turn(u64 address, Site site) { sim::end_turn(reinterpret_cast<u32*>(address), place(site)); }
+void release_turn(u64 address, Site site) { sim::semaphore_release(reinterpret_cast<u32*>(address), place(site)); }
 void poll(Site site) {
     sim::Thread& t = sim::me();
     t.for_blocks = true;

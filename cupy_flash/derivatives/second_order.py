@@ -7,24 +7,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .api import Gradients
-from .call import outputs
-from .call.adopt import adopt
-from .call.blocks import check_blocks
-from .call.functions import check_integers
-from .call.given import Options, Packing
-from .call.operands import Views, table_of
-from .call.options import WITH_GRADIENT
-from .call.problem import Problem, describe
-from .call.progress import TOLD, part_of, telling
-from .call.reproducible import refuse_reproducible
-from .call.spans import check_spans
-from .call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
-from .call.values import Moment
-from .errors import InvalidArgumentsError, UnsupportedError
-from .plan.choose import choose
-from .prepare import computed_by
-from .ready import driver_of, ready, refuse_tensor_cores
+from ..api import Gradients
+from ..call import outputs
+from ..call.adopt import adopt
+from ..call.blocks import check_blocks
+from ..call.functions import check_integers
+from ..call.given import Options, Packing
+from ..call.operands import Views, table_of
+from ..call.options import WITH_GRADIENT
+from ..call.problem import Problem, describe
+from ..call.progress import TOLD, part_of, telling
+from ..call.reproducible import refuse_reproducible
+from ..call.spans import check_spans
+from ..call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
+from ..call.values import Moment
+from ..dispatch.backends import driver_of, ready, refuse_tensor_cores
+from ..dispatch.memo import computed_by
+from ..errors import InvalidArgumentsError, UnsupportedError
+from ..plan.choose import choose
 
 __all__ = [
     "compute",
@@ -231,12 +231,12 @@ def compute(
 def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:
     """Compute all directions at once; in NumPy, those of packed sequences one after the other."""
     # why here: the CPU path is a fifth of what the package takes to import
-    from . import cpu
-    from .cpu.choose import choose as choose_on_cpu
+    from .. import cpu
+    from ..cpu.choose import choose as choose_on_cpu
 
     problem, library = asked.problem, choose_on_cpu(asked.problem).library
     if library is not None and each:
-        from .cpu.core.family import Core
+        from ..cpu.core.family import Core
 
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)

@@ -1,6 +1,7 @@
-// Gradients in turns: in which order blocks that own keys start, go over tiles of queries, and add to the dQ of each.
+// Deterministic dQ: the order in which blocks that own keys start, go over tiles of queries, and add to the dQ of each. A
+// block waits for its turn at the semaphore of a tile (prim/semaphore.cuh).
 //
-// A block waits for nobody if it comes to a tile right after the block whose turn was before. So blocks of a head that
+// A block does not wait if it comes to a tile right after the block whose turn was before. So blocks of a head that
 // run at once, a wave, go one behind the other, and the next wave adds to sums of its own, or it would wait for the
 // last block of this one. Two chains of sums are enough:
 //
@@ -20,7 +21,7 @@ CF_DEVICE Range blocks_seen(const NarrowBand& band, Range queries, int32_t keys)
     return {larger(band.first_key(queries.first), 0) / keys, cdiv(band.end_key(queries.end - 1), keys)};
 }
 
-struct TurnOrder {
+struct DqOrder {
     int32_t block, wave;           // the block of keys; blocks of a wave, or 0
     int32_t number, first;         // of its wave: which one it is; its first block of keys
     int32_t home;                  // of all keys, the tile where chain 0 ends; otherwise 0
@@ -29,7 +30,7 @@ struct TurnOrder {
     bool up, all;                  // towards the last queries; every query sees every key
 
     // Block `place` of the `blocks` of a head in the order in which they start.
-    CF_DEVICE TurnOrder(int32_t place, int32_t blocks, int32_t blocks_of_wave, const Band& band)
+    CF_DEVICE DqOrder(int32_t place, int32_t blocks, int32_t blocks_of_wave, const Band& band)
         : block(place), wave(blocks_of_wave), number(0), first(0), home(0), start(0), stop(0), by(-1),
           edge(0), opposite(0), up(false), all(false) {
         if (wave == 0) return;

@@ -9,26 +9,47 @@ heads only.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from .api import Gradients, attention, attention_backward
-from .call.blocks import BlockMask
-from .call.compound import Spans
-from .call.given import split
-from .call.options import PER_HEAD
-from .call.problem import describe
-from .errors import InvalidArgumentsError
+from ..api import Gradients, attention, attention_backward
+from ..call.blocks import BlockMask
+from ..call.compound import Spans
+from ..call.given import split
+from ..call.options import PER_HEAD
+from ..call.problem import describe
+from ..errors import InvalidArgumentsError
+from ..varlen import attention_varlen, attention_varlen_backward
 from .exchange import ToParts, ToWhole, exchange
-from .group import Asked, Round, at, row_axis, terms_of
+from .group import Asked, Round, at, row_axis
 from .parts import Rows, Split, packed_starts, packed_stretches
-from .varlen import attention_varlen, attention_varlen_backward
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "check_heads", "forward"]
 
 # Arrays that have rows of queries; others have rows of keys.
 _OF_QUERIES = ("q", "o", "lse", "do", "dlse")
+
+
+def _heads_axis(asked: Asked) -> int | None:
+    """The axis next to rows, or none."""
+    q = asked.arrays["q"]
+    return (-2 if row_axis(asked.options, q) == -3 else -3) if len(q.shape) > 2 else None
+
+
+def check_heads(asked: Asked) -> None:
+    """Refuse heads that do not divide."""
+    axis, ranks = _heads_axis(asked), asked.link.ranks
+    counts = [1 if axis is None else asked.arrays[name].shape[axis] for name in "qk"]
+    for name, heads in zip("qk", counts, strict=True):
+        if heads % ranks:
+            most = max(n for n in range(1, ranks) if not math.gcd(*counts) % n)
+            raise InvalidArgumentsError(
+                f"{heads} heads of {name} do not divide over {ranks} processes.",
+                hint=f'schedule="ring" or "allgather"; or a multiple of {ranks} heads'
+                + (f"; or {most} of the processes" if most > 1 else ""),
+            )
 
 
 class _Call:
@@ -37,13 +58,11 @@ class _Call:
     def __init__(self, asked: Asked) -> None:
         link, arrays, causal, options, cut, _ = asked
         self._link = link
-        self.terms = terms_of(asked)
+        self.terms = dict(asked.terms)
         q, k = arrays["q"], arrays["k"]
-        self._rows_axis = row_axis(options, q)
-        # The axis next to rows, or none.
-        self._heads_axis = (-2 if self._rows_axis == -3 else -3) if len(q.shape) > 2 else None
+        self._rows_axis, self._heads_axis = row_axis(options, q), _heads_axis(asked)
         self._heads = 1 if self._heads_axis is None else q.shape[self._heads_axis]
-        self._check_heads(q, k)
+        check_heads(asked)
         given = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
         given |= {name: self._own_heads(x) for name in PER_HEAD if (x := given[name]) is not None}
         given["mask"] = self._mask(given["mask"])
@@ -73,17 +92,6 @@ class _Call:
     def _axes(self, name: str) -> tuple[int, int | None]:
         """Those of rows and of heads."""
         return (-1, -2) if name in ("lse", "dlse") else (self._rows_axis, self._heads_axis)
-
-    def _check_heads(self, q: Any, k: Any) -> None:
-        """Refuse heads that do not divide."""
-        ranks = self._link.ranks
-        for name, x in (("q", q), ("k", k)):
-            heads = 1 if self._heads_axis is None else x.shape[self._heads_axis]
-            if ranks > 1 and (self._heads_axis is None or heads % ranks):
-                raise InvalidArgumentsError(
-                    f"{heads} heads of {name} do not divide over {ranks} processes.",
-                    hint=f'schedule="ring" or schedule="allgather"; or a multiple of {ranks} heads',
-                )
 
     def _share(self, heads: int) -> slice:
         """Which of so many heads are this process's own."""
@@ -145,7 +153,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
     with link.agreement.refusals():
         call = _Call(asked)
         homes = {"o": call.home("o", v), "lse": call.home("lse", q)}
-    link.agreement.reach({**call.terms, **asked.terms})
+    link.agreement.reach(call.terms)
 
     def attend() -> None:
         arrays = [x.arrive() for x in call.there.values()]
@@ -167,7 +175,7 @@ def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradient
         call = _Call(asked)
         given_back = [name for name, x in zip("qkv", (True, *wanted), strict=True) if x]
         homes = {name: call.home(name, arrays[name]) for name in given_back}
-    link.agreement.reach({**call.terms, **asked.terms})
+    link.agreement.reach(call.terms)
     sinks = options["sinks"]
     dsinks: Any = None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .errors import InvalidArgumentsError
+from ..errors import InvalidArgumentsError
 
 __all__ = ["Agreement"]
 

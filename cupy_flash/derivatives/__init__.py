@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .api import Gradients, adopted
-from .call.given import Options, Packing, split
-from .call.opaque import opaque
-from .call.operands import Views
-from .call.options import SecondGradientOptions, TangentOptions
-from .call.signature import Array, takes
-from .errors import InvalidArgumentsError
+from ..api import Gradients, adopted
+from ..call.given import Options, Packing, split
+from ..call.opaque import opaque
+from ..call.operands import Views
+from ..call.options import SecondGradientOptions, TangentOptions
+from ..call.signature import Array, takes
+from ..errors import InvalidArgumentsError
+from ..varlen import pack, split_packed
 from .second_order import run_hvp, run_jvp, tangents_of
-from .varlen import pack, split_packed
 from .with_jvp import run_with_jvp
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .api import Gradients, attention
-from .call.compound import Spans
-from .call.given import split
-from .call.masks import resolve_band
-from .call.problem import describe
-from .errors import InvalidArgumentsError
+from ..api import Gradients, attention
+from ..call.compound import Spans
+from ..call.given import split
+from ..call.masks import resolve_band
+from ..call.problem import describe
+from ..errors import InvalidArgumentsError
+from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room
-from .group import Asked, Link, Round, at, row_axis, terms_of
+from .group import Asked, Link, Round, at, row_axis
 from .partial import attention_backward, attention_varlen_backward
 from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
-from .varlen import attention_varlen
 
 __all__ = ["backward", "forward"]
 
@@ -50,7 +50,7 @@ class _Call:
 
     def __init__(self, asked: Asked) -> None:
         link, arrays, causal, options, cut, _ = asked
-        self.terms = terms_of(asked)
+        self.terms = dict(asked.terms)
         q, k = arrays["q"], arrays["k"]
         self.axis = axis = row_axis(options, q)
         how = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
@@ -172,7 +172,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
         o = room(link, q, (*q.shape[:-1], v.shape[-1]))
         swapped = call.axis == -3
         lse = room(link, q, (*q.shape[:-3], q.shape[-2], q.shape[-3]) if swapped else q.shape[:-1], wide=True)
-    link.agreement.reach({**call.terms, **asked.terms})
+    link.agreement.reach(call.terms)
 
     def attend() -> None:
         for journey in call.there:
@@ -207,7 +207,7 @@ def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradient
             name: ToParts(link, arrays[name], shapes[name], call.rows, call.axis, wide=True)
             for name in given_back
         }
-    link.agreement.reach({**call.terms, **asked.terms})
+    link.agreement.reach(call.terms)
     of_queries = {name: x for name, x in arrays.items() if name not in ("k", "v")}
 
     def differentiate() -> None:

@@ -1,6 +1,6 @@
 // Writes what each block of a head goes over where gradients are summed in turns, and when it may add.
 #include "prim.cuh"
-#include "hopper/turn_order.cuh"
+#include "hopper/dq_order.cuh"
 
 struct TurnParams {
     int32_t* out;    // (blocks, 1 + tiles, 3): block and nothing, then tile, chain and blocks before, or -1
@@ -12,7 +12,7 @@ CF_DEVICE void turns(const TurnParams& p) {
     const Score score{};
     Band band(score, Sequence{});
     band.low = p.low, band.high = p.high, band.seqlen_q = p.seqlen_q, band.seqlen_k = p.seqlen_k;
-    TurnOrder order(static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x), p.wave, band);
+    DqOrder order(static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x), p.wave, band);
     const int32_t first_key = order.block * p.n;
     const Range queries = band.queries_of(first_key, first_key + p.n);
     const Range tiles{queries.first / p.m, cdiv(queries.end, p.m)};

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .api import Gradients, adopted, run_backward, run_forward
-from .call.arrays import CPU
-from .call.given import split
-from .varlen import pack, split_packed
+from ..api import Gradients, adopted, run_backward, run_forward
+from ..call.arrays import CPU
+from ..call.given import split
+from ..varlen import pack, split_packed
 
 __all__ = ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward"]
 

@@ -3,8 +3,8 @@
 Run with, say, ``mpiexec -n 4 python script.py``:
 
     from mpi4py import MPI
-    from cupy_flash.mpi import ring_attention, ring_attention_backward
-    from cupy_flash.ring import positions
+    from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
+    from cupy_flash.parallel import positions
 
     comm = MPI.COMM_WORLD
     mine = positions(comm.rank, comm.size, seqlen, causal=True)
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..api import Gradients
+from ..call.adopt import adopt
+from ..call.arrays import CPU
+from ..call.checks import one_of
+from ..call.options import RingGradientOptions, RingOptions, defaults
+from ..call.signature import takes
+from ..call.spelling import kind_of
+from ..errors import InvalidArgumentsError
 from . import schedules
 from .agreement import Agreement
-from .api import Gradients
-from .call.adopt import adopt
-from .call.arrays import CPU
-from .call.checks import one_of
-from .call.options import RingGradientOptions, RingOptions, defaults
-from .call.signature import takes
-from .call.spelling import kind_of
-from .errors import InvalidArgumentsError
 from .group import Asked, all_done
 
 if TYPE_CHECKING:
@@ -116,13 +116,13 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : array
-        This process's parts: the rows `cupy_flash.ring.positions` names, in that order. NumPy, or CuPy under
-        an MPI that knows CUDA.
+        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order. NumPy, or CuPy
+        under an MPI that knows CUDA.
     comm : mpi4py.MPI.Comm
         Every process of it makes the call. The tags 0 to 6 are used.
     cu_seqlens : array of int32, shape (sequences + 1,), optional
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
-        (rows, heads, head_dim), the rows that `cupy_flash.ring.packed_positions` names. On a GPU they are
+        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` names. On a GPU they are
         read back, which waits for the stream.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
@@ -140,7 +140,7 @@ def ring_attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
-        As in `cupy_flash.attention`; also rows that are not those of `cupy_flash.ring.positions`, and
+        As in `cupy_flash.attention`; also rows that are not those of `cupy_flash.parallel.positions`, and
         arguments that are not the same in all processes.
     """
     every: dict[str, Any] = {**defaults(RingOptions), **options}

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .api import Gradients
-from .call.checks import flag, integer, one_of
-from .call.masks import Band, resolve_band
-from .call.offsets import longest_length, offsets
-from .errors import InvalidArgumentsError
+from ..api import Gradients
+from ..call.checks import flag, integer, one_of
+from ..call.masks import Band, resolve_band
+from ..call.offsets import longest_length, offsets
+from ..errors import InvalidArgumentsError
 from .partial import attention, attention_backward, attention_varlen, attention_varlen_backward
 
 __all__ = [
@@ -179,7 +179,7 @@ def halves(length: int) -> tuple[slice, slice]:
     if length % 2:
         raise InvalidArgumentsError(
             f"a process holds {length} rows: causal parts are two chunks of equal length.",
-            hint="an even number of rows, laid out as cupy_flash.ring.positions says",
+            hint="an even number of rows, laid out as cupy_flash.parallel.positions says",
         )
     return slice(0, length // 2), slice(length // 2, length)
 
@@ -191,11 +191,13 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
     ----------
     mine, theirs : tuple of range
         Rows of the queries and of the keys: of one stretch each, or of two if the parts are a zigzag, whose
-        band is causal.
+        band is causal, or open.
     band : Band
         Of the whole sequence.
     """
     whole = slice(None)
+    if band.open:
+        return Pair(whole, whole) if sum(map(len, mine)) and sum(map(len, theirs)) else None
     if len(mine) == 2:
         if mine == theirs:
             return Pair(whole, whole, causal=True)
@@ -245,7 +247,7 @@ class Split:
             if n != (right := sum(map(len, held_by[rank]))):
                 raise InvalidArgumentsError(
                     f"process {rank} holds {n} {what}; of {length} in {self.order} parts it holds {right}.",
-                    hint="the rows that cupy_flash.ring.positions names",
+                    hint="the rows that cupy_flash.parallel.positions names",
                 )
 
 
@@ -346,11 +348,11 @@ def _lengths(seqlen: Any) -> tuple[int, int]:
 
 def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tuple[int, int]) -> None:
     """Refuse an order of parts that does not fit, and one that would be a guess."""
-    if order == "contiguous":
+    if order == "contiguous" or band.open:
         return
     if not causal:
         raise InvalidArgumentsError(
-            'parts="zigzag" is for causal.', hint='parts="contiguous", or causal=True'
+            'parts="zigzag" with a window is for causal.', hint='parts="contiguous", or causal=True'
         )
     if band != (0, None, 0) or lengths[0] != lengths[1]:
         counts = f"{lengths[0]} queries and {lengths[1]} keys"
@@ -358,7 +360,7 @@ def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tupl
         takes = "takes contiguous parts, which must be named" if parts is None else "takes no zigzag parts"
         raise InvalidArgumentsError(
             f"causal with {what} {takes}.",
-            hint='parts="contiguous", here and of cupy_flash.ring.positions',
+            hint='parts="contiguous", here and of cupy_flash.parallel.positions',
         )
 
 

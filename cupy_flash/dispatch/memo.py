@@ -8,25 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from .call import outputs
-from .call.arrays import ArrayView
-from .call.blocks import check_blocks
-from .call.cache.describe import describe_cache
-from .call.cache.kinds import lies_in
-from .call.functions import check_integers, learned_of
-from .call.given import CacheCall, Options, Packing
-from .call.operands import lower_shape
-from .call.options import DIFFERENTIABLE
-from .call.outputs import check_out, check_overlap, workspace_address
-from .call.problem import Problem, describe
-from .call.spans import check_spans
-from .call.tangents import tangent_operand
-from .call.values import OF_NO_CALL, Moment
-from .device.abi import SEED
-from .device.run import Driver
-from .plan.choose import choose
-from .program.function import Program
-from .ready import Seen, chosen_by_environment, driver_of, load, ready
+from ..call import outputs
+from ..call.arrays import ArrayView
+from ..call.blocks import check_blocks
+from ..call.cache.describe import describe_cache
+from ..call.cache.kinds import lies_in
+from ..call.functions import check_integers, learned_of
+from ..call.given import CacheCall, Options, Packing
+from ..call.operands import lower_shape
+from ..call.options import DIFFERENTIABLE
+from ..call.outputs import check_out, check_overlap, workspace_address
+from ..call.problem import Problem, describe
+from ..call.spans import check_spans
+from ..call.tangents import tangent_operand
+from ..call.values import OF_NO_CALL, Moment
+from ..device.abi import SEED
+from ..device.run import Driver
+from ..plan.choose import choose
+from ..program.function import Program
+from .backends import Seen, chosen_by_environment, driver_of, load, ready
 
 __all__ = ["REPEATED", "Prepared", "computed_by", "forget", "kernels", "lifted", "prepared"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call.given import Options, Packing
-from .call.operands import Views
-from .call.outputs import finished
-from .call.progress import TOLD
-from .call.values import moment_apart
-from .prepare import prepared
+from ..call.given import Options, Packing
+from ..call.operands import Views
+from ..call.outputs import finished
+from ..call.progress import TOLD
+from ..call.values import moment_apart
+from ..dispatch.memo import prepared
 from .second_order import compute, described, dots_of, new_results
 
 __all__ = ["run_with_jvp"]

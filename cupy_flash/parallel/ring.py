@@ -6,7 +6,7 @@ of q share them, and no further than some process sees them.
 
 This module is the loop. How a sequence lies in parts is in `parts`, what is compared before the first message
 in `agreement`, other schedules in `alltoall` and `allgather`; how arrays travel is the business of the
-adapters, `cupy_flash.torch`, `cupy_flash.jax` and `cupy_flash.mpi`.
+adapters, `cupy_flash.torch`, `cupy_flash.jax` and `cupy_flash.parallel.mpi`.
 
 .. [1] H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
 """
@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .api import Gradients
-from .group import Asked, Link, Round, at, row_axis, terms_of
-from .merge import merge
-from .parts import Packed, Pair, Whole, packed_positions, positions
+from ..api import Gradients
+from ..merge import merge
+from .group import Asked, Link, Round, at, row_axis
+from .parts import Packed, Pair, Whole
 
-__all__ = ["backward", "forward", "packed_positions", "positions"]
+__all__ = ["backward", "checked", "forward"]
 
 
 class _Call(NamedTuple):
@@ -36,10 +36,10 @@ class _Call(NamedTuple):
     terms: dict[str, Any]
 
 
-def _checked(asked: Asked) -> _Call:
+def checked(asked: Asked) -> _Call:
     """The parts of a call; what can be refused is refused here, before the first message."""
     link, arrays, causal, options, cut, _ = asked
-    terms = terms_of(asked)
+    terms = dict(asked.terms)
     q, axis = arrays["q"], row_axis(options, arrays["q"])
     plain = {name: x for name, x in options.items() if name != "sinks"}
     parts: Whole | Packed
@@ -83,10 +83,10 @@ def forward(asked: Asked) -> tuple[Any, Any]:
     link, options = asked.link, asked.options
     q, k, v = asked.arrays.values()
     with link.agreement.refusals():
-        call = _checked(asked)
+        call = checked(asked)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Room(link, call, keys, len(call.parts.steps) - 1)
-    link.agreement.reach({**call.terms, **asked.terms})
+    link.agreement.reach(call.terms)
     parts, axis, _ = call
     steps = parts.steps
     o: Any = None
@@ -131,7 +131,7 @@ def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradient
     link, options = asked.link, asked.options
     do, q, k, v, o, lse, dlse = asked.arrays.values()
     with link.agreement.refusals():
-        call = _checked(asked)
+        call = checked(asked)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Room(link, call, keys, len(call.parts.steps) - 1)
         home = tuple(x for x, asked in zip((k, v), wanted, strict=True) if asked)
@@ -139,7 +139,7 @@ def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradient
         dq, sums = link.wide(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
             x[...] = 0
-    link.agreement.reach({**call.terms, **asked.terms})
+    link.agreement.reach(call.terms)
     parts, axis, _ = call
     steps = parts.steps
     shares: tuple[Any, ...] = ()

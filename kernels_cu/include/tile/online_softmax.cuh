@@ -7,11 +7,11 @@
 #include "tile/mma.cuh"
 
 // What a row came to. Sinks: a key with this score and no value.
-struct FinishedRow {
+struct FinalRow {
     float lse;           // natural-log; -inf for a row without keys
     float normaliser;    // factor on the row of o; 0 for a row without keys
 };
-CF_DEVICE FinishedRow finish_row(float natural_max, float sum, float sink) {
+CF_DEVICE FinalRow finalize_row(float natural_max, float sum, float sink) {
     const float highest = fmaxf(natural_max, sink);
     if (highest == -kInfinity) return {-kInfinity, 0.0f};
     const float share = ex2((natural_max - highest) * kLog2e);
@@ -20,51 +20,51 @@ CF_DEVICE FinishedRow finish_row(float natural_max, float sum, float sink) {
 }
 
 // Whether a row of the warp has a new maximum, and the factors that the thread's two rows of o are waiting for.
-struct Rise {
+struct Rescale {
     bool any;
     float2 factor;
 };
 
-// kHighestLog2: the weight of a row's maximum is 2^this, and so is the unit of sums and of O until `finish`.
+// kHighestLog2: the weight of a row's maximum is 2^this, and so is the unit of sums and of O until `finalize`.
 // why: weights of 8 bits are lost below 2^-9, so they should begin near the largest that there is.
-// kSlackLog2: a maximum is replaced only by one that is so far above it, in log2; weights grow to 2^this. Exact,
-// because any reference is: sums and O have the same one. why: then it seldom is, see weigh_rows.
-template <class Math, int kM, int kHighestLog2 = 0, int kSlackLog2 = 0>
-struct TileSoftmax {
-    static constexpr int kSlack = kSlackLog2;
+// kRescaleThresholdLog2: a maximum is replaced only by one that is so far above it, in log2; weights grow to 2^this. Exact,
+// because any reference is: sums and O have the same one. why: then it seldom is, see softmax_rows.
+template <class Math, int kM, int kHighestLog2 = 0, int kRescaleThresholdLog2 = 0>
+struct OnlineSoftmax {
+    static constexpr int kRescaleThreshold = kRescaleThresholdLog2;
     float row_max[kM][2], row_sum[kM][2];    // max in the unit of the scores
-    float origin[kM][2];                     // max in log2, 0 in a row without a key yet; of weigh_rows only
+    float max_scaled[kM][2];    // max in log2, 0 in a row without a key yet; of softmax_rows only
 
-    CF_DEVICE TileSoftmax() {
+    CF_DEVICE OnlineSoftmax() {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             row_max[m][0] = row_max[m][1] = -kInfinity;
             row_sum[m][0] = row_sum[m][1] = 0;
-            origin[m][0] = origin[m][1] = 0;
+            max_scaled[m][0] = max_scaled[m][1] = 0;
         }
     }
     // Scores become weights 2^(factor (s - row_max)), accumulated rows of o follow the new maximum. `factor`
     // > 0 makes scores log2.
     template <int kN, int kNO>
-    CF_DEVICE void weigh(float (&s)[kM][kN][4], float (&o)[kM][kNO][4], float factor) {
+    CF_DEVICE void softmax_rescale_o(float (&s)[kM][kN][4], float (&o)[kM][kNO][4], float factor) {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
             for (int half = 0; half < 2; half++)
-                rescale_row(o, m, half, weigh_row(s, m, half, factor));
+                rescale_row(o, m, half, softmax_row(s, m, half, factor));
         }
     }
     // The same for one row, without o. Returns the factor that its row of o is waiting for.
     template <int kN>
-    CF_DEVICE float weigh_row(float (&s)[kM][kN][4], int m, int half, float factor) {
-        static_assert(kSlackLog2 == 0);
-        const Raised to = raise(m, half, highest_of(s, m, half), factor);
-        row_sum[m][half] = fmaf(row_sum[m][half], to.rescale, make_weights(s, m, half, factor, to.reference));
+    CF_DEVICE float softmax_row(float (&s)[kM][kN][4], int m, int half, float factor) {
+        static_assert(kRescaleThresholdLog2 == 0);
+        const MaxUpdate to = update_max(m, half, row_max_of(s, m, half), factor);
+        row_sum[m][half] = fmaf(row_sum[m][half], to.rescale, scale_apply_exp2(s, m, half, factor, to.reference));
         return to.rescale;
     }
     // Its parts, where others hold more of a row: first the highest of its scores here and before,
     template <int kN>
-    CF_DEVICE float highest_of(const float (&s)[kM][kN][4], int m, int half) const {
+    CF_DEVICE float row_max_of(const float (&s)[kM][kN][4], int m, int half) const {
         float highest = row_max[m][half];
         CF_UNROLL
         for (int n = 0; n < kN; n++)
@@ -73,10 +73,10 @@ struct TileSoftmax {
         return fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
     }
     // then the maximum follows, and says by which factor sums and o do, and what weights refer to,
-    struct Raised {
+    struct MaxUpdate {
         float rescale, reference;
     };
-    CF_DEVICE Raised raise(int m, int half, float highest, float factor) {
+    CF_DEVICE MaxUpdate update_max(int m, int half, float highest, float factor) {
         // why: in a row without a key yet, -inf - (-inf) would be NaN; any finite reference gives weight 0.
         const float reference = highest == -kInfinity ? 0.0f : highest;
         const float rescale = ex2((row_max[m][half] - reference) * factor);
@@ -85,7 +85,7 @@ struct TileSoftmax {
     }
     // then scores become weights, of which this is the sum, in the order of `sum_of`.
     template <int kN>
-    CF_DEVICE static float make_weights(float (&s)[kM][kN][4], int m, int half, float factor, float reference) {
+    CF_DEVICE static float scale_apply_exp2(float (&s)[kM][kN][4], int m, int half, float factor, float reference) {
         return exponentiate(s, m, half, factor, reference, -reference * factor);
     }
     template <int kN> CF_DEVICE static float sum_of(const float (&weights)[kM][kN][4], int m, int half) {
@@ -97,20 +97,20 @@ struct TileSoftmax {
         }
         return sum;
     }
-    // The same for both rows with kSlackLog2. slack: that, in the unit of the scores.
+    // The same for both rows with kRescaleThresholdLog2. threshold: that, in the unit of the scores.
     template <int kN>
-    CF_DEVICE Rise weigh_rows(float (&s)[kM][kN][4], int m, float factor, float slack) {
-        const float highest[2] = {highest_of(s, m, 0), highest_of(s, m, 1)};
-        Rise rise{false, {1.0f, 1.0f}};
+    CF_DEVICE Rescale softmax_rows(float (&s)[kM][kN][4], int m, float factor, float threshold) {
+        const float highest[2] = {row_max_of(s, m, 0), row_max_of(s, m, 1)};
+        Rescale rescale{false, {1.0f, 1.0f}};
         // why not "above": NaN is above nothing.
-        const bool stay = highest[0] - slack <= row_max[m][0] && highest[1] - slack <= row_max[m][1];
+        const bool stay = highest[0] - threshold <= row_max[m][0] && highest[1] - threshold <= row_max[m][1];
         if (__ballot_sync(0xffffffffu, !stay))
-            rise = {true,
-                    {exceed(m, 0, highest[0], factor, slack), exceed(m, 1, highest[1], factor, slack)}};
+            rescale = {true,
+                    {update_max_if_above(m, 0, highest[0], factor, threshold), update_max_if_above(m, 1, highest[1], factor, threshold)}};
         CF_UNROLL
         for (int half = 0; half < 2; half++)
-            row_sum[m][half] += exponentiate(s, m, half, factor, 0.0f, -origin[m][half]);
-        return rise;
+            row_sum[m][half] += exponentiate(s, m, half, factor, 0.0f, -max_scaled[m][half]);
+        return rescale;
     }
     template <int kNO>
     CF_DEVICE static void rescale_row(float (&o)[kM][kNO][4], int m, int half, float rescale) {
@@ -119,19 +119,19 @@ struct TileSoftmax {
     }
     // The rows of o follow maxima that have risen; where none of the warp's has, nothing is to be done.
     template <int kNO>
-    CF_DEVICE static void follow_rows(float (&o)[kM][kNO][4], int m, float2 rescale) {
+    CF_DEVICE static void rescale_o(float (&o)[kM][kNO][4], int m, float2 rescale) {
         if (__ballot_sync(0xffffffffu, rescale.x != 1.0f || rescale.y != 1.0f)) {
             rescale_row(o, m, 0, rescale.x);
             rescale_row(o, m, 1, rescale.y);
         }
     }
-    template <int kNO> CF_DEVICE static void follow_rise(float (&o)[kM][kNO][4], int m, const Rise& rise) {
-        if (!rise.any) return;
-        rescale_row(o, m, 0, rise.factor.x);
-        rescale_row(o, m, 1, rise.factor.y);
+    template <int kNO> CF_DEVICE static void rescale_o(float (&o)[kM][kNO][4], int m, const Rescale& rescale) {
+        if (!rescale.any) return;
+        rescale_row(o, m, 0, rescale.factor.x);
+        rescale_row(o, m, 1, rescale.factor.y);
     }
     // The sums of all rows, in lane 0 of their quads; the others have none.
-    CF_DEVICE void gather() {
+    CF_DEVICE void quad_reduce_sums() {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
@@ -142,22 +142,22 @@ struct TileSoftmax {
         }
     }
     // What a row came to; `unit` is the factor from scores to natural units.
-    CF_DEVICE FinishedRow finish(int m, int half, float unit, float sink) const {
+    CF_DEVICE FinalRow finalize(int m, int half, float unit, float sink) const {
         constexpr float kUnit = 1.0f / (1 << kHighestLog2);
         const float sum = sum_over_lanes<4>(row_sum[m][half]) * kUnit;
         const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
-        const FinishedRow row = finish_row(natural_max, sum, sink);
+        const FinalRow row = finalize_row(natural_max, sum, sink);
         return {row.lse, row.normaliser * kUnit};
     }
 
   private:
     // A row gets the maximum `highest`, if that is above its own by so much. Returns the factor on its sum and O.
-    CF_DEVICE float exceed(int m, int half, float highest, float factor, float slack) {
-        if (highest - slack <= row_max[m][half]) return 1.0f;
+    CF_DEVICE float update_max_if_above(int m, int half, float highest, float factor, float threshold) {
+        if (highest - threshold <= row_max[m][half]) return 1.0f;
         // why: the first key of a row finds sums of zeros.
         const float rescale = ex2(row_max[m][half] == -kInfinity ? 0.0f : (row_max[m][half] - highest) * factor);
         row_max[m][half] = highest;
-        origin[m][half] = highest * factor;
+        max_scaled[m][half] = highest * factor;
         row_sum[m][half] *= rescale;
         return rescale;
     }
@@ -180,7 +180,7 @@ struct TileSoftmax {
     CF_DEVICE static float weight(float s, float reference, float factor, float offset) {
         // why: one multiply-add instead of two operations; it rounds factor * reference, an error that grows
         // with the scores and that float inputs would show.
-        static_assert(!Math::kFloat || kHighestLog2 + kSlackLog2 == 0);
+        static_assert(!Math::kFloat || kHighestLog2 + kRescaleThresholdLog2 == 0);
         if constexpr (Math::kFloat) return ex2((s - reference) * factor);
         return ex2(fmaf(s, factor, kHighestLog2 == 0 ? offset : offset + kHighestLog2));
     }

@@ -1,4 +1,4 @@
-// Pairs of a block of keys that spans and blocks hide from the rows of a warp, where flash_reach calls it partial.
+// Masks the pairs of a block of keys that spans and blocks exclude for the rows of a warp, where flash_reach calls it partial.
 //
 // layout: scores as in mma.cuh; a lane has rows g = lane / 4 and g + 8 of its warp's 16, and of the 8 columns of each n
 // columns 2 t, t = lane % 4, and one more. What it sees of a row is a word: bits 2 n and 2 n + 1, in the order of keys.
@@ -7,7 +7,7 @@
 #pragma once
 #include "attention/mask.cuh"
 
-template <int kKeys> struct HiddenPairs {
+template <int kKeys> struct MaskedPairs {
     static_assert(kKeys <= 128 && kKeys % 16 == 0, "a word has a bit for each column of a lane");
     const Score& rule;
     const Sequence& sequence;
@@ -15,15 +15,15 @@ template <int kKeys> struct HiddenPairs {
     int32_t first_query;    // of the warp, a multiple of 16
     int32_t first_key;      // of the block, a multiple of 16
 
-    // -inf where a pair is hidden. All lanes of a warp call.
-    CF_DEVICE void hide(float (&s)[1][kKeys / 8][4]) const {
+    // -inf where a pair is masked. All lanes of a warp call.
+    CF_DEVICE void apply(float (&s)[1][kKeys / 8][4]) const {
         uint32_t kept[2] = {~0u, ~0u};
         if (rule.spans.data) {
             if (rule.spans_by_query) keep_keys(kept);
             else keep_queries(kept);
         }
         if (rule.blocks.data) keep_blocks(kept);
-        // why: of the block's pairs some are hidden, but often from other warps.
+        // why: of the block's pairs some are masked, but often from other warps.
         constexpr uint32_t kAll = ~0u >> (32 - kKeys / 4);
         if (__all_sync(0xffffffffu, (kept[0] & kept[1] & kAll) == kAll)) return;
         CF_UNROLL

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .call.arrays import ArrayView, numpy_view
-from .call.problem import Problem
-from .call.progress import telling
-from .call.values import Moment
-from .device.abi import LENGTH, SEED
-from .device.choice import gpu_driver
-from .device.run import Driver, Kernel, Program
-from .errors import InvalidArgumentsError, UnsupportedError
-from .plan.choose import Plan, choose
+from ..call.arrays import ArrayView, numpy_view
+from ..call.problem import Problem
+from ..call.progress import telling
+from ..call.values import Moment
+from ..device.abi import LENGTH, SEED
+from ..device.choice import gpu_driver
+from ..device.run import Driver, Kernel, Program
+from ..errors import InvalidArgumentsError, UnsupportedError
+from ..plan.choose import Plan, choose
 
 if TYPE_CHECKING:
-    from .cpu.core.family import Core
+    from ..cpu.core.family import Core
 
 __all__ = ["Backend", "Seen", "chosen_by_environment", "driver_of", "load", "ready", "refuse_tensor_cores"]
 
@@ -44,7 +44,7 @@ def driver_of(device: tuple[str, int], library: str) -> Driver | None:
             f"the environment variable CUPY_FLASH_DRIVER is {chosen!r}.",
             hint="unset it, or simulator:sm_90a to simulate that architecture, or cuda to do without CuPy",
         )
-    from .device import simulator
+    from ..device import simulator
 
     return simulator
 
@@ -178,7 +178,7 @@ class OnCpu(Backend):
             if tell is None:
                 self.path(problem, seen)
                 return
-            from .cpu.progress import Count, counting, pairs
+            from ..cpu.progress import Count, counting, pairs
 
             with counting(Count(pairs(problem, seen), tell)):
                 self.path(problem, seen)
@@ -294,19 +294,19 @@ def ready(
     if driver is None:
         refuse_tensor_cores(problem)
         # why here: the CPU path is a fifth of what the package takes to import
-        from . import cpu
-        from .cpu.choose import choose as choose_on_cpu
+        from .. import cpu
+        from ..cpu.choose import choose as choose_on_cpu
 
         chosen = choose_on_cpu(problem)
         if chosen.library is not None:
-            from .cpu.core.family import Core
+            from ..cpu.core.family import Core
 
             return OnCore(Core.of(problem, views, chosen.library, functions=chosen.functions), addressed)
         path = cpu.each_sequence if problem.packed else getattr(cpu, problem.direction)
         return OnCpu(problem, path, seen)
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
-    from .log import LOG
+    from ..log import LOG
 
     LOG.debug("planned %s: %s", problem.summary(), ", ".join(x.variant.name for x in plan.launches))
     program = Program(plan, problem, load(plan, driver, device), views)

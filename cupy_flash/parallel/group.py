@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..call.given import Options
+from ..call.options import PER_HEAD
+from ..call.problem import describe
+from ..errors import UnsupportedError
 from .agreement import Agreement
-from .call.given import Options
-from .call.options import PER_HEAD
-from .call.problem import describe
-from .errors import UnsupportedError
 
 __all__ = ["Asked", "Link", "Round", "all_done", "at", "row_axis", "terms_of"]
 

@@ -1,0 +1,65 @@
+"""Bytes that a process sends, by which a schedule is chosen where the caller names none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..call.adopt import adopt
+from .group import Asked, row_axis
+from .parts import Split
+
+__all__ = ["part_of", "sent"]
+
+
+def part_of(asked: Asked, wanted: tuple[bool, bool]) -> dict[str, float]:
+    """Bytes of the arrays of one part, as `sent` takes them; of several lengths in the mean.
+
+    wanted: whether anybody asks for the gradients of k, and of v.
+    """
+    link, options, axis = asked.link, asked.options, row_axis(asked.options, asked.arrays["q"])
+    q, k, v = (asked.arrays[name] for name in "qkv")
+    rows = q.shape[axis], k.shape[axis]
+    parts = rows
+    if asked.cut is None and options["seqlen"] is not None:
+        whole = Split(link.rank, link.ranks, rows, asked.causal, options["parts"], options["seqlen"])
+        parts = (whole.lengths[0] / link.ranks, whole.lengths[1] / link.ranks)
+    item = adopt(q, "q").item_bytes
+    sums = max(item, 4)
+    heads_q, heads_k = (math.prod((*x.shape[:axis], *x.shape[axis + 1 : -1])) for x in (q, k))
+    keys = [heads_k * parts[1] * x.shape[-1] for x in (k, v)]
+    return {
+        "Q": item * heads_q * parts[0] * q.shape[-1],
+        "O": item * heads_q * parts[0] * v.shape[-1],
+        "L": sums * heads_q * parts[0],
+        "KV": item * sum(keys),
+        "KV32": sums * sum(x for x, asked_for in zip(keys, wanted, strict=True) if asked_for),
+    }
+
+
+def sent(
+    schedule: str, direction: str, ranks: int, part: Mapping[str, float], steps: int | None = None
+) -> float:
+    """Bytes of one pass.
+
+    Parameters
+    ----------
+    schedule : {"ring", "alltoall", "allgather"}
+    direction : {"forward", "backward"}
+    ranks : int
+    part : mapping of str to float
+        Bytes of one part: Q, O, L of lse, KV, KV32 of their gradients, in the dtype of sums.
+    steps : int, optional
+        Of a ring. Default: one for each process; fewer with a window.
+    """
+    q, o, lse, kv, kv32 = (part[name] for name in ("Q", "O", "L", "KV", "KV32"))
+    others, turns = ranks - 1, ranks if steps is None else steps
+    of = {
+        ("ring", "forward"): (turns - 1) * kv,
+        ("ring", "backward"): (turns - 1) * kv + (turns * kv32 if turns > 1 else 0),
+        ("alltoall", "forward"): (q + kv + o + lse) * others / ranks,
+        ("alltoall", "backward"): (2 * q + 2 * kv + 2 * o + lse) * others / ranks,
+        ("allgather", "forward"): others * kv,
+        ("allgather", "backward"): others * (kv + kv32),
+    }
+    return of[schedule, direction]

@@ -1,0 +1,20 @@
+// The named barriers of the Hopper kernels; 0 is that of __syncthreads. Where there is one per consumer warpgroup, its
+// number is added.
+#pragma once
+
+enum ForwardBarrier : int {
+    kWarpScheduler = 1,    // 1 to 3, one per consumer warpgroup: its turn to issue products
+    kVCleared =
+        4,    // rows of V past the last key are zeros; flash_forward_wide_sm90: 4 and 5, one per warpgroup
+    kSkipped =
+        6,    // 6 to 8, one per consumer warpgroup: all of its warps know that a K or V to skip has come
+    kPFull =
+        9,    // P and its rescale factors are visible to the second warpgroup of flash_forward_wide_sm90,
+    kPEmpty = 10,    // which has read them
+};
+enum BackwardBarrier : int {
+    kCleared = 1,       // rows of a pair of tiles past the end of a sequence are zeros
+    kDSComplete = 2,    // dS is in shared memory
+    kKeysRead = 3,      // no product reads K or V any more
+    kPComplete = 4,     // P is in shared memory: flash_backward_wide_sm90
+};
