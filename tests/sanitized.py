@@ -71,7 +71,7 @@ def use(folder: Path) -> None:
     """Compute with the libraries of a folder in this process, whatever is installed."""
 
     def located(mine: isa.Isa, part: str = "") -> locate.Library | None:
-        own = part if part == sources.BFLOAT16 else ""
+        own = part if part in sources.PRODUCTS.values() else ""
         path = folder / f"{sources.library_name(mine, own)}.so"
         if not path.exists():
             return None

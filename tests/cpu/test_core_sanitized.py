@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import isa, sources
 from tests import sanitized
 from tests.paths import ROOT
@@ -258,6 +259,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
         return folder
 
     return lambda kind, name: folder_of(kind, isa.name_of(name))
+
+
+def test_each_way_to_multiply_has_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "locate", None)
+    mine = next(one for one in isa.ISAS if sources.AMX in sources.parts(one))
+    for part in sources.parts(mine):
+        (tmp_path / f"{sources.library_name(mine, part)}.so").touch()
+    sanitized.use(tmp_path)
+    used = [choose.locate(mine, part) for part in sources.PRODUCTS.values()]
+    assert [library.part for library in used] == [*sources.PRODUCTS.values()]
 
 
 @pytest.mark.parametrize(("program", "kind", "name"), CASES)
