@@ -12,5 +12,7 @@ SIM_API void semaphore_release(uint32_t* turns, Site site);
 }    // namespace sim
 
 inline uint32_t take_ticket(uint32_t* numbers, SIM_SITE) { return sim::take_ticket(numbers, site); }
-inline void semaphore_wait(const uint32_t* turns, uint32_t turn, SIM_SITE) { sim::semaphore_wait(turns, turn, site); }
+inline void semaphore_wait(const uint32_t* turns, uint32_t turn, SIM_SITE) {
+    sim::semaphore_wait(turns, turn, site);
+}
 inline void semaphore_release(uint32_t* turns, SIM_SITE) { sim::semaphore_release(turns, site); }
