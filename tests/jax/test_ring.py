@@ -13,6 +13,8 @@ import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.parallel import packed_positions, positions
 
+from ..schedule_cases import SCHEDULES, Case, seeds_of
+
 pytestmark = pytest.mark.jax
 RANKS = 4
 
@@ -235,3 +237,58 @@ def test_partial_results_are_not_rounded(mesh, causal):
     exact, one, ours = results(by_one, jnp.float32), results(by_one), results(jax.jit(in_parts))
     for x, y, z in zip(ours, one, exact, strict=True):
         assert np.square(x - z).mean() < 1.05**2 * np.square(y - z).mean()
+
+
+def random_call(rng):
+    """A call that the schedule it names takes."""
+    schedule = (*SCHEDULES, None)[rng.integers(4)]
+    heads_k = int(rng.integers(1, 3)) * (RANKS if schedule == "alltoall" else 1)
+    rows = 2 * RANKS * int(rng.integers(1, 6))
+    options = {
+        "schedule": schedule,
+        "causal": bool(rng.integers(2)),
+        "softcap": [None, 2.0][rng.integers(2)],
+        "scale": [None, 0.4][rng.integers(2)],
+        "layout": ["bhsd", "bshd"][rng.integers(2)],
+        "reproducible": [None, "run"][rng.integers(2)],
+    }
+    return Case(
+        rows=(rows, rows),
+        batch=int(rng.integers(1, 3)),
+        heads=(heads_k * int(rng.integers(1, 4)), heads_k),
+        dims=(int(rng.integers(1, 20)), int(rng.integers(1, 20))),
+        dtype=["float32", "float16"][rng.integers(2)],
+        options=options,
+        seed=int(rng.integers(2**31)),
+    )
+
+
+def test_random_calls(mesh, pytestconfig):
+    """Forward and backward, held to the error budget of one device."""
+    for seed in seeds_of(pytestconfig.option.sample, 10):
+        case = random_call(np.random.default_rng(seed))
+        axis = 1 if case.bshd else 2
+        cut, of_lse = (jax.sharding.PartitionSpec(*[None] * n, "rows") for n in (axis, 2))
+        ring = jax.shard_map(
+            partial(cf.ring_attention, axis_name="rows", return_lse=True, **case.options),
+            mesh=mesh, in_specs=(cut,) * 3, out_specs=(cut, of_lse),
+        )  # fmt: skip
+        parts = [case.part(rank, RANKS)[0] for rank in range(RANKS)]
+        whole = {
+            name: jnp.concatenate([part[name] for part in parts], 2 if name == "dlse" else axis)
+            for name in parts[0]
+        }
+
+        @jax.jit
+        def passes(q, k, v, do, dlse, ring=ring):
+            results, pull = jax.vjp(ring, q, k, v)
+            return (*results, *pull((do, dlse)))
+
+        found = dict(zip(("o", "lse", "dq", "dk", "dv"), passes(**whole), strict=True))
+        split = {
+            name: np.split(np.asarray(x), RANKS, 2 if name == "lse" else axis) for name, x in found.items()
+        }
+        try:
+            case.check([{name: x[rank] for name, x in split.items()} for rank in range(RANKS)])
+        except AssertionError as error:
+            raise AssertionError(f"of seed {seed}, {case.options}, {case}") from error
