@@ -73,7 +73,7 @@ def count(problem: Problem, box: Box, first: int, stop: int) -> None:
 def pairs(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> int:
     """All that a call will count; arrays as of `each_sequence`."""
     p = problem
-    if not p.packed:
+    if not p.packed or p.cache is not None:  # as if a cache were full, of which nobody counts but its end
         return p.batch * p.heads_k * p.band.pairs(p.seqlen_q, p.seqlen_k)
     of_q, of_k = (np.diff(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     total = 0

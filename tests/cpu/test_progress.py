@@ -36,6 +36,14 @@ FEW = Q[:, :, :400]
 RESULTS = OUT[:, :, :400], LSE[:, :, :400]
 OTHERS: dict[str, Callable[[], Any]] = {
     "decode": lambda: cupy_flash.attention_with_kv_cache(Q[:, :, :64], Q, Q, cache_seqlens=3000),
+    "packed queries over a cache": lambda: cupy_flash.attention_with_kv_cache(
+        ROWS[:64],
+        Q.repeat(2, 0),
+        Q.repeat(2, 0),
+        cache_seqlens=np.array([900, 3000], np.int32),
+        cu_seqlens_q=np.array([0, 20, 64], np.int32),
+        max_seqlen_q=44,
+    ),
     "jvp": lambda: derivatives.jvp(FEW, FEW, FEW, *RESULTS, dq=FEW, causal=True),
     "value_and_jvp": lambda: derivatives.value_and_jvp(FEW, FEW, FEW, dq=FEW, causal=True),
     "hvp": lambda: derivatives.hvp(FEW, FEW, FEW, FEW, *RESULTS, dq=FEW, causal=True),
