@@ -15,7 +15,7 @@ from .call.cache.values import check_values
 from .call.checks import flag
 from .call.compound import LatentCache, QuantizedCache
 from .call.given import split_of_cache
-from .call.head_scale import HeadScale
+from .call.head_scale import scaled_over_cache
 from .call.opaque import opaque
 from .call.options import CacheOptions
 from .call.outputs import namespace
@@ -130,11 +130,7 @@ def attention_with_kv_cache(
     ((1, 8, 1, 64), 1.0)
     """
     every = cache_parts(k_cache, v_cache, options)
-    if getattr(every.get("scale"), "shape", None):
-        layout = "bshd" if every.get("cu_seqlens_q") is not None else every.get("layout", "bhsd")
-        by_head = HeadScale.of(every["scale"], q, layout)
-        if by_head is not None:
-            q, every["scale"] = by_head.times(q), 1.0
+    q = scaled_over_cache(q, every)
     return attend_over_cache(q, cache_seqlens, every, return_lse, out)
 
 

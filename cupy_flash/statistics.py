@@ -18,7 +18,7 @@ from .call.checks import integer, one_of
 from .call.compound import LatentCache, unquantized
 from .call.functions import check_integers
 from .call.given import split_of_cache
-from .call.head_scale import HeadScale
+from .call.head_scale import scaled_over_cache
 from .call.opaque import opaque
 from .call.operands import Views, row_operand, table_of
 from .call.options import CacheOptions, StatisticsOptions, declared
@@ -276,11 +276,7 @@ def _described_cache(
             )
     k = k.latents if isinstance(k, LatentCache) else k
     every = cache_parts(k, k, options)
-    if getattr(every.get("scale"), "shape", None):
-        layout = "bshd" if every.get("cu_seqlens_q") is not None else every.get("layout", "bhsd")
-        by_head = HeadScale.of(every["scale"], q, layout)
-        if by_head is not None:
-            q, every["scale"] = by_head.times(q), 1.0
+    q = scaled_over_cache(q, every)
     arrays, values, asked = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
     raw["v_cache"] = raw["k_cache"]  # which nothing reads

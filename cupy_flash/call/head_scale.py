@@ -16,7 +16,7 @@ from .checks import one_of
 from .operands import FLOATS, check_place, row_operand, wrong
 from .outputs import namespace
 
-__all__ = ["HeadScale", "scale_shape", "times"]
+__all__ = ["HeadScale", "scale_shape", "scaled_over_cache", "times"]
 
 
 def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tuple[int, ...]:
@@ -105,3 +105,15 @@ class HeadScale(NamedTuple):
             # why: a row that belongs to no sequence has no gradient, and may hold anything.
             products = xp.where(wide == 0, wide, wide * _cast(q, wide.dtype))
             return times(dq, self.factor), products.sum(axes).reshape(self.shape)
+
+
+def scaled_over_cache(q: Any, options: dict[str, Any]) -> Any:
+    """Q times the scale of each head that a call over a cache has among its options, where it becomes 1."""
+    if not getattr(options.get("scale"), "shape", None):
+        return q
+    layout = "bshd" if options.get("cu_seqlens_q") is not None else options.get("layout", "bhsd")
+    by_head = HeadScale.of(options["scale"], q, layout)
+    if by_head is None:
+        return q
+    options["scale"] = 1.0
+    return by_head.times(q)
