@@ -165,10 +165,12 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
     plain = next(v for v in families.variants("sm_80") if v.kernel == "simple_forward")
     made: list[tuple[Any, ...]] = []
 
-    def make(function: Graph, *given: Any, kernels: set[str], progress: bool) -> None:
+    def make(function: Graph, *given: Any, kernels: set[str], progress: bool) -> list[Path]:
         made.append((function, *given, kernels))
         monkeypatch.setattr(locate, "locate", lambda *_: "a cubin")
+        return [cache]
 
+    monkeypatch.setattr(on_demand, "MADE", set())
     monkeypatch.setattr(user_cache, "function_into_cache", make)
     with pytest.raises(CubinNotFoundError, match="are compiled when it is asked for"):
         on_demand.found_or_made(variant, "sm_86", 12080)
@@ -182,6 +184,7 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         assert made == [(ALIBI_GRAPH, ["sm_86"], ["float64"], [64], (12,), {variant.name})]
         assert on_demand.found_or_made(variant, "sm_86", 12080) == "a cubin"
         assert len(made) == 1
+        assert {cache} == on_demand.MADE
     finally:
         assert cupy_flash.set_compile_policy("refuse") == "allow"
     with pytest.raises(InvalidArgumentsError, match=r"policy is 'yes'(?s:.*)Try: ."):
