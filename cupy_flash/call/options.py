@@ -579,7 +579,9 @@ class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible
     """Those of attention over a shared prefix where gradients are recorded."""
 
 
-class RingOptions(_Aligned, _Mask, _Scores, _Rows, _Layout, _Precision, _Reproducible, _Parts, total=False):
+class RingOptions(
+    _Aligned, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, _Parts, total=False
+):
     """Those of a sequence that lies in parts."""
 
 

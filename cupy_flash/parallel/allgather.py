@@ -19,7 +19,7 @@ from ..call.problem import describe
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room
-from .group import Asked, Link, Round, at, row_axis
+from .group import Asked, Link, Round, at, dropping, row_axis
 from .partial import attention_backward, attention_varlen_backward
 from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
 
@@ -70,6 +70,10 @@ class _Call:
             self.terms["cu_seqlens"] = starts.tolist()
             keys = packed_stretches(link.ranks, starts, causal)
             self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, how)
+        self.stretches = [
+            stretch._replace(how=dropping(stretch.how, 2 * link.rank + n))
+            for n, stretch in enumerate(self.stretches)
+        ]
         self.rows = Rows(keys, lambda rows: link.beside(rows, q))
         self.there = [ToWhole(link, arrays[name], self.rows, axis) for name in "kv"]
         if cut is None:

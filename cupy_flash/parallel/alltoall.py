@@ -23,7 +23,7 @@ from ..call.problem import describe
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen, attention_varlen_backward
 from .exchange import ToParts, ToWhole, exchange
-from .group import Asked, Round, at, row_axis
+from .group import Asked, Round, at, dropping, row_axis
 from .parts import Rows, Split, packed_starts, packed_stretches
 
 __all__ = ["backward", "check_heads", "forward"]
@@ -66,7 +66,7 @@ class _Call:
         given = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
         given |= {name: self._own_heads(x) for name in PER_HEAD if (x := given[name]) is not None}
         given["mask"] = self._mask(given["mask"])
-        self.how = {"causal": causal, **given}
+        self.how = {"causal": causal, **dropping(given, link.rank)}
         self.cuts: tuple[Any, ...] = ()
         if cut is None:
             held = q.shape[self._rows_axis], k.shape[self._rows_axis]

@@ -12,10 +12,11 @@ import numpy as np
 from ..call.given import Options
 from ..call.options import PER_HEAD
 from ..call.problem import describe
+from ..call.values import checked_seed
 from ..errors import UnsupportedError
 from .agreement import Agreement
 
-__all__ = ["Asked", "Link", "Round", "all_done", "at", "row_axis", "terms_of"]
+__all__ = ["Asked", "Link", "Round", "all_done", "at", "dropping", "row_axis", "terms_of"]
 
 
 class Link(Protocol):
@@ -147,6 +148,18 @@ def row_axis(options: dict[str, Any], q: Any) -> int:
     return -3 if options["layout"] == "bshd" and len(q.shape) > 2 else -2
 
 
+def dropping(options: dict[str, Any], number: int) -> dict[str, Any]:
+    """The options of one of the calls that a call over parts is made of: each drops its own weights.
+
+    why: a weight is dropped by its place in a call, which is another than in the whole; with one seed, all
+    calls would drop the same places.
+    """
+    if not options["dropout"]:
+        return options
+    step = 0x9E3779B97F4A7C15  # of Weyl's sequence: odd, so that no two numbers have one seed
+    return {**options, "seed": (checked_seed(options["seed"]) + number * step) % 2**64}
+
+
 # Options that are not of a process's own rows.
 _OF_THE_WHOLE = ("mask", "parts", "seqlen", "schedule")
 
@@ -174,4 +187,7 @@ def terms_of(asked: Asked) -> dict[str, Any]:
         terms["mask"] = f"{type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}"
     plain = {name: x for name, x in options.items() if name not in (*PER_HEAD, "mask")}
     terms |= {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
-    return terms | {"scale": problem.scale, "softcap": problem.softcap}
+    seed = checked_seed(options["seed"]) if problem.dropout else None
+    return terms | {
+        "scale": problem.scale, "softcap": problem.softcap, "dropout": problem.dropout, "seed": seed
+    }  # fmt: skip

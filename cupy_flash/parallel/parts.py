@@ -21,6 +21,7 @@ from ..call.checks import flag, integer, one_of
 from ..call.masks import Band, resolve_band
 from ..call.offsets import longest_length, offsets
 from ..errors import InvalidArgumentsError
+from .group import dropping
 from .partial import attention, attention_backward, attention_varlen, attention_varlen_backward
 
 __all__ = [
@@ -54,6 +55,8 @@ class Pair(NamedTuple):
         Row i sees rows up to i only.
     window, align
         Where the queries see some of the keys, as in `attention`.
+    number : int
+        Of the pair of processes.
     """
 
     queries: Any
@@ -61,6 +64,7 @@ class Pair(NamedTuple):
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     align: int | None = None
+    number: int = 0
 
 
 def stretches(rank: int, ranks: int, seqlen: int, zigzag: bool) -> tuple[range, ...]:
@@ -317,7 +321,9 @@ class Whole:
     def pair(self, owner: int) -> Pair | None:
         """What this process has to do with the keys of another; with its own always something."""
         found = self._pair(self._rank, owner)
-        return Pair(slice(None), slice(0, 0)) if found is None and owner == self._rank else found
+        if found is None and owner == self._rank:
+            found = Pair(slice(None), slice(0, 0))
+        return found and found._replace(number=self._rank * self._ranks + owner)
 
     def _pair(self, rank: int, owner: int) -> Pair | None:
         return pair(self._queries[rank], self._keys[owner], self._band)
@@ -332,7 +338,8 @@ class Whole:
         return attention_backward(do, q, k, v, o, lse, dlse=dlse, sinks=sinks, **self._how(todo))
 
     def _how(self, todo: Pair) -> dict[str, Any]:
-        return {"causal": todo.causal, "window": todo.window, "align": todo.align, **self._options}
+        band = {"causal": todo.causal, "window": todo.window, "align": todo.align}
+        return {**band, **dropping(self._options, todo.number)}
 
 
 def _lengths(seqlen: Any) -> tuple[int, int]:
@@ -408,7 +415,7 @@ class Packed:
     def __init__(
         self, rank: int, ranks: int, cut: Any, q: Any, causal: bool, options: dict[str, Any], beside: Any
     ):
-        self._rank, self._causal = rank, causal
+        self._rank, self._ranks, self._causal = rank, ranks, causal
         self.steps, self.most_rows = tuple(range(ranks)), int(q.shape[0])
         self.starts, self._longest = starts, _ = packed_starts(cut, q, causal)
         self._cuts: dict[bool, Any] = {False: cut}
@@ -426,15 +433,18 @@ class Packed:
         """As of `Whole`."""
         whole = slice(None)
         if not self._causal or self._rank == owner:
-            return Pair(whole, whole, self._causal)
-        return Pair(whole, self._early) if owner < self._rank else Pair(self._late, whole)
+            found = Pair(whole, whole, self._causal)
+        else:
+            found = Pair(whole, self._early) if owner < self._rank else Pair(self._late, whole)
+        return found._replace(number=self._rank * self._ranks + owner)
 
     def _how(self, todo: Pair) -> tuple[tuple[Any, Any], dict[str, Any]]:
         """Offsets of the queries and keys of a pair, and options."""
         half = [not isinstance(rows, slice) for rows in (todo.queries, todo.keys)]
         q, k = (self._longest >> n for n in half)
         cuts = self._cuts[half[0]], self._cuts[half[1]]
-        return cuts, {"max_seqlen_q": q, "max_seqlen_k": k, "causal": todo.causal, **self._options}
+        how = {"max_seqlen_q": q, "max_seqlen_k": k, "causal": todo.causal}
+        return cuts, {**how, **dropping(self._options, todo.number)}
 
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
         """As of `Whole`."""

@@ -83,6 +83,10 @@ def check(options: dict[str, Any], packed: bool) -> list[str]:
 
 def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> dict[str, float | Exception]:
     """What each schedule sends in this pass, or why it does not take these parts or heads."""
+    if len(able) > 1 and asked.options["dropout"]:
+        raise InvalidArgumentsError(
+            "dropout without a schedule, each of which drops other weights.", hint=f'schedule="{able[0]}"'
+        )
     found: dict[str, float | Exception] = {}
     steps, ranks = asked.link.ranks, asked.link.ranks
     if asked.cut is None:

@@ -58,6 +58,94 @@ def test_all_to_all_has_the_bits_of_one_process():
         assert np.array_equal(ours[name], wanted), name
 
 
+DROPPING = {"dropout": 0.3, "seed": 7}
+
+
+def dropping(schedule, causal, packed, **more):
+    """A call that drops weights; its values tell which: o is what is left of the weights."""
+    options = {"schedule": schedule, "causal": causal, **DROPPING, **more}
+    shape = {"lengths": (32, 16)} if packed else {"rows": (48, 48)}
+    case = Case(**shape, batch=1, heads=(8, 4), dims=(8, 48), options=options)
+    rows = np.moveaxis(case.arrays["v"], -3, -2) if packed else case.arrays["v"]
+    rows[...] = np.eye(48)
+    return case
+
+
+def loss_of(case, results):
+    """What do and dlse are the gradients of."""
+    whole = case.united(results)
+    return sum((case.arrays[d] * whole[name]).sum() for d, name in (("do", "o"), ("dlse", "lse")))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_process_drops_weights_of_its_own(schedule, causal, packed):
+    ranks, case = 4, dropping(schedule, causal, packed)
+    ours = case.united(in_threads(ranks, functools.partial(run, case)))
+    again = case.united(in_threads(ranks, functools.partial(run, case)))
+    case.options |= {"dropout": 0.0}
+    whole = case.united(in_threads(ranks, functools.partial(run, case)))
+    assert all(np.array_equal(ours[name], again[name]) for name in ours)
+    np.testing.assert_allclose(ours["lse"], whole["lse"])
+    left, weights = (np.moveaxis(x["o"], -2, -3) if packed else x["o"][0] for x in (ours, whole))
+    seen = weights > 0
+    kept = left[seen] / weights[seen]
+    np.testing.assert_allclose(kept[kept > 0], 1 / 0.7)
+    assert 0.25 < (kept == 0).mean() < 0.35
+    # Where all is seen, no two heads drop alike, nor two processes' rows.
+    if not causal and not packed:
+        patterns = [(left[h, r : r + 12] == 0).tobytes() for h in range(8) for r in range(0, 48, 12)]
+        assert len({*patterns}) == len(patterns)
+        across = [(left[h, :12, c : c + 12] == 0).tobytes() for h in range(8) for c in range(0, 48, 12)]
+        assert len({*across}) == len(across)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_drop_what_the_call_dropped(schedule, causal, packed):
+    ranks, case = 2, dropping(schedule, causal, packed)
+    grads = case.united(in_threads(ranks, functools.partial(run, case)))
+    for name in "qkv":
+        x = case.arrays[name].copy()
+        step = 1e-5 * np.random.default_rng(1).standard_normal(x.shape)
+        losses = []
+        for sign in (1, -1):
+            case.arrays[name] = x + sign * step
+            losses.append(loss_of(case, in_threads(ranks, functools.partial(run, case))))
+        case.arrays[name] = x
+        wanted = (losses[0] - losses[1]) / 2
+        np.testing.assert_allclose((grads[f"d{name}"] * step).sum(), wanted, rtol=1e-5, err_msg=name)
+
+
+def test_one_process_drops_what_attention_drops():
+    for schedule in SCHEDULES:
+        case = dropping(schedule, False, False)
+        x = case.arrays
+        ours = case.united(in_threads(1, functools.partial(run, case)))
+        assert np.array_equal(ours["o"], cupy_flash.attention(x["q"], x["k"], x["v"], **DROPPING))
+
+
+def test_dropout_wants_a_schedule_and_one_seed():
+    def raised(rank_of, **given):
+        def call(comm):
+            case = dropping("ring", False, False)
+            x, options = case.part(comm.rank, 2)
+            options |= given | ({"seed": rank_of(comm.rank)} if rank_of else {})
+            with pytest.raises(InvalidArgumentsError) as error:
+                ring_attention(x["q"], x["k"], x["v"], comm, **options)
+            return str(error.value)
+
+        return in_threads(2, call)[0]
+
+    assert 'Try: schedule="ring"' in raised(None, schedule=None)
+    assert "seed" in raised(None, seed=None)
+    differ = raised(lambda rank: rank)
+    assert "seed" in differ
+    assert "process 1" in differ
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -58,10 +58,12 @@ def check_what_torch_adds(rank, ranks):
     """Checkpoints, gradients that nobody asks for, and refusals, of every schedule."""
     x = torch.randn(1, ranks, 4, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     for schedule in ("ring", "alltoall", "allgather"):
-        how = {"causal": True, "schedule": schedule}
+        how = {"causal": True, "schedule": schedule, "dropout": 0.3, "seed": 5}
         q, k, v = (x.clone().requires_grad_(name != "k") for name in "qkv")
         o = cf.ring_attention(q, k, v, **how)
         wanted = torch.autograd.grad(o.sin().sum(), (q, v))
+        undropped = cf.ring_attention(q, k, v, causal=True, schedule=schedule)
+        assert not torch.allclose(o, undropped)
         again = torch.utils.checkpoint.checkpoint(
             lambda *x, how=how: cf.ring_attention(*x, **how), q, k, v, use_reentrant=False
         )
