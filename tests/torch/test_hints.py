@@ -552,6 +552,12 @@ CASES = {
         0,
         [lambda: in_context(buffers=[torch.ones(4)], buffer_seq_dims=[0])],
     ),
+    "context: lengths": (
+        in_context,
+        {"buffers": [torch.ones(3), torch.ones(5)], "buffer_seq_dims": [0, 0]},
+        0,
+        [lambda: in_context(buffers=[torch.ones(4), torch.ones(6)], buffer_seq_dims=[0, 0])],
+    ),
     "context: mask": (in_context, {"attn_mask": torch.ones(9, 9).bool()}, 1, []),
     "context: dropout": (in_context, {"dropout_p": 0.5}, 1, []),
     "context: heads": (in_context, {"heads": 2}, 1, []),
