@@ -130,7 +130,8 @@ def attention_with_kv_cache(
     ((1, 8, 1, 64), 1.0)
     """
     every = cache_parts(k_cache, v_cache, options)
-    q = scaled_over_cache(q, every)
+    if getattr(every.get("scale"), "shape", None):
+        q = scaled_over_cache(q, every)
     return attend_over_cache(q, cache_seqlens, every, return_lse, out)
 
 

@@ -276,7 +276,8 @@ def _described_cache(
             )
     k = k.latents if isinstance(k, LatentCache) else k
     every = cache_parts(k, k, options)
-    q = scaled_over_cache(q, every)
+    if getattr(every.get("scale"), "shape", None):
+        q = scaled_over_cache(q, every)
     arrays, values, asked = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
     raw["v_cache"] = raw["k_cache"]  # which nothing reads

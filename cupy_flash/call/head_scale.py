@@ -108,9 +108,7 @@ class HeadScale(NamedTuple):
 
 
 def scaled_over_cache(q: Any, options: dict[str, Any]) -> Any:
-    """Q times the scale of each head that a call over a cache has among its options, where it becomes 1."""
-    if not getattr(options.get("scale"), "shape", None):
-        return q
+    """Q times a scale that is an array among the options of a call over a cache, where it becomes 1."""
     layout = "bshd" if options.get("cu_seqlens_q") is not None else options.get("layout", "bhsd")
     by_head = HeadScale.of(options["scale"], q, layout)
     if by_head is None:

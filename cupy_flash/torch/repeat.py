@@ -35,10 +35,11 @@ _NOTHING = (None,) * (len(TENSORS) - 3)
 class _Known:
     """What a call found out, and what its gradients did by the kinds of their arrays."""
 
-    __slots__ = ("forward", "gradients", "options", "return_lse")
+    __slots__ = ("forward", "gradients", "options", "recorded", "return_lse")
 
-    def __init__(self, forward: _Pass, options: Options, return_lse: bool) -> None:
+    def __init__(self, forward: _Pass, options: Options, recorded: bool, return_lse: bool) -> None:
         self.forward = forward
+        self.recorded = recorded
         self.options = options
         self.return_lse = return_lse
         self.gradients: dict[Hashable, _Pass] = {}
@@ -50,38 +51,62 @@ class _Pass(NamedTuple):
     call: Prepared
     results: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
-    def run(self, **given: Any) -> list[Any]:
-        """The results."""
-        addresses = {name: x.data_ptr() for name, x in given.items()}
-        q, results = given["q"], []
+    def run(self, given: dict[str, int], *tensors: Any) -> list[Any]:
+        """The results; given are the addresses of the tensors, of which q is the first."""
+        new, results = tensors[0].new_empty, []
         for name, shape, dtype in self.results:
-            x = q.new_empty(shape, dtype=dtype)
-            addresses[name] = x.data_ptr()
+            x = new(shape, dtype=dtype)
+            given[name] = x.data_ptr()
             results.append(x)
-        self.call.run_at(addresses, (given, results), "torch")
+        self.call.run_at(given, (tensors, results), "torch")
         return results
 
+    def forward(self, q: Any, k: Any, v: Any) -> list[Any]:
+        """O, or O and LSE."""
+        return self.run({"q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr()}, q, k, v)
 
-def key_of(q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable) -> tuple[Any, ...] | None:
+    def backward(self, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any) -> list[Any]:
+        """Gradients of q, k and v."""
+        given = {
+            "q": q.data_ptr(), "k": k.data_ptr(), "v": v.data_ptr(),
+            "o": o.data_ptr(), "lse": lse.data_ptr(), "do": do.data_ptr(),
+        }  # fmt: skip
+        return self.run(given, q, k, v, o, lse, do)
+
+
+def key_of(q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable) -> Hashable | None:
     """What decides how a call goes, but for where its tensors are; None if something else does, too."""
     if torch.compiler.is_compiling():
         return None
     for name, x in options.items():
         if x is not None and (type(x) not in _CONSTANTS or name not in _OPTIONS or (name == "dropout" and x)):
             return None
+    device = q.device if type(q) is type(k) is type(v) is torch.Tensor else None
     if (
-        not (type(q) is type(k) is type(v) is torch.Tensor)
+        device is None
         or torch.autograd.forward_ad._current_level >= 0
         or not are_untouched(q, k, v)
         or TOLD.get() is not None
-        or q.device.type not in _DEVICES
-        or torch.is_autocast_enabled(q.device.type)
+        or device.type not in _DEVICES
+        or torch.is_autocast_enabled(device.type)
     ):
         return None
-    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    kinds = _kinds(q, k, v)
-    # why the types: 1 is True, and not taken for it
-    return kinds and (kinds, records, more, *options.items(), *map(type, (*more, *options.values())))
+    at = device.type, device.index or 0
+    driver = driver_of(at, "torch")
+    try:
+        return (  # why not by `_kinds`: a look at three tensors is an eighth of a short call
+            q.shape, q.stride(), q.dtype, q.data_ptr() % 16,
+            k.shape, k.stride(), k.dtype, k.data_ptr() % 16, k.device,
+            v.shape, v.stride(), v.dtype, v.data_ptr() % 16, v.device,
+            at, driver, chosen_by_environment(driver, at), _is_recorded(q, k, v), more, *options.items(),
+            *map(type, (*more, *options.values())),  # why: 1 is True, and not taken for it
+        )  # fmt: skip
+    except RuntimeError:  # no elements in strided memory, which the whole way says
+        return None
+
+
+def _is_recorded(q: Any, k: Any, v: Any) -> Any:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
@@ -90,23 +115,24 @@ def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
     at = device.type, device.index or 0
     driver = driver_of(at, "torch")
     kinds = [at, driver, chosen_by_environment(driver, at)]
+    add = kinds.extend
     try:
         for x in tensors:
-            kinds += x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device
+            add((x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device))
     except RuntimeError:  # no elements in strided memory: sparse, or several directions at once
         return None
     return tuple(kinds)
 
 
-def repeated(key: tuple[Any, ...], q: Any, k: Any, v: Any) -> Any:
+def repeated(key: Hashable, q: Any, k: Any, v: Any) -> Any:
     """The result of a call with this key, o or (o, lse), if one came before; else None."""
     known: _Known | None = REPEATED.get(key)
     if known is None:
         return None
-    if key[1]:
+    if known.recorded:
         return _record(q, k, v, known)
-    o, *lse = known.forward.run(q=q, k=k, v=v)
-    return (o, *lse) if lse else o
+    results = known.forward.forward(q, k, v)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 class _Repeated(torch.autograd.Function):
@@ -114,7 +140,7 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, known: _Known) -> Any:
-        o, lse = known.forward.run(q=q, k=k, v=v)
+        o, lse = known.forward.forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.known = known
         ctx.set_materialize_grads(False)
@@ -128,7 +154,7 @@ class _Repeated(torch.autograd.Function):
         known = ctx.known
         key = _key_of_gradients(saved, do, dlse)
         if key is not None and (passed := known.gradients.get(key)) is not None:
-            return *passed.run(q=q, k=k, v=v, o=o, lse=lse, do=do), None
+            return *passed.backward(*saved, do), None
         call = Call((q, k, v, *_NOTHING), known.options)
         grads = gradients(call, do, dlse, o, lse, ctx.needs_input_grad + (False,) * len(GRADIENTS))
         if key is not None:
@@ -150,13 +176,14 @@ def _key_of_gradients(saved: tuple[Any, ...], do: Any, dlse: Any) -> Hashable | 
     return kinds and (kinds, torch.are_deterministic_algorithms_enabled())
 
 
-def remember(key: tuple[Any, ...], q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> None:
+def remember(key: Hashable, q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> None:
     """Remember a call that went the whole way, as one over these arrays, if it can be repeated."""
     with torch.no_grad():  # what is recorded has been
         raw = adopted(q=q, k=k, v=v)
-    passed = _passed("forward", raw, options, key[1] or return_lse)
+    is_recorded = _is_recorded(q, k, v)
+    passed = _passed("forward", raw, options, is_recorded or return_lse)
     if passed is not None:
-        _put(REPEATED, key, _Known(passed, options, return_lse))
+        _put(REPEATED, key, _Known(passed, options, is_recorded, return_lse))
 
 
 def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:

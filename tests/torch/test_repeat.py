@@ -105,6 +105,8 @@ LATER = {
     "one key less": lambda q, k, v: ((q, k[:, :, :-1], v[:, :, :-1]), {}),
     "one of the batch": lambda q, k, v: ((q[:1], k[:1], v[:1]), {}),
     "other strides": lambda q, k, v: ((q.mT.contiguous().mT, k, v), {}),
+    "other strides of k": lambda q, k, v: ((q, k.mT.contiguous().mT, v), {}),
+    "other strides of v": lambda q, k, v: ((q, k, v.mT.contiguous().mT), {}),
     "one head less of k": lambda q, k, v: ((q, k[:, :1].contiguous(), v[:, :1].contiguous()), {}),
     "off a boundary": lambda q, k, v: ((q, moved(k, 4), v), {}),
     "double": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
