@@ -1,9 +1,9 @@
 """Calls that repeat an earlier one on other numbers: straight to what that one found out.
 
 A short call is mostly Python. Where nothing but the addresses of q, k and v can differ from a call that went
-the whole way, this looks at no more than that, and takes a third of the time. So do its gradients. Between other
-work, which leaves nothing of Python in the caches, each line costs ten times as much: the last calls are
-found by a look at all three tensors at once.
+the whole way, this looks at no more than that, and takes a sixth of the time. So do its gradients. After a
+linear layer, whose weights fill the caches, Python takes up to ten times as long: the last calls are found
+by one look at all three tensors.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _OPTIONS = frozenset(
 )
 _MOST_KNOWN = 1024
 _MOST_RECENT = 8  # with the same options
-# Whether tensors are of the classes, dtypes, devices, sizes and strides of others, need gradients if they did, and are
-# under the same transforms and modes, all in one call: torch.compile guards its programs so. torch does not document
-# the class; without it calls go by `_key_of`.
-_guards: Callable[..., Any] | None = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+# Whether tensors are of the classes, dtypes, devices, sizes and strides of others, need gradients if those
+# did, and are under the same transforms and modes, all in one call: torch.compile guards its programs so.
+# The class is not in torch's documentation; without it calls go by `_key_of`.
+_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 # Of a call, what is given besides q, k and v.
 _NOTHING = (None,) * (len(TENSORS) - 3)
 
@@ -60,9 +60,13 @@ class _Pass(NamedTuple):
 
     def run(self, given: dict[str, int], *tensors: Any) -> list[Any]:
         """The results; given are the addresses of the tensors, of which q is the first."""
-        new, results = tensors[0].new_empty, []
+        q, results = tensors[0], []
         for name, shape, dtype in self.results:
-            x = new(shape, dtype=dtype)
+            # why not new_empty for all: it takes 1 us more
+            if q.shape == shape and q.dtype == dtype:
+                x = torch.empty_like(q, memory_format=torch.contiguous_format)
+            else:
+                x = q.new_empty(shape, dtype=dtype)
             given[name] = x.data_ptr()
             results.append(x)
         self.call.run_at(given, (tensors, results), "torch")
@@ -102,7 +106,7 @@ class _Recent(NamedTuple):
 def repeated(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable
 ) -> tuple[Any, tuple[Hashable, ...] | None]:
-    """The result of a call, o or (o, lse), if one like it came before, else None; what to `remember` it by, if it may be."""
+    """The result of a call that repeats an earlier one, or None; and what to `remember` it by, or None."""
     if torch.compiler.is_compiling():
         return None, None
     for name, x in options.items():
@@ -123,7 +127,7 @@ def repeated(
 
 def _are_aligned(q: Any, k: Any, v: Any) -> bool:
     """Whether tensors begin at multiples of 16 bytes."""
-    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    return bool((q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0)
 
 
 def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | None:
@@ -217,9 +221,7 @@ def _key_of_gradients(saved: tuple[Any, ...], do: Any, dlse: Any) -> Hashable | 
     return kinds and (kinds, torch.are_deterministic_algorithms_enabled())
 
 
-def remember(
-    key: tuple[Hashable, ...], q: Any, k: Any, v: Any, options: Options, return_lse: bool
-) -> None:
+def remember(key: tuple[Hashable, ...], q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> None:
     """Remember a call that went the whole way, as one over these arrays, if it can be repeated."""
     with torch.no_grad():  # what is recorded has been
         raw = adopted(q=q, k=k, v=v)
@@ -230,11 +232,13 @@ def remember(
         return
     known = _Known(passed, options, is_recorded, return_lse)
     _put(REPEATED, key, known)
-    at = q.device.type, q.device.index or 0
-    if _guards is None or not _are_aligned(q, k, v) or (at[0] == "cpu" and driver_of(at, "torch") is not None):
+    if _guards is None or not _are_aligned(q, k, v):
         return
     shapes, strides = ([[*x.shape] for x in (q, k, v)], [[*x.stride()] for x in (q, k, v)])
-    guards = _guards(q, k, v, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+    try:
+        guards = _guards(q, k, v, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+    except TypeError:  # another version of torch's
+        return
     recent = REPEATED.get(key[0], ())[: _MOST_RECENT - 1]
     _put(REPEATED, key[0], (_Recent(guards.check, need_gradients, environment(), known), *recent))
 
