@@ -135,9 +135,13 @@ class Prepared:
         plain = all(name == array and name in _PLAIN for name, array in addressed)
         return bool(addressed) and plain and not looked_at
 
-    def run_at(self, addresses: Mapping[str, int], keep: object, library: str) -> None:
-        """Compute a call of which only addresses differ, from and into arrays of this library."""
-        self._backend.run_at({**addresses, SEED: 0}, keep, library)
+    def run_at(self, addresses: dict[str, int], keep: object, library: str) -> None:
+        """Compute a call of which only addresses differ, from and into arrays of this library.
+
+        It adds to the addresses.
+        """
+        addresses[SEED] = 0
+        self._backend.run_at(addresses, keep, library)
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from .kv_cache import attention_with_kv_cache
 from .leading import over_batches, together
 from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
-from .repeat import key_of, remember, repeated
+from .repeat import remember, repeated
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -175,8 +175,8 @@ def attention(
     Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func.
     Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``), on GPUs too.
     """
-    key = key_of(q, k, v, options, return_lse)
-    if key is not None and (known := repeated(key, q, k, v)) is not None:
+    known, key = repeated(q, k, v, options, return_lse)
+    if known is not None:
         return known
     if has_function(options):
         return attend_by_function(q, k, v, ours(options), return_lse)
@@ -282,8 +282,8 @@ def scaled_dot_product_attention(
         a ValueError, where torch's own function raises RuntimeError.
     """
     given = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
-    seen = key_of(query, key, value, given, enable_gqa, "sdpa")
-    o: Tensor | None = None if seen is None else repeated(seen, query, key, value)
+    o: Tensor | None
+    o, seen = repeated(query, key, value, given, enable_gqa, "sdpa")
     if o is not None:
         return o
     if are_ragged_rows(query):

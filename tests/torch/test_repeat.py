@@ -16,10 +16,12 @@ from cupy_flash.torch import functional, repeat
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
 
-@pytest.fixture(autouse=True)
-def whole(monkeypatch):
-    """How many calls went the whole way, beginning with nothing remembered."""
+@pytest.fixture(autouse=True, params=["by guards", "by keys"])
+def whole(monkeypatch, request):
+    """How many calls went the whole way, beginning with nothing remembered; without torch's guards, too."""
     memo.forget()
+    if request.param == "by keys":
+        monkeypatch.setattr(repeat, "_guards", None)
     calls = []
     real = functional._attend
     monkeypatch.setattr(functional, "_attend", lambda *given: (calls.append(given), real(*given))[1])
@@ -389,6 +391,57 @@ def test_transforms_and_modes_see_the_operator():
     on_meta = [x.to("meta") for x in (q, k, v)]
     for _ in range(2):
         assert cf.attention(*on_meta).is_meta
+
+
+def test_what_is_traced_has_the_operator():
+    q, k, v = qkv()
+    for _ in range(2):
+        wanted = cf.attention(q, k, v)
+    traced = torch.jit.trace(cf.attention, (q, k, v), check_trace=False)
+    assert "cupy_flash::attention" in str(traced.graph)
+    torch.testing.assert_close(traced(q + 1, k, v), cf.attention(q + 1, k, v))
+    torch.testing.assert_close(traced(q, k, v), wanted)
+
+
+def test_whether_gradients_are_wanted_counts(whole):
+    """Leaves that need gradients, with and without a graph, in any order."""
+    leaves = [x.requires_grad_() for x in qkv()]
+    for enabled in (False, True, True, False, True):
+        with torch.set_grad_enabled(enabled):
+            assert cf.attention(*leaves).requires_grad == enabled
+    with torch.inference_mode():
+        assert cf.attention(*leaves).is_inference()
+    assert len(whole) <= 3
+
+
+def test_guards_of_another_torch_are_done_without(whole, monkeypatch):
+    if repeat._guards:
+        monkeypatch.setattr(repeat, "_guards", lambda *tensors: tensors)
+    q, k, v = qkv()
+    assert torch.equal(cf.attention(q, k, v), cf.attention(q, k, v))
+    assert len(whole) == 1
+
+
+def test_what_lay_off_a_boundary_says_nothing_of_what_does_not(whole):
+    q, k, v = qkv()
+    for given in ((q, moved(k, 4), v), (q, k, v)):
+        for _ in range(2):
+            wanted = torch.nn.functional.scaled_dot_product_attention(*given, enable_gqa=True)
+            torch.testing.assert_close(cf.attention(*given), wanted)
+    assert len(whole) == 2
+
+
+def test_the_last_calls_are_found_by_one_look_and_others_by_their_keys(whole, monkeypatch):
+    cases = [qkv(lengths=(5, n)) for n in range(1, repeat._MOST_RECENT + 3)]
+    wanted = [cf.attention(*case) for case in cases]
+    asked, key_of = [], repeat._key_of
+    monkeypatch.setattr(repeat, "_key_of", lambda *given: (asked.append(given), key_of(*given))[1])
+    for _ in range(2):
+        for case, o in zip(cases, wanted, strict=True):
+            assert torch.equal(cf.attention(*case), o)
+    assert len(whole) == len(cases)
+    before_the_last = 2 if repeat._guards else len(cases)
+    assert len(asked) == 2 * before_the_last
 
 
 def test_autocast_counts():
