@@ -21,11 +21,11 @@ from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_untouched, gradients, is_plain, recorded
 
-__all__ = ["remember", "repeated"]
+__all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
 _DEVICES = ("cpu", "cuda")
 # Types of options that mean the same for ever.
-_CONSTANTS = frozenset((bool, int, float, str))
+CONSTANTS = frozenset((bool, int, float, str))
 _OPTIONS = frozenset(
     ("causal", "align", "scale", "softcap", "layout", "precision", "reproducible", "dropout")
 )
@@ -85,39 +85,58 @@ class _Pass(NamedTuple):
         return self.run(given, q, k, v, o, lse, do)
 
 
-class _Recent(NamedTuple):
+class Recent(NamedTuple):
     """One of the last calls with some options."""
 
     are_alike: Callable[..., bool]
     need_gradients: bool
     environment: tuple[object, ...]
-    known: _Known
+    recorded: bool
+    known: Any
 
-    def is_repeated(self, q: Any, k: Any, v: Any) -> bool:
-        """Whether a call over these tensors, outside of forward mode, differs in addresses alone."""
+    @classmethod
+    def of(cls, tensors: tuple[Any, ...], known: Any, recorded: bool) -> Recent | None:
+        """A call over these; None if torch cannot tell others like them, or they are off a boundary."""
+        if _guards is None or not _are_aligned(tensors):
+            return None
+        shapes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
+        try:
+            guards = _guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+        except TypeError:  # another version of torch's
+            return None
+        return cls(guards.check, any(x.requires_grad for x in tensors), environment(), recorded, known)
+
+    def is_repeated(self, *tensors: Any) -> bool:
+        """Whether a call over these that nobody watches differs in addresses alone."""
         return (
-            self.are_alike(q, k, v)
-            and (not self.need_gradients or torch.is_grad_enabled() is self.known.recorded)
-            and _are_aligned(q, k, v)
+            self.are_alike(*tensors)
+            and (not self.need_gradients or torch.is_grad_enabled() is self.recorded)
+            and _are_aligned(tensors)
             and self.environment == environment()
         )
+
+
+def is_watched() -> bool:
+    """Whether a compiler, forward mode or `progress` looks on, so that a call goes the whole way."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.autograd.forward_ad._current_level >= 0
+        or TOLD.get() is not None
+    )
 
 
 def repeated(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable
 ) -> tuple[Any, tuple[Hashable, ...] | None]:
     """The result of a call that repeats an earlier one, or None; and what to `remember` it by, or None."""
-    if torch.compiler.is_compiling():
+    if is_watched():
         return None, None
     for name, x in options.items():
-        if x is not None and (type(x) not in _CONSTANTS or name not in _OPTIONS or (name == "dropout" and x)):
+        if x is not None and (type(x) not in CONSTANTS or name not in _OPTIONS or (name == "dropout" and x)):
             return None, None
-    if torch.autograd.forward_ad._current_level >= 0 or TOLD.get() is not None:
-        return None, None
     # why types: 1 is True, and not taken for it
     given = (more, *options.items(), *map(type, (*more, *options.values())))
-    recent: tuple[_Recent, ...] = REPEATED.get(given, ())
-    for one in recent:
+    for one in REPEATED.get(given, ()):
         if one.is_repeated(q, k, v):
             return _run(one.known, q, k, v), None
     key = _key_of(given, q, k, v)
@@ -125,9 +144,12 @@ def repeated(
     return (None, key) if known is None else (_run(known, q, k, v), None)
 
 
-def _are_aligned(q: Any, k: Any, v: Any) -> bool:
+def _are_aligned(tensors: tuple[Any, ...]) -> bool:
     """Whether tensors begin at multiples of 16 bytes."""
-    return bool((q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0)
+    joined = 0
+    for x in tensors:
+        joined |= x.data_ptr()
+    return joined % 16 == 0
 
 
 def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | None:
@@ -225,22 +247,19 @@ def remember(key: tuple[Hashable, ...], q: Any, k: Any, v: Any, options: Options
     """Remember a call that went the whole way, as one over these arrays, if it can be repeated."""
     with torch.no_grad():  # what is recorded has been
         raw = adopted(q=q, k=k, v=v)
-    need_gradients = _need_gradients(q, k, v)
-    is_recorded = torch.is_grad_enabled() and need_gradients
+    is_recorded = torch.is_grad_enabled() and _need_gradients(q, k, v)
     passed = _passed("forward", raw, options, is_recorded or return_lse)
     if passed is None:
         return
     known = _Known(passed, options, is_recorded, return_lse)
     _put(REPEATED, key, known)
-    if _guards is None or not _are_aligned(q, k, v):
-        return
-    shapes, strides = ([[*x.shape] for x in (q, k, v)], [[*x.stride()] for x in (q, k, v)])
-    try:
-        guards = _guards(q, k, v, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-    except TypeError:  # another version of torch's
-        return
-    recent = REPEATED.get(key[0], ())[: _MOST_RECENT - 1]
-    _put(REPEATED, key[0], (_Recent(guards.check, need_gradients, environment(), known), *recent))
+    remember_recent(key[0], Recent.of((q, k, v), known, is_recorded))
+
+
+def remember_recent(given: Hashable, recent: Recent | None) -> None:
+    """Put a call before the others with the same options, of which the last few are kept."""
+    if recent is not None:
+        _put(REPEATED, given, (recent, *REPEATED.get(given, ())[: _MOST_RECENT - 1]))
 
 
 def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:

@@ -1,0 +1,113 @@
+"""Calls over a KV cache that repeat an earlier one, as the steps of a decoder do: not described anew."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..api import results_of_forward
+from ..call.arrays import CPU, ArrayView
+from ..call.cache.describe import adopt_cache
+from ..call.cache.values import check_values
+from ..call.given import split_of_cache
+from ..dispatch.memo import REPEATED, Prepared, prepared
+from .repeat import CONSTANTS, Recent, is_watched, remember_recent
+
+__all__ = ["OverCache"]
+
+_TENSORS = frozenset(("k", "v", "block_table", "cache_leftpad"))
+_OPTIONS = frozenset(("causal", "window", "scale", "softcap", "layout", "precision", "reproducible"))
+_MOST_KEYS = 1 << 31
+_OWNER = ArrayView._fields.index("owner")
+
+
+class _Known(NamedTuple):
+    """What a call found out, and what views of its tensors say but for address and owner, by name."""
+
+    call: Prepared
+    views: dict[str, tuple[Any, ...]]
+
+    def run(self, tensors: tuple[Any, ...], length: int | None) -> Any:
+        """O, or (O, LSE)."""
+        view_of: Any = ArrayView
+        raw = {
+            name: view_of(x.data_ptr(), *view, x)
+            for (name, view), x in zip(self.views.items(), tensors, strict=True)
+        }
+        if raw["q"].device == CPU:
+            check_values(self.call.problem, raw, length)
+        return results_of_forward(self.call.run(raw, length=length), None)
+
+
+class OverCache(NamedTuple):
+    """A call that may be repeated.
+
+    Attributes
+    ----------
+    tensors : tuple of Tensor
+    options : tuple
+        What else decides how it goes.
+    length : int or None
+        Keys in use of all sequences, which no tensor says.
+    """
+
+    tensors: tuple[Any, ...]
+    options: tuple[Hashable, ...]
+    length: int | None
+
+    @classmethod
+    def of(
+        cls, q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, options: Mapping[str, Any], want_lse: Any
+    ) -> OverCache | None:
+        """A call of `attention_with_kv_cache`; None if more differs than addresses and a length."""
+        if type(k_cache) is not torch.Tensor or type(v_cache) is not torch.Tensor or is_watched():
+            return None
+        tensors, given, length = [q, k_cache, v_cache], [type(want_lse), want_lse], None
+        if type(cache_seqlens) is int and -_MOST_KEYS <= cache_seqlens < _MOST_KEYS:
+            length = cache_seqlens
+        else:
+            tensors.append(cache_seqlens)
+        for name, x in options.items():
+            kind = type(x)
+            if x is None:
+                continue
+            if kind is torch.Tensor and name in _TENSORS and (name != "block_table" or x.dim() == 2):
+                tensors.append(x)
+                given.append(name)
+            elif name in _OPTIONS and (kind in CONSTANTS or (kind is tuple and name == "window")):
+                given += name, x, kind, *(map(type, x) if kind is tuple else ())
+            else:
+                return None
+        return cls(tuple(tensors), (length is None, *given), length)
+
+    def repeated(self) -> Any:
+        """The result, o or (o, lse), if a call like this one came before; else None."""
+        try:
+            recent = REPEATED.get(self.options, ())
+        except TypeError:  # an option that is no key of anything
+            return None
+        for one in recent:
+            if one.is_repeated(*self.tensors) and not self._is_of_latents():
+                return one.known.run(self.tensors, self.length)
+        return None
+
+    def remember(self, flat: Mapping[str, Any], want_lse: bool) -> None:
+        """Remember a call that went the whole way; flat is what `cache_parts` made of it."""
+        if self._is_of_latents():
+            return
+        q, k_cache, v_cache, *_ = self.tensors
+        arrays, values, asked = split_of_cache(
+            {name: x for name, x in flat.items() if x is not k_cache and x is not v_cache}
+        )
+        lengths = self.tensors[3] if self.length is None else self.length
+        cache = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths}
+        raw, _ = adopt_cache({**cache, **arrays})
+        call = prepared("decode", raw, values, want_lse, None, asked)
+        known = _Known(call, {name: view[1:_OWNER] for name, view in raw.items()})
+        remember_recent(self.options, Recent.of(self.tensors, known, False))
+
+    def _is_of_latents(self) -> bool:
+        """Whether values are the first columns of keys, as addresses say."""
+        return bool(self.tensors[1].data_ptr() == self.tensors[2].data_ptr())
