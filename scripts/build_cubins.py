@@ -70,7 +70,7 @@ def main() -> int:
                         "(default, or all: all of a release)")  # fmt: skip
     parser.add_argument("--only", default="*", metavar="PATTERN", help="variants by name")
     parser.add_argument("--part", type=_part, default=(0, 1), metavar="K/N",
-                        help="of those every Nth, from the Kth on: parts 0/N to N-1/N are all of them")  # fmt: skip
+                        help="of those every Nth, from the Kth on, counted from 0")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cubins", metavar="DIR")
     parser.add_argument("--jobs", type=int, metavar="N", help="default: all processors")
     parser.add_argument("--list", type=Path, metavar="FILE", help="write the folders built, one per line")

@@ -28,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sample", metavar="WORD", help="draws the cases of large tables that are not slow; default: the day"
     )
     parser.addoption(
-        "--in-turn", action="store_true", help="of tests marked in_turn run the cases that the same word draws"
+        "--in-turn",
+        action="store_true",
+        help="of tests marked in_turn run the cases that the same word draws",
     )
 
 

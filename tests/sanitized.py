@@ -37,7 +37,7 @@ SANITIZERS = {
 
 
 def build(sanitizer: str, folder: Path, isas: Sequence[isa.Isa]) -> None:
-    """Compile the libraries of instruction sets that this CPU runs, those of each in one but those of bfloat16.
+    """Compile the libraries of instruction sets, those of each in one but products that this CPU has.
 
     A file is compiled once: what is made of it lies in the simulator's cache, for every process.
 

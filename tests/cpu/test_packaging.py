@@ -339,7 +339,7 @@ def test_kernels_of_every_cuda_are_tried_and_failures_come_last(build_wheels, mo
 
 
 @pytest.mark.parametrize("only", ["*", "simple_*_f16_*"])
-def test_parts_of_a_build_are_all_of_it(build_wheels, only, monkeypatch, tmp_path):  # noqa: ARG001  (its path)
+def test_parts_of_a_build_are_all_of_it(build_wheels, only, monkeypatch, tmp_path):
     """And each variant is in one of them, whatever the architecture."""
     script = importlib.import_module("build_cubins")
     asked = []

@@ -1,8 +1,8 @@
 """Every instruction of every variant is known: PTX of both compilers, for every target, is translated.
 
-On a push each kernel in every dtype and with every kind of mask, its classes of head dims, compilers and targets
-in turn, others each day; with the plugin every variant of every target. why this loses little: classes do the
-same operations, another number of times, and what waits for its day is an instruction that the translator lacks.
+On a push each kernel in every dtype and with every kind of mask; its classes of head dims, compilers and
+targets in turn, others each day. With the plugin every variant of every target. why this loses little:
+classes do the same operations, another number of times, and what waits is an instruction that the translator lacks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def kernels() -> list[dict[str, list[Build]]]:
 
 
 def in_turn(word: str) -> dict[Build, set[str]]:
-    """Names of variants, one of each kernel, with one of the builds that have it; another word draws others."""
+    """Names of variants, one of each kernel, with one of the builds that have it; other words, others."""
     first = zlib.crc32(word.encode())
     chosen: dict[Build, set[str]] = {one: set() for one in BUILDS}
     for k, variants in enumerate(KERNELS):
