@@ -2,7 +2,7 @@
 
 On a push each kernel in every dtype and with every kind of mask; its classes of head dims, compilers and
 targets in turn, others each day. With the plugin every variant of every target. why this loses little:
-classes do the same operations, another number of times, and what waits is an instruction that the translator lacks.
+classes do the same operations, another number of times, and the translator alone would lack an instruction.
 """
 
 from __future__ import annotations
