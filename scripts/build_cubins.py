@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fnmatch
 import json
 import sys
 import time
@@ -43,6 +44,22 @@ def _archs(asked: list[str], cuda: int) -> list[str]:
     return [arch for name in asked for arch in meant.get(name, (name,))]
 
 
+def _part(text: str) -> tuple[int, int]:
+    """K and N of "K/N"."""
+    k, n = map(int, text.split("/"))
+    if not 0 <= k < n:
+        raise ValueError(text)
+    return k, n
+
+
+def _of_part(archs: list[str], only: str, part: tuple[int, int]) -> str | set[str]:
+    """The pattern, or the names of a part of what it matches."""
+    k, n = part
+    targets = (target for arch in archs for target in build.native_targets(arch))
+    names = {v.name for target in targets for v in families.variants(target)}
+    return only if n == 1 else {*fnmatch.filter(sorted(names), only)[k::n]}
+
+
 def main() -> int:
     """Build what the arguments ask for; the exit status is 1 if anything was refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -52,6 +69,8 @@ def main() -> int:
                         help="such as sm_80 or sm_90a, or native: the GPUs of this machine; may repeat "
                         "(default, or all: all of a release)")  # fmt: skip
     parser.add_argument("--only", default="*", metavar="PATTERN", help="variants by name")
+    parser.add_argument("--part", type=_part, default=(0, 1), metavar="K/N",
+                        help="of those every Nth, from the Kth on, counted from 0")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cubins", metavar="DIR")
     parser.add_argument("--jobs", type=int, metavar="N", help="default: all processors")
     parser.add_argument("--list", type=Path, metavar="FILE", help="write the folders built, one per line")
@@ -69,7 +88,8 @@ def main() -> int:
             )
             continue
         try:
-            made = build.build(cuda, archs, arguments.out, only=arguments.only, jobs=arguments.jobs)
+            only = _of_part(archs, arguments.only, arguments.part)
+            made = build.build(cuda, archs, arguments.out, only=only, jobs=arguments.jobs)
         except (build.BuildFailed, UnsupportedError) as error:
             failures.append(str(error).replace("\n", "\n  "))
             continue

@@ -28,11 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sample", metavar="WORD", help="draws the cases of large tables that are not slow; default: the day"
     )
     parser.addoption(
-        "--one-in",
-        metavar="N",
-        type=int,
-        default=1,
-        help="of slow tests with parameters, run one case in N, drawn by the same word",
+        "--in-turn",
+        action="store_true",
+        help="of tests marked in_turn run the cases that the same word draws",
     )
 
 
@@ -42,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    part = f"; one slow case in {config.option.one_in}" if config.option.one_in > 1 else ""
+    part = "; mutants in turn" if config.option.in_turn else ""
     return f'of large tables -m "not slow" runs the cases of --sample {config.option.sample}{part}'
 
 
@@ -55,17 +53,16 @@ def drawn(case: str, part: int, word: str) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tests marked ``sampled(part)`` only the sample is quick; the other cases are marked slow.
 
-    With ``--one-in``, slow cases that are not of its sample are left out, but for ``slow(always=True)``.
+    With ``--in-turn``, cases of tests marked ``in_turn(part)`` that are not of the sample are left out.
     """
-    word, one_in = config.option.sample, config.option.one_in
+    word = config.option.sample
     left_out = set()
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark and not drawn(item.nodeid, mark.args[0], word):
             item.add_marker(pytest.mark.slow)
-        slow = item.get_closest_marker("slow")
-        is_case = slow is not None and hasattr(item, "callspec") and not slow.kwargs.get("always")
-        if is_case and not drawn(item.nodeid, one_in, f"slow {word}"):
+        turn = item.get_closest_marker("in_turn")
+        if turn and config.option.in_turn and not drawn(item.nodeid, turn.args[0], word):
             left_out.add(item)
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])

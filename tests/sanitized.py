@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import isa, locate, sources
+from cupy_flash.device import host_build
 from tests.paths import ROOT
 
 __all__ = ["SANITIZERS", "build", "surroundings", "use"]
@@ -34,27 +37,39 @@ SANITIZERS = {
 
 
 def build(sanitizer: str, folder: Path, isas: Sequence[isa.Isa]) -> None:
-    """Compile the libraries of instruction sets, those of each in one but those of bfloat16.
+    """Compile the libraries of instruction sets, those of each in one but products that this CPU has.
+
+    A file is compiled once: what is made of it lies in the simulator's cache, for every process.
 
     Raises
     ------
     RuntimeError
         The compiler says no.
     """
-    flag = SANITIZERS[sanitizer][0]
-    kept = [option for option in sources.OPTIONS if option != "-O2"]
     for mine in isas:
         parts = {"": [file for file in sources.files() if file.suffix == ".cpp"]}
         for part in sources.PRODUCTS.values():
-            if part in sources.parts(mine):
+            if sources.multiplies(mine, part):
                 parts[part] = sources.compiled(part)
         for part, files in parts.items():
-            command = ["g++", *kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined",
-                       *sources.options(mine, part), *map(str, files),
-                       "-o", str(folder / f"{sources.library_name(mine, part)}.so")]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(done.stderr)
+            library = _library(sanitizer, mine, part, files)
+            shutil.copy(library, folder / f"{sources.library_name(mine, part)}.so")
+
+
+def _library(sanitizer: str, mine: isa.Isa, part: str, files: Sequence[Path]) -> Path:
+    flag = SANITIZERS[sanitizer][0]
+    kept = [option for option in sources.OPTIONS if option != "-O2"]
+    options = [*kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined", *sources.options(mine, part)]
+    headers = [file for file in sources.files() if file.suffix == ".h"]
+    name = f"{sources.library_name(mine, part)}_{sanitizer}"
+
+    def compiled(file: Path) -> Path:
+        arguments = [*options, "-c", str(file)]
+        return host_build.compile_library(f"{name}_{file.stem}", arguments, [file, *headers], suffix=".o")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [*pool.map(compiled, files)]
+    return host_build.compile_library(name, [*options, *map(str, objects)], objects)
 
 
 def surroundings(sanitizer: str) -> dict[str, str]:

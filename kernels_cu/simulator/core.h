@@ -10,6 +10,7 @@ namespace sim {
 void set_seed(uint64_t seed);
 void show_thread(int id);    // sets threadIdx
 Thread& next_thread();
+void start_launch();
 void start_thread(Thread& t);
 void check_alive(int rank, Site site);    // a block of the cluster
 

@@ -102,7 +102,7 @@ void Context::start(void (*entry)(), int colour) {
 #endif
 }
 
-void switch_context(Context& from, Context& to, [[maybe_unused]] bool last) {
+SIM_NEVER_RETURNS void switch_context(Context& from, Context& to, [[maybe_unused]] bool last) {
 #if defined(__SANITIZE_THREAD__)
     void* next = to.tsan;
     if (last) unhush();

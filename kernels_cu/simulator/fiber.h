@@ -2,6 +2,9 @@
 #pragma once
 #include <cstddef>
 
+// ThreadSanitizer keeps a stack of the calls of a fiber; one that never returns would stay there.
+#define SIM_NEVER_RETURNS __attribute__((no_sanitize_thread))
+
 namespace sim {
 
 struct Context {    // also stands for the launching thread, which has no stack of its own here
@@ -10,6 +13,7 @@ struct Context {    // also stands for the launching thread, which has no stack 
     size_t size = 0;
     void* fake = nullptr;    // AddressSanitizer's fake stack
     void* tsan = nullptr;    // ThreadSanitizer's fiber
+    bool fiber_is_own = false;
 
     void make(size_t bytes);
     // `colour` staggers the stack tops, else all stacks meet in the same cache sets.

@@ -193,7 +193,7 @@ int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t thr
     Quiet quiet;
     Block& b = block;
     clear_report();
-    b.failed = false;
+    start_launch();
     if (!acceptable(grid, threads, shared_bytes, max_threads, ranks)) return 0;
     b.body = body;
     b.params = params;

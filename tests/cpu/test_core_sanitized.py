@@ -20,7 +20,7 @@ from tests import sanitized
 from tests.paths import ROOT
 
 pytestmark = [
-    pytest.mark.slow(always=True),
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
     pytest.mark.skipif(not isa.runnable(), reason="the core is not compiled for this CPU"),
 ]

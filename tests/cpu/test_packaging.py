@@ -1,6 +1,7 @@
 """What is published: names, pins and contents that agree, and wheels that are proved by installing them."""
 
 import email
+import fnmatch
 import importlib
 import importlib.util
 import os
@@ -159,11 +160,13 @@ def test_a_release_asks_for_the_cpu_core_where_it_is_compiled(system, name, mach
 def test_ci_runs_the_commands_of_the_readme():
     """The plain one first, in a new environment: what CI alone has, a newcomer lacks."""
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    again = 'time scripts/test --all --one-in 2 -m "slow or torch or jax or not simulator"'
+    again = 'time scripts/test --push -m "slow or torch or jax or not simulator"'
     assert lines[-3:] == ["rm -rf .venv", "time scripts/test", again]
-    readme = (ROOT / "README.md").read_text()
-    assert "\nscripts/test  " in readme
-    assert "\nscripts/test --all  " in readme
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text()
+        assert "\nscripts/test  " in text
+        assert "\nscripts/test --push  " in text
+        assert "\nscripts/test --all  " in text
 
 
 def test_every_address_has_one_owner():
@@ -333,6 +336,25 @@ def test_kernels_of_every_cuda_are_tried_and_failures_come_last(build_wheels, mo
     ]
     one = "2 kernels for CUDA {} were refused: a spills Try: rows for them"
     assert build_wheels.reason(said) == f"{one.format(12)} {one.format(13)}"
+
+
+@pytest.mark.parametrize("only", ["*", "simple_*_f16_*"])
+def test_parts_of_a_build_are_all_of_it(build_wheels, only, monkeypatch, tmp_path):
+    """And each variant is in one of them, whatever the architecture."""
+    script = importlib.import_module("build_cubins")
+    asked = []
+    monkeypatch.setattr(script.build, "build", lambda *_, only, **__: asked.append(only) or [])
+    archs = ["--arch", "sm_75", "--arch", "sm_90"]
+    common = ["build_cubins.py", *archs, "--only", only, "--out", str(tmp_path), "--part"]
+    for k in range(8):
+        monkeypatch.setattr(sys, "argv", [*common, f"{k}/8"])
+        assert script.main() == 0
+    every = {v.name for target in ("sm_75", "sm_90a") for v in families.variants(target)}
+    assert sorted(name for part in asked for name in part) == sorted(fnmatch.filter(every, only))
+    for wrong in ("8/8", "-1/8", "1", "1/0"):
+        monkeypatch.setattr(sys, "argv", [*common, wrong])
+        with pytest.raises(SystemExit):
+            script.main()
 
 
 def test_a_fresh_build_compiles_anew_and_the_next_one_goes_on(build_wheels, tmp_path, monkeypatch):

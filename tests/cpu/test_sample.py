@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import drawn
 from tests.paths import ROOT
+from tests.virtual_gpu.mutants import MUTANTS, MUTANTS_ALONE, TURNS
 
 CASES = [f"tests/test_x.py::test_features[case {n}]" for n in range(400)]
 
@@ -47,9 +48,10 @@ def test_quick(case): pass
 @pytest.mark.slow
 def test_alone(): pass
 
-@pytest.mark.slow(always=True)
-@pytest.mark.parametrize("case", range(10))
-def test_always(case): pass
+@pytest.mark.slow
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("case", range(200))
+def test_mutants(case): pass
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", range(200))
@@ -68,14 +70,21 @@ def _collected(folder: Path, *options: str) -> Counter[str]:
     return Counter(re.findall(r"::(\w+)", shown))
 
 
-def test_one_slow_case_in_so_many_and_everything_else(tmp_path: Path) -> None:
-    every = _collected(tmp_path, "--sample", "a")
-    sizes = {"test_slow": 200, "test_quick": 20, "test_alone": 1, "test_always": 10, "test_large": 200}
-    assert every == sizes
-    third = _collected(tmp_path, "--sample", "a", "--one-in", "3")
-    assert (third["test_quick"], third["test_alone"], third["test_always"]) == (20, 1, 10)
-    assert 45 < third["test_slow"] < 90
+def test_mutants_in_turn_and_everything_else(tmp_path: Path) -> None:
+    sizes = {"test_slow": 200, "test_quick": 20, "test_alone": 1, "test_mutants": 200, "test_large": 200}
+    assert _collected(tmp_path, "--sample", "a") == sizes
+    turn = _collected(tmp_path, "--sample", "a", "--in-turn")
+    assert 45 < turn.pop("test_mutants") < 90
+    assert turn == {name: size for name, size in sizes.items() if name != "test_mutants"}
     sample = _collected(tmp_path, "--sample", "a", "-m", "not slow")
     assert sample.keys() == {"test_quick", "test_large"}
-    assert 45 < third["test_large"] - sample["test_large"] < 80
-    assert sample["test_large"] > 10
+    assert 10 < sample["test_large"] < 45
+
+
+def test_every_mutant_has_its_turn_within_24_pushes() -> None:
+    """All of the virtual GPU, but in a few rows of 24 pushes out of a hundred."""
+    names = [f"tests/virtual_gpu/test_mutants.py::test_is_caught[{m.name}]" for m in MUTANTS]
+    names += [f"tests/virtual_gpu/test_alone.py::test_is_caught[{m.name}]" for m in MUTANTS_ALONE]
+    rows = [[f"{row:04x}{push:04x}" for push in range(24)] for row in range(100)]
+    whole = [all(any(drawn(name, TURNS, word) for word in row) for name in names) for row in rows]
+    assert sum(whole) > 95

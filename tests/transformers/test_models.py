@@ -100,7 +100,7 @@ def test_some_decoders(kind, asked):
     assert what == SAMPLE[kind], why
 
 
-@pytest.mark.slow(always=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("are_decoders", [True, False], ids=["decoders", "others"])
 def test_every_type_of_model(are_decoders, asked):
     results, wrong = {}, {}

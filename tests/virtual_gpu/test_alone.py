@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.virtual_gpu.mutants import MUTANTS_ALONE, Mutant, checkout
+from tests.virtual_gpu.mutants import MUTANTS_ALONE, TURNS, Mutant, checkout
 from tests.virtual_gpu.process import Outcome
 from tests.virtual_gpu.test_mutants import assert_caught
 
@@ -24,6 +24,7 @@ def test_suite(devices: str, on_virtual_gpu_alone: Callable[..., Outcome]) -> No
     assert not {why for why in outcome.report["skipped"].values() if "jax" not in why}
 
 
+@pytest.mark.in_turn(TURNS)
 @pytest.mark.parametrize("mutant", MUTANTS_ALONE, ids=lambda mutant: mutant.name)
 def test_is_caught(
     mutant: Mutant,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.virtual_gpu.mutants import DEVICES, GRAPHS, MEMORY, MUTANTS, STREAMS, Mutant, checkout
+from tests.virtual_gpu.mutants import DEVICES, GRAPHS, MEMORY, MUTANTS, STREAMS, TURNS, Mutant, checkout
 from tests.virtual_gpu.process import Outcome
 from tests.virtual_gpu.wheels import WHEELS
 
@@ -24,6 +24,7 @@ def assert_caught(outcome: Outcome) -> None:
     assert not broken, outcome.output[-4000:]
 
 
+@pytest.mark.in_turn(TURNS)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_is_caught(
     mutant: Mutant,
