@@ -23,10 +23,11 @@ from .call.opaque import opaque
 from .call.operands import Views, row_operand, table_of
 from .call.options import CacheOptions, StatisticsOptions, declared
 from .call.problem import Problem, describe
-from .call.progress import TOLD, telling
+from .call.progress import TOLD
 from .call.signature import takes
 from .call.spans import check_spans
-from .dispatch.backends import driver_of
+from .call.values import Moment
+from .dispatch.backends import Seen, driver_of, ready
 from .dispatch.memo import computed_by
 from .errors import InvalidArgumentsError, UnsupportedError
 from .varlen import pack, split_dense_or_packed
@@ -136,7 +137,7 @@ def attention_statistics(
     Grouped heads are not summed. Eviction from a cache that h query heads share takes
     ``key_sum.reshape(batch, heads_k, h, -1).sum(2)``.
 
-    NumPy computes, with every instruction set and dtype.
+    The compiled core computes, in a library of its own; NumPy what `rotary` turns.
 
     References
     ----------
@@ -162,11 +163,15 @@ def attention_statistics(
     layout = "bshd" if problem.packed else options.get("layout", "bhsd")
     kinds = kinds_of_results(names, int(top_k), raw["q"].shape, raw["k"].shape, raw["q"].dtype, layout, room)
     made = {name: outputs.zeros(raw["q"], *kind) for name, kind in kinds.items()}
-    arrays = {name: view.numpy() for name, view in views.items()}
-    arrays |= {name: view.lifted(4 if name in _OF_PLACES else 3).numpy() for name, view in made.items()}
-    if "top_keys" in arrays:
-        arrays["top_keys"][...] = -1
-    _compute(problem._replace(direction="statistics"), arrays)
+    seen = {name: view.lifted(4 if name in _OF_PLACES else 3) for name, view in made.items()}
+    if "top_keys" in seen:
+        seen["top_keys"].numpy()[...] = -1
+    every = {**views, **seen}
+    # why: of a result of three axes the pass sees one of four.
+    table = tuple(Seen(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
+    backend = ready(problem._replace(direction="statistics"), every, None, table)
+    computed_by(backend.kernels)
+    backend.run(every, Moment(progress=TOLD.get()))
     return AttentionStatistics(**{name: outputs.finished(view) for name, view in made.items()})
 
 
@@ -310,16 +315,3 @@ def refuse_gpus(raw: Views) -> None:
             hint="arrays on a CPU; or for key_sum alone attention_backward with a v of ones, whose dv it is "
             "(docs/recipes.md, Attention weights)",
         )
-
-
-def _compute(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    # why here: the CPU path is a fifth of what the package takes to import
-    from . import cpu
-    from .cpu.progress import Count, counting, pairs
-
-    computed_by(["NumPy"])
-    path = cpu.each_sequence if problem.packed else cpu.statistics
-    with telling(TOLD.get()) as tell:
-        counts = tell is not None and problem.cache is None
-        with counting(Count(pairs(problem, arrays), tell) if counts and tell else None):
-            path(problem, arrays)

@@ -1,4 +1,7 @@
-"""attention_statistics on NumPy arrays: FP64 parity over options and kinds of keys, and what is refused."""
+"""attention_statistics on NumPy arrays: FP64 parity over options and kinds of keys, and what is refused.
+
+By the compiled core and by NumPy.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from cupy_flash import (
     testing,
 )
 from cupy_flash.call.arrays import ArrayView
+from cupy_flash.dispatch import memo
 from tests.block_cases import as_mask, random_blocks
 from tests.cases import Case, feature_cases, length_cases
 from tests.kv_cases import KvCase, cases
@@ -27,6 +31,7 @@ from tests.public import dequantized, int4_parts, over_cache
 from tests.statistic_checks import assert_close
 
 RNG = np.random.default_rng(0)
+pytestmark = pytest.mark.usefixtures("cpu_family")
 
 
 def given(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -376,14 +381,39 @@ def test_memory_is_linear_in_the_length() -> None:
     assert peak < 4096 * 4096 * 4 / 4
 
 
-def test_progress_is_told() -> None:
-    told: list[float] = []
-    q = k = np.ones((1, 1, 3000, 16), np.float32)
-    with cupy_flash.progress(told.append):
-        cupy_flash.attention_statistics(q, k, want="top_k", top_k=40)
-    assert told == sorted(told)
-    assert told[-1] == 1.0
-    assert len(told) > 1
+def computed_by(**options: Any) -> tuple[str, ...]:
+    memo.forget()
+    cupy_flash.attention_statistics(Q, K, **options)
+    return memo.kernels()
+
+
+def test_what_computes(cpu_family: str) -> None:
+    """The core, but of what is rotated; and `explain` says so."""
+    ours = ("core statistics",) if cpu_family == "core" else ("NumPy",)
+    assert computed_by() == computed_by(cache_seqlens=3) == ours
+    angles = np.ones((8, 4), np.float32)
+    assert computed_by(cache_seqlens=3, rotary=cupy_flash.Rotary(angles, angles)) == ("NumPy",)
+    text = cupy_flash.explain(Q, K, K, direction="statistics")
+    assert f"family    {cpu_family} on cpu" in text
+    assert ("kernel    statistics for" in text) == (cpu_family == "core")
+
+
+def test_parts_of_many_rows() -> None:
+    """Rows of a head are counted in parts, and those of a part in several groups of panels."""
+    q, k = RNG.standard_normal((1, 2, 9100, 8)), RNG.standard_normal((1, 1, 170, 8))
+    options: dict[str, Any] = {"causal": True, "align": -8900}
+    assert_close(cupy_flash.attention_statistics(q, k, **options), q, k, 8, **options)
+
+
+def test_a_key_of_nan_reaches_those_that_see_it() -> None:
+    q, k = RNG.standard_normal((1, 2, 40, 16)), RNG.standard_normal((1, 2, 40, 16))
+    k[:, 0, 30] = np.nan
+    made = cupy_flash.attention_statistics(q, k, causal=True, want=("key_sum", "key_max", "entropy"))
+    for of_keys in (made.key_sum, made.key_max):
+        assert np.isnan(of_keys[:, 0, 30]).all()
+    assert np.isnan(made.entropy[:, 0, 30:]).all()
+    assert np.isfinite(made.entropy[:, 0, :30]).all()
+    assert all(np.isfinite(x[:, 1]).all() for x in made if x is not None)
 
 
 Q = np.ones((1, 4, 6, 8), np.float32)
