@@ -123,7 +123,7 @@ def explain(
     arch : str, optional
         Plan for this architecture, such as "sm_90a", on any machine. Default: where the arrays are.
     direction : {"forward", "backward", "statistics"}
-        "statistics" is `attention_statistics`, which has no kernel for GPUs.
+        "statistics" is `attention_statistics` of all but top_k, with lse.
     {options: As in `attention`.}
     kv_cache : mapping of str to object, optional
         Explain `attention_with_kv_cache` instead, with these of its options, at least cache_seqlens; k and v
@@ -158,9 +158,7 @@ def explain(
         problem, views, notes = _describe_cache(q, k, v, options, kv_cache)
     driver = driver_of(views["q"].device, views["q"].library)
     if counts:
-        problem = problem._replace(direction=direction)
-        if arch is not None or driver is not None:
-            raise UnsupportedError("attention_statistics has no kernel for GPUs.", hint="arrays on a CPU")
+        problem = problem._replace(direction=direction, wanted=("key_sum", "key_max", "entropy"))
     if arch is None and driver is None:
         refuse_tensor_cores(problem)
         return "\n".join((_cpu_text(problem, views["q"].library), *notes))
