@@ -34,14 +34,18 @@ struct PanelLse {
     }
 };
 
+// By how much of itself a far LSE may be larger than what the keys at hand give, and still be theirs.
+template <class Real>
+constexpr double kSameLse = sizeof(Real) == 4 ? 0x1p-21 : 0x1p-50;
+
 // While it lives, the LSE of a call are a copy of its own, with units, if any of them is far from 0, or the call has none.
 template <class Entry>
 class LseAgain {
     using Real = RealOf<Entry>;
 
   public:
-    RARE explicit LseAgain(Call& call, bool second_order = false)
-        : p_(call), given_(call.lse), own_(nullptr), unknown_(!call.lse.data) {
+    RARE explicit LseAgain(Call& call, bool second_order = false, double same = kSameLse<Real>)
+        : p_(call), given_(call.lse), own_(nullptr), same_(same), unknown_(!call.lse.data) {
         // why: the forward pass of bfloat16 may have been of pairs, where these are of reals.
         other_sums_ = kDepth<Entry> == 1 && p_.q.type == kBf16 && (second_order || p_.dbias.data != nullptr);
         int64_t batch = p_.starts_q ? 1 : p_.batch, rows = p_.starts_q ? p_.starts_q[p_.batch] : p_.seqlen_q;
@@ -78,6 +82,7 @@ class LseAgain {
     Tensor given_;
     Real* own_;    // all LSE, then the unit of each
     int64_t panels_;
+    double same_;
     bool unknown_, other_sums_;
 
     // [A1.9] of a vector of lanes. why not that of softmax.h: few rows come here, and size counts.
@@ -143,8 +148,7 @@ class LseAgain {
             }
             double more = given - Real(all.top + log(all.sum)), size = given < 0 ? -given : given;
             // why: if it is larger it is that of more keys, of other parts of a ring, whose weights are not known here.
-            constexpr double tolerance = sizeof(Real) == 4 ? 0x1p-21 : 0x1p-50;
-            if (f.unknown_ || (f.other_sums_ ? all.sum > 0 : more <= size * tolerance))
+            if (f.unknown_ || (f.other_sums_ ? all.sum > 0 : more <= size * f.same_))
                 given = Real(all.top), unit[at.of[l]] = Real(1 / all.sum);
         }
     }

@@ -206,7 +206,8 @@ template <class Real>
 RARE void statistics(Statistics& f) {
     Call& p = f.call;
     bool first = p.lse.data;
-    const LseAgain<Real> again(p, true);    // [S.2]
+    // [S.2] why not second order's rule: here LSE of more keys counts. Of pairs its last bits are others; as NumPy has it.
+    const LseAgain<Real> again(p, false, p.q.type == kBf16 ? 0x1p-17 : kSameLse<Real>);
     Parts t{f, Parts::of_rows(p.seqlen_q), nullptr};
     int64_t heads = p.batch * p.heads_q, jobs = heads * t.most;
     bool wanted = (f.key_sum.data || f.key_max.data) && p.seqlen_k;

@@ -204,6 +204,19 @@ def test_far_scores_keep_their_weights() -> None:
     np.testing.assert_allclose(made.entropy, np.log(4), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_far_lse_over_more_keys_gives_shares_too(dtype: str) -> None:
+    """Of keys that come twice each half has half of the weights."""
+    q, k = (RNG.standard_normal((1, 2, 40, 16)).astype(np.dtype(dtype)) for _ in range(2))
+    twice = np.concatenate([k, k], 2)
+    lse = cupy_flash.attention(q, twice, twice, scale=3e3, return_lse=True)[1]
+    assert np.abs(lse).min() > 1024
+    half = cupy_flash.attention_statistics(q, k, lse, scale=3e3, want="key_sum").key_sum
+    whole = cupy_flash.attention_statistics(q, twice, lse, scale=3e3, want="key_sum").key_sum
+    np.testing.assert_allclose(half.sum(-1), 20, rtol=1e-2)
+    np.testing.assert_allclose(whole.sum(-1), 40, rtol=1e-4)
+
+
 # ---- packed sequences
 
 
@@ -395,6 +408,8 @@ def test_what_computes(cpu_family: str) -> None:
     text = cupy_flash.explain(Q, K, K, direction="statistics")
     assert f"family    {cpu_family} on cpu" in text
     assert ("kernel    statistics for" in text) == (cpu_family == "core")
+    text = cupy_flash.explain(Q, K, K, direction="statistics", arch="sm_80")
+    assert all(f"kernel    simple_statistics_{step}_f32" in text for step in ("by_key", "by_query"))
 
 
 def test_parts_of_many_rows() -> None:
