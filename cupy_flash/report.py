@@ -122,7 +122,8 @@ def explain(
         As in `attention`; only their shapes, strides and dtypes are looked at.
     arch : str, optional
         Plan for this architecture, such as "sm_90a", on any machine. Default: where the arrays are.
-    direction : {"forward", "backward"}
+    direction : {"forward", "backward", "statistics"}
+        "statistics" is `attention_statistics` of all but top_k, with lse.
     {options: As in `attention`.}
     kv_cache : mapping of str to object, optional
         Explain `attention_with_kv_cache` instead, with these of its options, at least cache_seqlens; k and v
@@ -137,14 +138,17 @@ def explain(
     InvalidArgumentsError, UnsupportedError
         As in `attention`.
     """
-    if not one_of(direction, ("forward", "backward")):
-        raise InvalidArgumentsError(f"direction is {direction!r}.", hint='"forward" or "backward"')
+    if not one_of(direction, ("forward", "backward", "statistics")):
+        raise InvalidArgumentsError(
+            f"direction is {direction!r}.", hint='"forward", "backward" or "statistics"'
+        )
     _check_arch(arch)
+    counts = direction == "statistics"
     if kv_cache is None:
         arrays, values = split(options)
         given = _detached({**unquantized(q=q, k=k, v=v), **arrays})
         values, notes = _without_head_scale(values, given["q"], values.layout)
-        problem, views, _ = describe(direction, adopted(**given), values)
+        problem, views, _ = describe("forward" if counts else direction, adopted(**given), values)
     else:
         if direction == "backward":
             raise InvalidArgumentsError(
@@ -153,6 +157,8 @@ def explain(
             )
         problem, views, notes = _describe_cache(q, k, v, options, kv_cache)
     driver = driver_of(views["q"].device, views["q"].library)
+    if counts:
+        problem = problem._replace(direction=direction, wanted=("key_sum", "key_max", "entropy"))
     if arch is None and driver is None:
         refuse_tensor_cores(problem)
         return "\n".join((_cpu_text(problem, views["q"].library), *notes))

@@ -23,11 +23,12 @@ from .call.opaque import opaque
 from .call.operands import Views, row_operand, table_of
 from .call.options import CacheOptions, StatisticsOptions, declared
 from .call.problem import Problem, describe
-from .call.progress import TOLD, telling
+from .call.progress import TOLD
 from .call.signature import takes
 from .call.spans import check_spans
-from .dispatch.backends import driver_of
-from .dispatch.memo import computed_by
+from .call.values import Moment
+from .dispatch.backends import Seen, driver_of, ready
+from .dispatch.memo import computed_by, prepared
 from .errors import InvalidArgumentsError, UnsupportedError
 from .varlen import pack, split_dense_or_packed
 
@@ -94,7 +95,7 @@ def attention_statistics(
     Parameters
     ----------
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
-        As in `attention`, on a CPU. To count some of the queries only, give those, their lse, and their
+        As in `attention`. To count some of the queries only, give those, their lse, and their
         positions by align: ``q[..., -32:, :]`` with align="bottom_right". With cu_seqlens_q
         (rows_q, heads_q, head_dim).
     k : array, shape (batch, heads_k, seqlen_k, head_dim)
@@ -104,7 +105,7 @@ def attention_statistics(
         As returned by the forward call with the same options and return_lse=True, which saves a pass over the
         keys. That of a call over more keys gives their share of the whole.
     want : str, or tuple, list or set of str
-        What to compute, of "key_sum", "key_max", "entropy" and "top_k".
+        What to compute, of "key_sum", "key_max", "entropy" and "top_k"; on a GPU not the last.
     top_k : int
         How many keys of each query to list, at most 1024; time is linear in it.
     cache_seqlens : array of int32, shape (batch,), or int, optional
@@ -129,14 +130,16 @@ def attention_statistics(
     InvalidArgumentsError
         As in `attention`, `attention_varlen` and `attention_with_kv_cache`.
     UnsupportedError
-        Arrays on a GPU, for which there is no kernel; and spans over a cache.
+        Spans over a cache; on a GPU top_k, score functions, caches and arrays of JAX.
 
     Notes
     -----
     Grouped heads are not summed. Eviction from a cache that h query heads share takes
     ``key_sum.reshape(batch, heads_k, h, -1).sum(2)``.
 
-    NumPy computes, with every instruction set and dtype.
+    On a CPU the compiled core computes, in a library of its own; NumPy what `rotary` turns. On a GPU simple
+    kernels compute key_sum and key_max in one pass and entropy in another, without atomics; without lse the
+    kernels of the forward pass compute it first.
 
     References
     ----------
@@ -157,16 +160,20 @@ def attention_statistics(
         problem, views, raw = _described(q, k, lse, options)
     else:
         problem, views, raw = _described_cache(q, k, lse, cache_seqlens, options)
-    refuse_gpus(raw)
     room = (problem.batch, problem.seqlen_k) if problem.cache else None
     layout = "bshd" if problem.packed else options.get("layout", "bhsd")
     kinds = kinds_of_results(names, int(top_k), raw["q"].shape, raw["k"].shape, raw["q"].dtype, layout, room)
     made = {name: outputs.zeros(raw["q"], *kind) for name, kind in kinds.items()}
-    arrays = {name: view.numpy() for name, view in views.items()}
-    arrays |= {name: view.lifted(4 if name in _OF_PLACES else 3).numpy() for name, view in made.items()}
-    if "top_keys" in arrays:
-        arrays["top_keys"][...] = -1
-    _compute(problem._replace(direction="statistics"), arrays)
+    seen = {name: view.lifted(4 if name in _OF_PLACES else 3) for name, view in made.items()}
+    every = {**views, **seen}
+    # why: of a result of three axes the pass sees one of four.
+    table = tuple(Seen(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
+    counted = problem._replace(direction="statistics", wanted=names)
+    backend = ready(counted, every, driver_of(raw["q"].device, raw["q"].library), table)
+    if "top_keys" in seen:
+        seen["top_keys"].numpy()[...] = -1
+    computed_by(backend.kernels)
+    backend.run(every, Moment(progress=TOLD.get()))
     return AttentionStatistics(**{name: outputs.finished(view) for name, view in made.items()})
 
 
@@ -252,6 +259,9 @@ def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, 
     raw = adopted(q=q, k=k, **arrays)
     raw["v"] = raw["k"]  # which nothing reads
     packing = None if packed is None else pack(raw, *packed)
+    if lse is None and driver_of(raw["q"].device, raw["q"].library) is not None:
+        # why: the fastest kernels that have it are those of the forward pass, whatever v is.
+        raw["lse"] = prepared("forward", raw, values, packing=packing).run(raw)["lse"]
     problem, views, given = describe("forward", raw, values, packing=packing)
     check_spans(problem.spans, given)
     check_blocks(problem.blocks, given)
@@ -300,26 +310,12 @@ def _described_cache(
 
 
 def refuse_gpus(raw: Views) -> None:
-    """Refuse arrays that no path here computes on."""
+    """Refuse arrays of JAX on a GPU, which no program of JAX hands to a kernel here."""
     q = raw["q"]
-    if q.device != CPU or driver_of(q.device, q.library) is not None:
-        where = device_name(q.device) if q.device != CPU else "in the simulator of one"
+    if q.device != CPU:
         raise UnsupportedError(
-            f"attention_statistics has no kernel for GPUs, and q is {where}.",
+            f"attention_statistics of JAX arrays has no kernel for GPUs, and q is {device_name(q.device)}.",
             table_of(raw),
-            hint="arrays on a CPU; or for key_sum alone attention_backward with a v of ones, whose dv it is "
-            "(docs/recipes.md, Attention weights)",
+            hint="arrays on a CPU, or of CuPy or torch; or for key_sum alone attention_backward with a v of "
+            "ones, whose dv it is (docs/recipes.md, Attention weights)",
         )
-
-
-def _compute(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    # why here: the CPU path is a fifth of what the package takes to import
-    from . import cpu
-    from .cpu.progress import Count, counting, pairs
-
-    computed_by(["NumPy"])
-    path = cpu.each_sequence if problem.packed else cpu.statistics
-    with telling(TOLD.get()) as tell:
-        counts = tell is not None and problem.cache is None
-        with counting(Count(pairs(problem, arrays), tell) if counts and tell else None):
-            path(problem, arrays)

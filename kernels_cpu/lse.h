@@ -34,14 +34,18 @@ struct PanelLse {
     }
 };
 
-// While it lives, the LSE of a call are a copy of its own, with units, if any of them is far from 0.
+// By how much of itself a far LSE may be larger than what the keys at hand give, and still be theirs.
+template <class Real>
+constexpr double kSameLse = sizeof(Real) == 4 ? 0x1p-21 : 0x1p-50;
+
+// While it lives, the LSE of a call are a copy of its own, with units, if any of them is far from 0, or the call has none.
 template <class Entry>
 class LseAgain {
     using Real = RealOf<Entry>;
 
   public:
-    RARE explicit LseAgain(Call& call, bool second_order = false)
-        : p_(call), given_(call.lse), own_(nullptr) {
+    RARE explicit LseAgain(Call& call, bool second_order = false, double same = kSameLse<Real>)
+        : p_(call), given_(call.lse), own_(nullptr), same_(same), unknown_(!call.lse.data) {
         // why: the forward pass of bfloat16 may have been of pairs, where these are of reals.
         other_sums_ = kDepth<Entry> == 1 && p_.q.type == kBf16 && (second_order || p_.dbias.data != nullptr);
         int64_t batch = p_.starts_q ? 1 : p_.batch, rows = p_.starts_q ? p_.starts_q[p_.batch] : p_.seqlen_q;
@@ -51,7 +55,7 @@ class LseAgain {
             return static_cast<const Real*>(
                 given_.data)[b * given_.batch + head * given_.head + row * given_.row];
         };
-        bool any = false;
+        bool any = unknown_;
         for (int64_t i = 0; i < count && !any; ++i) any = far_from_0(from(i));
         if (!any) return;
         own_ = static_cast<Real*>(allocate_aligned(64, size_t(2 * count) * sizeof(Real)));
@@ -59,11 +63,14 @@ class LseAgain {
             p_.state = kNoMemory;
             return;
         }
-        for (int64_t i = 0; i < count; ++i) own_[i] = from(i), own_[count + i] = 1;
+        for (int64_t i = 0; i < count; ++i) own_[i] = unknown_ ? Real(0) : from(i), own_[count + i] = 1;
         p_.lse.data = own_, p_.lse_unit = own_ + count;
         p_.lse.batch = p_.starts_q ? 0 : p_.heads_q * rows, p_.lse.head = rows, p_.lse.row = 1;
         panels_ = blocks_of(p_.seqlen_q * (p_.heads_q / p_.heads_k), kPanel<Real>);
-        pool::run(p_, job, this, p_.batch * p_.heads_k * panels_);
+        int64_t jobs = p_.batch * p_.heads_k * panels_;
+        // why twice: without LSE this is the first half of the call, for who looks on.
+        if (unknown_) __atomic_store_n(&p_.jobs, 2 * jobs, __ATOMIC_RELAXED);
+        pool::run(p_, job, this, jobs);
         // why: who looks on counts the jobs of the pass itself.
         __atomic_store_n(&p_.jobs, 0, __ATOMIC_RELAXED), __atomic_store_n(&p_.done, 0, __ATOMIC_RELAXED);
     }
@@ -75,7 +82,8 @@ class LseAgain {
     Tensor given_;
     Real* own_;    // all LSE, then the unit of each
     int64_t panels_;
-    bool other_sums_;
+    double same_;
+    bool unknown_, other_sums_;
 
     // [A1.9] of a vector of lanes. why not that of softmax.h: few rows come here, and size counts.
     RARE static void add_weights(const Real* tile, int64_t keys, Real* row_max, Real* row_sum) {
@@ -99,7 +107,7 @@ class LseAgain {
         const Panel<Real> x(p, s, head_k * group, group, r0, rows);
         const LaneOffsets<Real> at = x.in(p.lse, s);
         Real *lse = static_cast<Real*>(p.lse.data), *unit = static_cast<Real*>(p.lse_unit);
-        bool any = false;
+        bool any = f.unknown_;
         for (int64_t l = 0; l < x.lanes; ++l) any |= far_from_0(lse[at.of[l]]);
         if (!any) return;
         const TileShapes shapes;
@@ -132,12 +140,15 @@ class LseAgain {
         }
         for (int64_t l = 0; l < x.lanes; ++l) {
             Real& given = lse[at.of[l]];
-            if (!far_from_0(given)) continue;
+            if (!f.unknown_ && !far_from_0(given)) continue;
             const Denominator all = denominator(p, x.head[l], row_max[l], row_sum[l]);
+            if (f.unknown_ && all.sum == 0) {
+                given = -kInfinity<Real>;
+                continue;
+            }
             double more = given - Real(all.top + log(all.sum)), size = given < 0 ? -given : given;
             // why: if it is larger it is that of more keys, of other parts of a ring, whose weights are not known here.
-            constexpr double tolerance = sizeof(Real) == 4 ? 0x1p-21 : 0x1p-50;
-            if (f.other_sums_ ? all.sum > 0 : more <= size * tolerance)
+            if (f.unknown_ || (f.other_sums_ ? all.sum > 0 : more <= size * f.same_))
                 given = Real(all.top), unit[at.of[l]] = Real(1 / all.sum);
         }
     }

@@ -72,6 +72,13 @@ CASES = {
         direction="backward", head_dim=300, head_dim_v=300, softcap=30.0
     ),
     "backward_f64_d300": BASE._replace(direction="backward", dtype="float64", head_dim=300, head_dim_v=300),
+    "statistics_f16_d128_causal": BASE._replace(
+        direction="statistics", right=0, wanted=("key_sum", "key_max", "entropy")
+    ),
+    "statistics_f64_d300_key_sum_packed": BASE._replace(
+        direction="statistics", dtype="float64", head_dim=300, head_dim_v=300, wanted=("key_sum",),
+        packed=True, rows_q=6000, rows_k=7000,
+    ),
     "jvp_f16_d128": BASE._replace(direction="jvp"),
     "hvp_bf16_d128_causal_sinks": BASE._replace(
         direction="hvp", dtype="bfloat16", right=0, per_head=("sinks",)

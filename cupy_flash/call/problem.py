@@ -134,7 +134,7 @@ class Problem(NamedTuple):
 
     Attributes
     ----------
-    direction : {"forward", "backward", "decode", "jvp", "hvp"}
+    direction : {"forward", "backward", "decode", "jvp", "hvp", "statistics"}
         "decode" is the forward pass over a KV cache; "jvp" and "hvp" are the derivatives of the two passes.
     dtype : str
         Of q, k, v and o.
@@ -174,7 +174,7 @@ class Problem(NamedTuple):
     boxes : bool
         Strides of every tensor are what the tensor maps of bulk copies can hold.
     cache : Cache or None
-        With direction "decode"; seqlen_k is then what a sequence has room for.
+        With direction "decode" or "statistics"; seqlen_k is then what a sequence has room for.
     of_float8 : str or None
         Dtype of o if that of q, k and v is float8_e4m3fn.
     reproducible : {"batch", "prefill", "device"} or None
@@ -185,6 +185,8 @@ class Problem(NamedTuple):
         Whether the masks of packed sequences lie in a row, each (queries, keys).
     unrounded : bool
         Whether o, dq, dk and dv are in the dtype of sums, on a CPU.
+    wanted : tuple of str
+        With direction "statistics", its results.
     """
 
     direction: str
@@ -230,6 +232,7 @@ class Problem(NamedTuple):
     used_q: bool = False
     ragged_mask: bool = False
     unrounded: bool = False
+    wanted: tuple[str, ...] = ()
 
     @property
     def result_dtype(self) -> str:

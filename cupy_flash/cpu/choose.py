@@ -14,7 +14,7 @@ from ..program.template import Template, only_in_python
 from .core import family
 from .core.isa import FLOATS, OVERRIDE, PAIRS, Isa, chosen, host, why_floats
 from .core.locate import Library, how_to_get_one, locate
-from .core.sources import AMX, BFLOAT16, FUNCTIONS, PRODUCTS, SECOND_ORDER, multiplies
+from .core.sources import AMX, BFLOAT16, FUNCTIONS, PRODUCTS, SECOND_ORDER, STATISTICS, multiplies
 
 __all__ = ["CpuPlan", "choose", "override", "products_of_bfloat16"]
 
@@ -101,7 +101,8 @@ def choose(problem: Problem) -> CpuPlan:
             "on a CPU the order of sums follows its vectors.",
             hint='reproducible="batch", CuPy arrays, or the environment variable CUPY_FLASH_DRIVER=simulator',
         )
-    found = core(SECOND_ORDER if problem.second_order else "")
+    part = STATISTICS if problem.direction == "statistics" else ""
+    found = core(SECOND_ORDER if problem.second_order else part)
     reasons = [found] if isinstance(found, str) else family.refusals(problem)
     functions = None
     if problem.function is not None and not reasons:

@@ -1,5 +1,7 @@
 """Statistics of the weights P of attention: P computed from LSE, tile by tile, in NumPy.
 
+statistics.cpp of the compiled core does the same.
+
 [S.1]    for each query block i
 [S.2]        LSE_i, as given; else from a pass over the keys
 [S.3]        for each key block j inside the band: log P = S - LSE_i

@@ -130,6 +130,7 @@ SECOND_ORDER = np.dtype(
     + [("sinks_dot", _POINTER), ("sinks_dot_head", "<i8")]
     + [("call", BACKWARD)]
 )
+STATISTICS = np.dtype([*((name, ROWS) for name in ("key_sum", "key_max", "entropy")), ("call", BACKWARD)])
 
 
 def _with_maps(call: np.dtype[Any], *names: str, beside: np.dtype[Any] | None = None) -> np.dtype[Any]:
@@ -159,6 +160,7 @@ STRUCTS = {
     "ArgumentGradient": ARGUMENT_GRADIENT,
     "ArgumentParams": ARGUMENTS,
     "SecondOrderParams": SECOND_ORDER,
+    "StatisticsParams": STATISTICS,
     "Units": UNITS,
     "Cache": CACHE,
     "Rotary": ROTARY,
@@ -351,6 +353,11 @@ def _second_order(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]
     )  # fmt: skip
 
 
+def _statistics(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
+    sums = (field for name in ("key_sum", "key_max", "entropy") for field in _rows(views, name))
+    return (*sums, *_backward(p, views, launch))
+
+
 def _scales(views: Views, name: str) -> tuple[Field, ...]:
     view = views.get(name)
     return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
@@ -415,6 +422,7 @@ _STRUCTS_OF_CALLS: dict[
     "BackwardParams": ((BACKWARD,), _backward),
     "ArgumentParams": ((ARGUMENTS,), _of_arguments),
     "SecondOrderParams": ((SECOND_ORDER,), _second_order),
+    "StatisticsParams": ((STATISTICS,), _statistics),
     "DecodeParams": ((DECODE,), _decode),
     "Fp8ForwardParams": ((FORWARD, FP8), _fp8_forward),
     "F16x3ForwardParams": ((FORWARD, F16X3), _f16x3_forward),

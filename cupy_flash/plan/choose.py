@@ -42,7 +42,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         No family fits; the error lists each one's reasons.
     """
     # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
-    from .families import CACHE_FAMILIES, FAMILIES, order
+    from .families import CACHE_FAMILIES, FAMILIES, OF_STATISTICS, order
 
     unread = [(name, True) for name in problem.per_head if name not in _PER_HEAD]
     for name, asked in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask), *unread):
@@ -54,6 +54,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     if multiprocessors:
         row = row._replace(multiprocessors=multiprocessors)
     families = FAMILIES if problem.cache is None else CACHE_FAMILIES
+    if problem.direction == "statistics":
+        families = OF_STATISTICS
     absent = [(f.NAME, f"is not compiled for {row.name}") for f in families if f.NAME not in row.families]
     refused: list[tuple[str, str]] = []
     for family in families:
@@ -71,6 +73,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
         hint = "tuning=None, or one of the built tiles"
     elif problem.reproducible:
         hint = "reproducible=None; or, where the reason is how arrays lie, contiguous ones"
+    elif problem.direction == "statistics":
+        hint = "want= some of key_sum, key_max, entropy, over keys in one piece; or arrays on a CPU"
     elif problem.dtype == FLOAT8:
         hint = "q, k and v times their scales as bfloat16, or NumPy arrays"
     elif problem.precision is not None:

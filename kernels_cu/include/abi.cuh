@@ -185,6 +185,13 @@ struct SecondOrderParams {
     BackwardParams call;
 };
 
+// What attention_statistics takes: sums over the weights of a call, of which q, k, lse, shape and score are read.
+struct StatisticsParams {
+    Rows key_sum, key_max;    // (batch, heads_q, seqlen_k), packed like rows of k; data may be null
+    Rows entropy;             // like lse
+    BackwardParams call;
+};
+
 // The same for the backward pass: boxes of its tiles of q, k, v and dO.
 struct HopperBackwardParams {
     TensorMap q_map, k_map, v_map, do_map;

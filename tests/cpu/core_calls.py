@@ -30,7 +30,9 @@ def results(
     along = {"dq": do, "dk": v, "dv": k, **options}
     tangents = cupy_flash.derivatives.jvp(q, k, v, o, lse, **along)
     second = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, jvp=tangents, **along)
-    return [o, lse, *tangents, *(x for x in (*gradients, *second) if x is not None)]
+    softmax = {name: x for name, x in options.items() if name not in ("dropout", "seed")}
+    sums = cupy_flash.attention_statistics(q, k, want=("key_sum", "key_max", "entropy"), **softmax)
+    return [o, lse, *tangents, *(x for x in (*gradients, *second, *sums) if x is not None)]
 
 
 def run(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -39,9 +39,9 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
         ]
 
     structs = {"Call": params.CALL, "Tensor": params.TENSOR, "Spans": params.SPANS, "Blocks": params.BLOCKS,
-               "Codes": params.CODES, "Directed": params.DIRECTED,
-               "SecondOrder": params.SECOND_ORDER}  # fmt: skip
-    lines = ['#include "second_order.h"', "#include <stddef.h>"]
+               "Codes": params.CODES, "Directed": params.DIRECTED, "SecondOrder": params.SECOND_ORDER,
+               "Statistics": params.STATISTICS}  # fmt: skip
+    lines = ['#include "second_order.h"', '#include "statistics.h"', "#include <stddef.h>"]
     for name, kind in structs.items():
         lines += [*fields(kind, name), f"static_assert(sizeof({name}) == {kind.itemsize});"]
     states = {"kStop": params.STOP, "kNoMemory": params.NO_MEMORY}
@@ -281,15 +281,20 @@ def test_without_a_library_numpy_computes_and_explain_says_so(
         cupy_flash.attention(q, q, q)
 
 
-def test_second_order_has_a_library_of_its_own(copy: Path, core: locate.Library) -> None:
+@pytest.mark.parametrize(
+    ("part", "direction"), [(sources.SECOND_ORDER, "jvp"), (sources.STATISTICS, "statistics")]
+)
+def test_what_few_programs_ask_for_has_a_library_of_its_own(
+    part: str, direction: str, copy: Path, core: locate.Library
+) -> None:
     """Without it, that is computed in NumPy, to the same numbers; the rest is as it was."""
     with_both = results()
     manifest = json.loads((copy / locate.MANIFEST).read_text())
     for one in isa.ISAS:
-        manifest["libraries"].pop(sources.library_name(one, sources.SECOND_ORDER), None)
+        manifest["libraries"].pop(sources.library_name(one, part), None)
     (copy / locate.MANIFEST).write_text(json.dumps(manifest))
     locate.locate.cache_clear()
-    asked = BASE._replace(direction="jvp")
+    asked = BASE._replace(direction=direction)
     assert choose.choose(BASE).family == "core"
     assert choose.choose(asked).family == "numpy"
     for a, b in zip(with_both, results(), strict=True):

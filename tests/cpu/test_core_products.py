@@ -133,7 +133,8 @@ PAIRED = BASE._replace(dtype="bfloat16", seqlen_q=64)
 @pytest.mark.parametrize(
     "change",
     [{"dtype": "float16"}, {"cache": Cache("int8")}, {"dropout": 0.5},
-     {"want_dbias": True, "direction": "backward"}, {"direction": "jvp"}],
+     {"want_dbias": True, "direction": "backward"}, {"direction": "jvp"},
+     {"direction": "statistics"}],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_reals_are_multiplied_where_pairs_would_not_do(change: dict[str, Any]) -> None:

@@ -77,6 +77,9 @@ for n, (b, hq, hk, sq, sk, d, dv) in enumerate(shapes):
         cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=np.zeros_like(lse), **own)
         cupy_flash.derivatives.hvp(
             do, q, k, v, o, lse, dq=np.stack([q, q]), dk=np.stack([k, k]), dlse=np.zeros_like(lse), **own)
+        softmax = {name: x for name, x in own.items() if name not in ("dropout", "seed")}
+        for known in (None, lse):
+            cupy_flash.attention_statistics(q, k, known, top_k=3, **softmax)
 # Score functions: every reach, tables read in one piece and not, learned; then pairs that read outside.
 relative = cupy_flash.score(
     lambda s, b, h, i, j, t, x: np.where(i + j > 9, s, np.tanh(s)) + t[h, i - j + 299]
@@ -91,6 +94,7 @@ for dtype in ("float32", "float64"):
             try:
                 o, lse = cupy_flash.attention(q, k, k, return_lse=True, **own, **hidden)
                 cupy_flash.attention_backward(do, q, k, k, o, lse, **own, **hidden)
+                cupy_flash.attention_statistics(q, k, lse, **own, **hidden)
                 assert size == 340
             except cupy_flash.InvalidArgumentsError as error:
                 assert size == 335 and "reads element 3" in str(error)
@@ -98,6 +102,12 @@ lengths = np.array([0, 5, 5, 38], np.int32)
 q, k = normal(38, 4, 24), normal(38, 2, 24)
 o, lse = cupy_flash.attention_varlen(q, k, k, lengths, lengths, causal=True, return_lse=True)
 cupy_flash.attention_varlen_backward(q, q, k, k, o, lse, lengths, lengths, causal=True)
+cupy_flash.attention_statistics(q, k, cu_seqlens_q=lengths, cu_seqlens_k=lengths, causal=True)
+pages, table = normal(40, 2, 16, 24), rng.permutation(40).astype(np.int32).reshape(2, 20)
+for rows in (1, 3, 1100):
+    cupy_flash.attention_statistics(
+        normal(2, 4, rows, 24), pages, cache_seqlens=np.array([301, 7], np.int32), block_table=table,
+        cache_leftpad=np.array([5, 3], np.int32), causal=True)
 for rows in (1, 3, 17):
     for page in (0, 16):
         for stored in ("float32", "int8"):
@@ -196,6 +206,7 @@ for rows, keys, given in cases:
         cupy_flash.attention_backward(do, q, k, v, o, lse, **own)
         if rows < 1000 and dtype in ("bfloat16", "float64"):
             cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=q, dk=k, dv=v, **own)
+        cupy_flash.attention_statistics(q, k, lse, **own)
 of_q, of_k = np.array([0, 7, 7, 1200], np.int32), np.array([0, 301, 304, 605], np.int32)
 for dtype in ("bfloat16", "float32"):
     q, k = normal(1200, 2, 24, dtype=dtype), normal(605, 1, 24, dtype=dtype)
@@ -228,6 +239,7 @@ def call():
         o, lse = cupy_flash.attention(q, k, k, causal=True, return_lse=True)
         cupy_flash.attention_backward(q, q, k, k, o, lse, causal=True)
         cupy_flash.derivatives.hvp(q, q, k, k, o, lse, dq=q, dv=k, causal=True)
+        cupy_flash.attention_statistics(q, k, causal=True)
         cupy_flash.attention_with_kv_cache(one, cache, cache, cache_seqlens=2900)
         o, lse = cupy_flash.attention(half, half, half, causal=True, return_lse=True)
         cupy_flash.attention_backward(half, half, half, half, o, lse, causal=True)

@@ -508,9 +508,8 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
     wheel = tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-manylinux2014_x86_64.whl"
     folder = "cupy_flash_cpu/_core/linux-x86_64/"
     held = {name.removeprefix(folder) for name in names_in(wheel) if name.startswith(folder)}
-    libraries = {
-        f"{isa}{part}.so" for isa in ("v2", "v3", "v4") for part in ("", "_functions", "_second_order")
-    }
+    parts = ("", "_functions", "_second_order", "_statistics")
+    libraries = {f"{isa}{part}.so" for isa in ("v2", "v3", "v4") for part in parts}
     assert held == {"manifest.json", "v4_amx.so", "v4_bfloat16.so", *libraries}
     windows = names_in(tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-win_amd64.whl")
     assert {f"cupy_flash_cpu/_core/windows-x86_64/{name}" for name in held} <= windows

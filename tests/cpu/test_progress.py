@@ -30,6 +30,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "backward": lambda: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, causal=True).dk,
     "bias": lambda: cupy_flash.attention_backward(OUT, Q, Q, Q, OUT, LSE, bias=BIAS).dbias,
     "packed": lambda: cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUTS, CUTS, causal=True),
+    "statistics": lambda: cupy_flash.attention_statistics(Q, Q, LSE, causal=True, want="key_sum").key_sum,
 }
 # Those that the core alone counts, and NumPy tells the end of.
 FEW = Q[:, :, :400]
@@ -44,6 +45,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         cu_seqlens_q=np.array([0, 20, 64], np.int32),
         max_seqlen_q=44,
     ),
+    "statistics without lse": lambda: cupy_flash.attention_statistics(Q, Q, causal=True, want="entropy"),
     "jvp": lambda: derivatives.jvp(FEW, FEW, FEW, *RESULTS, dq=FEW, causal=True),
     "value_and_jvp": lambda: derivatives.value_and_jvp(FEW, FEW, FEW, dq=FEW, causal=True),
     "hvp": lambda: derivatives.hvp(FEW, FEW, FEW, FEW, *RESULTS, dq=FEW, causal=True),

@@ -1,4 +1,7 @@
-"""attention_statistics on NumPy arrays: FP64 parity over options and kinds of keys, and what is refused."""
+"""attention_statistics on NumPy arrays: FP64 parity over options and kinds of keys, and what is refused.
+
+By the compiled core and by NumPy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from cupy_flash import (
     UnsupportedError,
     testing,
 )
-from cupy_flash.call.arrays import ArrayView
+from cupy_flash.dispatch import memo
 from tests.block_cases import as_mask, random_blocks
 from tests.cases import Case, feature_cases, length_cases
 from tests.kv_cases import KvCase, cases
@@ -27,6 +30,7 @@ from tests.public import dequantized, int4_parts, over_cache
 from tests.statistic_checks import assert_close
 
 RNG = np.random.default_rng(0)
+pytestmark = pytest.mark.usefixtures("cpu_family")
 
 
 def given(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -198,6 +202,19 @@ def test_far_scores_keep_their_weights() -> None:
     assert np.abs(lse).min() > 1024
     made = cupy_flash.attention_statistics(q, k, lse, scale=3e4)
     np.testing.assert_allclose(made.entropy, np.log(4), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_far_lse_over_more_keys_gives_shares_too(dtype: str) -> None:
+    """Of keys that come twice each half has half of the weights."""
+    q, k = (RNG.standard_normal((1, 2, 40, 16)).astype(np.dtype(dtype)) for _ in range(2))
+    twice = np.concatenate([k, k], 2)
+    lse = cupy_flash.attention(q, twice, twice, scale=3e3, return_lse=True)[1]
+    assert np.abs(lse).min() > 1024
+    half = cupy_flash.attention_statistics(q, k, lse, scale=3e3, want="key_sum").key_sum
+    whole = cupy_flash.attention_statistics(q, twice, lse, scale=3e3, want="key_sum").key_sum
+    np.testing.assert_allclose(half.sum(-1), 20, rtol=1e-2)
+    np.testing.assert_allclose(whole.sum(-1), 40, rtol=1e-4)
 
 
 # ---- packed sequences
@@ -376,20 +393,46 @@ def test_memory_is_linear_in_the_length() -> None:
     assert peak < 4096 * 4096 * 4 / 4
 
 
-def test_progress_is_told() -> None:
-    told: list[float] = []
-    q = k = np.ones((1, 1, 3000, 16), np.float32)
-    with cupy_flash.progress(told.append):
-        cupy_flash.attention_statistics(q, k, want="top_k", top_k=40)
-    assert told == sorted(told)
-    assert told[-1] == 1.0
-    assert len(told) > 1
+def computed_by(**options: Any) -> tuple[str, ...]:
+    memo.forget()
+    cupy_flash.attention_statistics(Q, K, **options)
+    return memo.kernels()
+
+
+def test_what_computes(cpu_family: str) -> None:
+    """The core, but of what is rotated; and `explain` says so."""
+    ours = ("core statistics",) if cpu_family == "core" else ("NumPy",)
+    assert computed_by() == computed_by(cache_seqlens=3) == ours
+    angles = np.ones((8, 4), np.float32)
+    assert computed_by(cache_seqlens=3, rotary=cupy_flash.Rotary(angles, angles)) == ("NumPy",)
+    text = cupy_flash.explain(Q, K, K, direction="statistics")
+    assert f"family    {cpu_family} on cpu" in text
+    assert ("kernel    statistics for" in text) == (cpu_family == "core")
+    text = cupy_flash.explain(Q, K, K, direction="statistics", arch="sm_80")
+    assert all(f"kernel    simple_statistics_{step}_f32" in text for step in ("by_key", "by_query"))
+
+
+def test_parts_of_many_rows() -> None:
+    """Rows of a head are counted in parts, and those of a part in several groups of panels."""
+    q, k = RNG.standard_normal((1, 2, 9100, 8)), RNG.standard_normal((1, 1, 170, 8))
+    options: dict[str, Any] = {"causal": True, "align": -8900}
+    assert_close(cupy_flash.attention_statistics(q, k, **options), q, k, 8, **options)
+
+
+def test_a_key_of_nan_reaches_those_that_see_it() -> None:
+    q, k = RNG.standard_normal((1, 2, 40, 16)), RNG.standard_normal((1, 2, 40, 16))
+    k[:, 0, 30] = np.nan
+    made = cupy_flash.attention_statistics(q, k, causal=True, want=("key_sum", "key_max", "entropy"))
+    for of_keys in (made.key_sum, made.key_max):
+        assert np.isnan(of_keys[:, 0, 30]).all()
+    assert np.isnan(made.entropy[:, 0, 30:]).all()
+    assert np.isfinite(made.entropy[:, 0, :30]).all()
+    assert all(np.isfinite(x[:, 1]).all() for x in made if x is not None)
 
 
 Q = np.ones((1, 4, 6, 8), np.float32)
 K = np.ones((1, 2, 6, 8), np.float32)
 CUT = np.array([0, 6], np.int32)
-ON_GPU = ArrayView(1 << 20, (1, 4, 6, 8), (192, 48, 8, 1), "float32", ("cuda", 0), "cupy", False, None)
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a name": (InvalidArgumentsError, "want has 'key_mean'(.|\n)*Try: want= some of", {"want": ["key_mean"]}),
     "no name": (InvalidArgumentsError, "want is empty", {"want": ()}),
@@ -417,7 +460,6 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "spans are not supported",
         {"cache_seqlens": 6, "mask": Spans(np.full((1, 1, 1, 6, 2), 6, np.int32))},
     ),
-    "a GPU": (UnsupportedError, "no kernel for GPUs, and q is cuda:0", {"q": ON_GPU, "k": ON_GPU}),
 }  # fmt: skip
 
 
@@ -429,12 +471,6 @@ def test_refusals(name: str) -> None:
     told = str(raised.value)
     assert "\n  v " not in told, "the caller gave no v"
     assert "Try: " in told
-
-
-def test_the_simulator_computes_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator")
-    with pytest.raises(UnsupportedError, match="the simulator of one"):
-        cupy_flash.attention_statistics(Q, K)
 
 
 def test_results_are_of_the_kind_of_the_inputs() -> None:

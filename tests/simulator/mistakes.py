@@ -66,6 +66,21 @@ SIMPLE_TANGENT = (
     Mistake("P for P dotS", _TANGENT, "Tiles::put_weights(rMoved, s)", "Tiles::put_weights(rS, s)"),
 )  # fmt: skip
 
+_STATISTICS = "simple_statistics.cu"
+SIMPLE_STATISTICS = (
+    Mistake("no LSE", _STATISTICS, "score - head.gLse[query * head.lse_row]", "score"),
+    Mistake("no softcap", _STATISTICS, "head.score.apply_softcap(product)", "product"),
+    Mistake("no band", _STATISTICS,
+            "if (!contains(head.band.keys_of(query), key)) return -Acc(kInfinity);", ""),
+    Mistake("the last column of queries alone", _STATISTICS, "sum += rSum[r][c],", "sum = rSum[r][c],"),
+    Mistake("the maximum of a lane", _STATISTICS,
+            "largest = max_over_lanes<kLanes>(largest)", "largest = largest"),
+    Mistake("the sum of a lane", _STATISTICS, "sum = sum_over_lanes<kLanes>(sum), ", ""),
+    Mistake("the entropy of a lane", _STATISTICS, "entropy = sum_over_lanes<kLanes>(entropy);", ""),
+    Mistake("0 log 0", _STATISTICS, "if (weight != 0) rEntropy", "rEntropy"),
+    Mistake("a maximum without NaN", _STATISTICS, "sum == sum ? largest : sum", "largest"),
+)  # fmt: skip
+
 SIMPLE_HESSIAN = (
     *_SCORES,
     Mistake("no mean in dotP", _HEAD, " - gMean[query * p.lse_dot.row]);", ");"),

@@ -67,6 +67,11 @@ SUBJECTS = {
         ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes and jvp"),
         mistakes.SIMPLE_TANGENT,
     ),
+    "simple_statistics": Subject(
+        "kernels_cu/simple_statistics.cu",
+        ("tests/simulator/test_simple_statistics.py", "-k", "test_schedules or of_nan"),
+        mistakes.SIMPLE_STATISTICS,
+    ),
     "simple_hessian": Subject(
         "kernels_cu/simple_hessian.cu",
         ("tests/simulator/test_simple_second_order.py", "-k", "test_mistakes and hvp"),
@@ -258,6 +263,11 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "__syncthreads()",
         2,
     ): "a limit not yet written reads as -1 here, so every block is masked; a race to ThreadSanitizer",
+    (
+        "simple/simt.cuh",
+        "__syncthreads()",
+        4,
+    ): "simple_statistics adds no weighted rows, and reads LSE alone of the forward pass, which does",
     ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_hessian.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",

@@ -139,7 +139,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     platform : str
         Such as "linux-x86_64".
     out : Path
-        Holds <platform>/<isa>.so and <platform>/<isa>_second_order.so.
+        Holds <platform>/<isa>.so and the other libraries of an instruction set, such as <isa>_functions.so.
     compiler : Compiler
     isas : sequence of Isa, optional
         Default: all of the platform.

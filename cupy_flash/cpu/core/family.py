@@ -54,6 +54,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append("reads bytes of 4-bit codes that lie next to each other")
     if p.function is not None and p.second_order:
         reasons.append("has no second derivatives of score functions")
+    elif p.direction == "statistics" and p.cache is not None and p.cache.rotary:
+        reasons.append("counts weights of queries and keys that are rotated already")
     elif isinstance(p.function, Graph):
         reasons += function_refusals(p.function, p.extents)
     return reasons
@@ -69,6 +71,8 @@ def keeps_reals(problem: Problem) -> list[str]:
         reasons.append("sums are float64")
     if p.function is not None or p.want_dbias or p.second_order or p.dropout:
         reasons.append("they have no score functions, dropout, gradient of a bias nor second order")
+    if p.direction == "statistics":
+        reasons.append("statistics are of reals")
     return reasons
 
 

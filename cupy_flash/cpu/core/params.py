@@ -1,4 +1,4 @@
-"""The structs of kernels_cpu, call.h and second_order.h, field by field, and how a problem fills them."""
+"""The structs of kernels_cpu, field by field, and how a problem fills them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from ...call.codes import CODE_UNITS
 from ...call.problem import Problem
 from ..philox import threshold
 
-__all__ = ["ABI_VERSION", "CALL", "NO_MEMORY", "OUTSIDE", "SECOND_ORDER", "STOP", "TENSORS", "Params"]
+__all__ = [
+    "ABI_VERSION",
+    "CALL",
+    "NO_MEMORY",
+    "OUTSIDE",
+    "SECOND_ORDER",
+    "STATISTICS",
+    "STOP",
+    "TENSORS",
+    "Params",
+]
 
 ABI_VERSION = 5
 
@@ -76,6 +86,11 @@ SECOND_ORDER = np.dtype(
     [("call", CALL), *[(name, DIRECTED) for name in _DIRECTED], ("directions", "<i8")], align=True
 )
 
+_OF_STATISTICS = ("key_sum", "key_max", "entropy", "top_weights", "top_keys")
+STATISTICS = np.dtype(
+    [("call", CALL), *[(name, TENSOR) for name in _OF_STATISTICS], ("places", "<i8")], align=True
+)
+
 # Axes of an array by its rank, or its own; the tables of rotation are (position, feature).
 _AXES = {
     4: ("batch", "head", "row", "column"),
@@ -110,8 +125,9 @@ class Params:
         directions: Sequence[Mapping[str, ArrayView]] = (),
         function_reals: int = 0,
     ) -> None:
-        p, whole = problem, np.zeros((), SECOND_ORDER if directions else CALL)
-        call = whole["call"] if directions else whole
+        p, of_statistics = problem, problem.direction == "statistics"
+        whole = np.zeros((), SECOND_ORDER if directions else STATISTICS if of_statistics else CALL)
+        call = whole["call"] if directions or of_statistics else whole
         places = _describe_directions(whole, directions) if directions else {}
         if p.function is not None:
             places["function"], call["function_reals"] = _offset("function"), function_reals
@@ -138,6 +154,12 @@ class Params:
                 _describe(call[codes][part], view, _AXES[4])
                 call[codes]["group"] = (p.head_dim if name[0] == "k" else p.head_dim_v) // view.shape[3]
                 places[name] = _offset(codes) + _offset(part, CODES)
+                continue
+            if of_statistics and name in _OF_STATISTICS:
+                _describe(whole[name], view, _AXES[len(view.shape)])
+                places[name] = _offset(name, STATISTICS)
+                if name == "top_keys":
+                    whole["places"] = view.shape[3]
                 continue
             field = (
                 "mask" if name == "ragged_mask" else TENSORS[_OF_CACHE.get(name, name) if p.cache else name]
@@ -204,7 +226,8 @@ class Params:
 def _describe(tensor: np.ndarray[Any, Any], view: ArrayView, axes: tuple[str, ...]) -> None:
     for axis, stride in zip(axes, view.broadcast().strides, strict=True):
         tensor[axis] = stride
-    tensor["type"] = TYPES.index("codes" if view.dtype == "uint8" else view.dtype)
+    if view.dtype != "int32":  # the keys of statistics, which are of nothing else
+        tensor["type"] = TYPES.index("codes" if view.dtype == "uint8" else view.dtype)
 
 
 def _describe_directions(

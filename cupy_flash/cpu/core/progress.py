@@ -11,7 +11,7 @@ __all__ = ["Watch", "share_of"]
 
 # Products of matrices in the jobs of an entry.
 _PRODUCTS = {"forward": 2, "backward": 5, "backward_dbias": 2, "function_sums": 0, "decode": 2, "jvp": 5,
-             "forward_jvp": 6, "hvp": 15, "hvp_dbias": 6}  # fmt: skip
+             "forward_jvp": 6, "hvp": 15, "hvp_dbias": 6, "statistics": 1}  # fmt: skip
 
 
 def share_of(problem: Problem, jobs: int, done: int) -> float:
@@ -24,7 +24,9 @@ def share_of(problem: Problem, jobs: int, done: int) -> float:
     heads = p.batch * p.heads_k
     total = p.band.pairs(p.seqlen_q, p.seqlen_k)
     parts = jobs // heads
-    if p.packed or p.cache is not None or p.second_order or not total or jobs % heads or parts > p.seqlen_q:
+    # why not: without LSE half of the jobs of statistics are of another pass.
+    plain = p.packed or p.cache is not None or p.second_order or p.direction == "statistics"
+    if plain or not total or jobs % heads or parts > p.seqlen_q:
         return done / jobs
     head, part = divmod(done, parts)
     rows = p.seqlen_q * (parts - part) // parts

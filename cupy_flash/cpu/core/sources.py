@@ -18,6 +18,7 @@ __all__ = [
     "PARTS",
     "PRODUCTS",
     "SECOND_ORDER",
+    "STATISTICS",
     "choices",
     "compiled",
     "digest",
@@ -41,13 +42,16 @@ OPTIONS = (
     "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
 )  # fmt: skip
 
-SECOND_ORDER, FUNCTIONS, BFLOAT16, AMX = "second_order", "functions", "bfloat16", "amx"
+SECOND_ORDER, STATISTICS, FUNCTIONS = "second_order", "statistics", "functions"
+BFLOAT16, AMX = "bfloat16", "amx"
 # The libraries of an instruction set, and which sources they are made from; the first from all that no
 # other one has to itself. why others: most programs never ask for them. The second is nearly as large as the
-# first; the first calls the third; the last two are passes of the first with products that few CPUs have.
+# first; the others call that of functions; the last two are passes of the first with products that few CPUs
+# have.
 PARTS = {
     "": (),
     SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp"),
+    STATISTICS: ("statistics.cpp",),
     FUNCTIONS: ("function.cpp",),
     BFLOAT16: ("backward.cpp", "decode.cpp", "forward.cpp"),
     AMX: ("backward.cpp", "decode.cpp", "forward.cpp"),
@@ -106,7 +110,7 @@ def files() -> list[Path]:
 
 def compiled(part: str = "") -> list[Path]:
     """What is compiled into a library."""
-    elsewhere = {*PARTS[SECOND_ORDER], *PARTS[FUNCTIONS]}
+    elsewhere = {*PARTS[SECOND_ORDER], *PARTS[STATISTICS], *PARTS[FUNCTIONS]}
     return [
         file
         for file in files()

@@ -12,7 +12,16 @@ from ..catalog import ARCHITECTURES, SHORT, Arch, Variant, architecture
 from ..launch import Plan
 from . import cached, decode, flash, fp8, hopper, simple
 
-__all__ = ["CACHE_FAMILIES", "FAMILIES", "Family", "has_own", "names", "of_function", "variants"]
+__all__ = [
+    "CACHE_FAMILIES",
+    "FAMILIES",
+    "OF_STATISTICS",
+    "Family",
+    "has_own",
+    "names",
+    "of_function",
+    "variants",
+]
 
 
 class Family(Protocol):
@@ -34,6 +43,8 @@ class Family(Protocol):
 FAMILIES: tuple[Family, ...] = (hopper, flash, simple, fp8)
 # The same for problems over a KV cache.
 CACHE_FAMILIES: tuple[Family, ...] = (cached, decode)
+# And for sums over the weights, whatever the keys lie in.
+OF_STATISTICS: tuple[Family, ...] = (simple,)
 
 
 @lru_cache(maxsize=64)

@@ -61,6 +61,10 @@ _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")}
     ),
 }
 
+# Statistics: sums over the weights, which take any head dim.
+_OF_STATISTICS = ("by_key", "by_query")
+_TILES |= {"by_key": (((64, 64, 35840),), ((32, 64, 33792),)), "by_query": _TILES["dbias"]}
+
 # Gradients of the arguments of a score function: compiled for functions only.
 _OF_ARGUMENTS = ("args_sum", "args_unite")
 _TILES |= {"args_sum": _TILES["dbias"], "args_unite": (((1, 1, 0),), ((1, 1, 0),))}
@@ -122,6 +126,8 @@ def _kernel(step: str) -> tuple[str, str, str]:
         return "simple_tangent.cu", "", "SecondOrderParams"
     if step.endswith("_dot"):
         return "simple_hessian.cu", step, "SecondOrderParams"
+    if step in _OF_STATISTICS:
+        return "simple_statistics.cu", step, "StatisticsParams"
     if step in _OF_ARGUMENTS:
         return "simple_backward_args.cu", step.removeprefix("args_"), "ArgumentParams"
     return "simple_backward.cu", step, "BackwardParams"
@@ -139,6 +145,9 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 def _steps(problem: Problem) -> list[str]:
     if problem.direction in ("forward", "jvp"):
         return [problem.direction]
+    if problem.direction == "statistics":
+        of_keys = "key_sum" in problem.wanted or "key_max" in problem.wanted
+        return ["by_key"] * of_keys + ["by_query"] * ("entropy" in problem.wanted)
     steps = ["delta", "dq", "dkv", *["dbias"] * problem.want_dbias, *["dsinks"] * problem.sinks]
     if problem.direction == "hvp":
         return [f"{step}_dot" for step in steps]
@@ -172,11 +181,23 @@ def _without_same_bits(problem: Problem) -> list[str]:
     return reasons
 
 
+def _not_counted(problem: Problem) -> list[str]:
+    """What of statistics has no kernel."""
+    reasons = []
+    if problem.cache is not None:
+        reasons.append("counts no weights over a cache")
+    if problem.function is not None:
+        reasons.append("counts no weights of score functions")
+    if "top_keys" in problem.wanted:
+        reasons.append("lists no largest weights (top_k)")
+    return reasons
+
+
 def refusals(problem: Problem, _arch: Arch) -> list[str]:
     """Every reason why these kernels cannot answer a problem."""
-    reasons = []
+    reasons = _not_counted(problem) if problem.direction == "statistics" else []
     if problem.dtype not in SHORT:
-        return [f"computes with 16-bit and wider inputs, not {problem.dtype}"]
+        return [*reasons, f"computes with 16-bit and wider inputs, not {problem.dtype}"]
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
@@ -199,6 +220,8 @@ def _blocks(problem: Problem, variant: Variant) -> int:
     p, (m, n), step = problem, variant.tile, variant.step.removesuffix("_dot")
     if step == "dkv":
         return p.batch * p.heads_k * blocks_of(p.seqlen_k, n)
+    if step == "by_key":
+        return p.batch * p.heads_q * blocks_of(p.seqlen_k, n)
     if step == "dbias":
         b, h, i, j = p.bias or (0, 0, 0, 0)
         return b * h * blocks_of(i, m) * blocks_of(j, n)
@@ -255,7 +278,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernels for a problem that is not refused."""
     launches = tuple(_launches(problem, _steps(problem)))
     notes = (_SAME_BITS,) if problem.reproducible == "device" else ()
-    if problem.direction in ("forward", "jvp"):
+    if problem.direction in ("forward", "jvp", "statistics"):
         return Plan(arch.name, NAME, launches, notes=notes)
     if problem.direction == "hvp":
         return Plan(arch.name, NAME, launches, *hessian_workspace(problem), notes=notes)

@@ -28,6 +28,7 @@ from tests.simulator import (
     test_nvfp4,
 )
 from tests.span_cases import SpanCase
+from tests.statistic_checks import check_statistics
 
 __all__ = ["Call", "Kernel", "calls", "kernels_of"]
 
@@ -57,6 +58,7 @@ def calls(target: str) -> Iterator[Call]:
     for dtype in ("f16", "bf16", "f32", "f64"):
         yield _simple(dtype)
         yield _second_order(dtype)
+        yield _statistics(dtype)
     for dtype in ("ieee32", "ieee64"):
         yield _same_bits(dtype)
     for dtype in _function_dtypes(target):
@@ -196,6 +198,17 @@ def _second_order(dtype: str) -> Call:
             test_second_order.check(case, _device("ieee"))
 
     return Call(f"second-order-{dtype}", run, frozenset(kernels))
+
+
+def _statistics(dtype: str) -> Call:
+    kernels = {("simple_statistics.cu", step, dtype) for step in ("by_key", "by_query")}
+    case = _case(dtype, (40, 24), bias="bhqk", sinks=True)
+
+    def run() -> None:
+        with only(simple):
+            check_statistics(case, _device("ieee"))
+
+    return Call(f"statistics-{dtype}", run, frozenset(kernels | {("simple_forward.cu", "", dtype)}))
 
 
 def _flash(dtype: str) -> Call:
