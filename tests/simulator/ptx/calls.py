@@ -279,11 +279,12 @@ def _tf32() -> Call:
 
 def _wide(dtype: str, family: families.Family, source: str, widest: int) -> Call:
     """Forward of head dims above 256: two tiles, keys of which the last block is cut, one class of two."""
+    mask = "b11k" if family is flash else None
 
     def run() -> None:
         with only(family):
             check_forward(replace(_case(dtype, (512, 488), sinks=True), lengths=(70, 150)), _device())
-            check_forward(_case(dtype, (widest, 512)), _device())
+            check_forward(_case(dtype, (widest, 512), mask=mask), _device())
 
     return Call(f"{family.NAME}-forward-wide-{dtype}", run, frozenset({(source, "", dtype)}))
 
