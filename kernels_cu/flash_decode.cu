@@ -124,23 +124,6 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
     }
 }
 
-// Of a step: the last keys, as many as there are queries, are drafts, which the queries in their spans see.
-CF_DEVICE void mask_drafts(float (&s)[1][kStepKeys / 8][4], const Score& score, const Sequence& sequence,
-                           const RowBlock& block, int32_t key) {
-    const int32_t first = key + threadIdx.x % 4 * 2 - (sequence.seqlen_k - sequence.seqlen_q);
-    CF_UNROLL
-    for (int half = 0; half < 2; half++) {
-        const Row row = block.row(threadIdx.x % 32 / 4 + 8 * half);
-        const HeadSpans spans(score, sequence, row.head);
-        CF_UNROLL
-        for (int i = 0; i < kStepKeys / 4; i++) {
-            const int32_t draft = first + i / 2 * 8 + i % 2;
-            const bool is_draft = draft >= 0 && draft < sequence.seqlen_q;
-            if (is_draft && !spans.meets(draft, row.query, row.query + 1)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
-        }
-    }
-}
-
 // Q of the block's rows, zeros where there are none. Of integers each row is raised to the range of halves, and its
 // factor saved; scale: of all scores.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& block, float scale) {
@@ -359,7 +342,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
                 x = seen ? x : -kInfinity;
             });
         if (kDrafts && p.score.spans.data && key + kStepKeys > sequence.seqlen_k - sequence.seqlen_q)
-            mask_drafts(rS, p.score, sequence, s.saved.block, key);
+            mask_drafts(rS, p.score, sequence, s.saved.block, 0, first);
         // [A1.9]
         softmax_rescale_o(tiles, softmax, rS, rO, v_unit, step);
         // [A1.10]

@@ -277,10 +277,13 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                 multiply<Product, kSteps>(rS, shared_q, RowsAsB<KTile>(sK, kWarpKeys * key_warp));
                 shared_q.advance(kSteps);
             }
-            if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks)) {
-                const Positions<false> at(saved.first_query + row_first,
-                                          saved.first_key + block * kBlockN + kWarpKeys * key_warp);
-                mask_band(rS, at, saved.band);
+            const Positions<false> at(saved.first_query + row_first,
+                                      saved.first_key + block * kBlockN + kWarpKeys * key_warp);
+            if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks)) mask_band(rS, at, saved.band);
+            if (p.score.mask.data) {
+                const auto* attend = static_cast<const uint8_t*>(p.score.mask.data) +
+                                     saved.batch * p.score.mask.batch + saved.head * p.score.mask.head;
+                mask_keys(rS, attend, p.score.mask.column, at.column, saved.band.seqlen_k - 1);
             }
             // [A1.9]
             float highest[2];

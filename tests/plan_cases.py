@@ -104,6 +104,21 @@ CASES = {
         batch=32, heads_q=128, heads_k=1, seqlen_q=2, right=0, head_dim=576, head_dim_v=512,
         cache=Cache("float16", latent=True),
     ),
+    "decode_bf16_d512_drafts": CACHED._replace(
+        dtype="bfloat16", batch=4, heads_q=32, heads_k=4, seqlen_q=4, right=0, head_dim=512, head_dim_v=512,
+        cache=Cache("bfloat16", page=16, appended=4),
+    ),
+    "decode_e4m3_d512": CACHED._replace(
+        heads_q=32, heads_k=4, head_dim=512, head_dim_v=512, cache=Cache("float8_e4m3fn", page=64),
+    ),
+    "cached_bf16_d512_prompt": CACHED._replace(
+        dtype="bfloat16", heads_q=32, heads_k=4, seqlen_q=2048, right=0, head_dim=512, head_dim_v=512,
+        cache=Cache("bfloat16", appended=2048),
+    ),
+    "cached_f16_d512_paged_prompt": CACHED._replace(
+        heads_q=32, heads_k=4, seqlen_q=512, right=0, head_dim=512, head_dim_v=512,
+        cache=Cache("float16", page=16),
+    ),
     "cached_f16_d128_prompt": CACHED._replace(
         seqlen_q=512, right=0, cache=Cache("float16", appended=512, rotary=128)
     ),

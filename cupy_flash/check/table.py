@@ -99,6 +99,7 @@ OTHERS: tuple[Case, ...] = (
     Cached(prefix=90),
     Cached(dtype=BFLOAT16, prefix=64, queries=3, options={"causal": True}),
     Cached(stored="float8", dtype=BFLOAT16),
+    Cached(head_dims=(512, 512), heads=(8, 1), page=64, queries=2, options={"causal": True}),
     Cached(stored="nvfp4"),
     Cached(dtype=BFLOAT16, heads=(16, 1), head_dims=(576, 512), latent=True, page=64),
     SecondOrder("float16", {"causal": True}),

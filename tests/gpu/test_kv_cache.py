@@ -35,6 +35,19 @@ CASES = [
     ),
     KvCase(latent=True, head_dims=(576, 512), heads=(128, 1), kind="paged", page=7, room=700, splits=3),
     KvCase(kind="paged", page=64, lengths=(8192, 77, 3000), room=8192, heads=(32, 4), head_dims=(128, 128)),
+    *(
+        KvCase(
+            head_dims=(512, 512), heads=(16, 2), queries=queries, causal=True, stored=stored, new=1, **more
+        )
+        for queries, stored, more in (
+            (1, "same", {"lengths": (5000, 1, 4000), "room": 5120}),
+            (1, "int8", {"kind": "paged", "page": 64, "room": 5120, "lengths": (5000, 77, 0)}),
+            (4, "e4m3", {"kind": "paged", "page": 7, "room": 700}),
+            (5, "same", {"lengths": (2000, 700, 3), "room": 2048, "kind": "paged", "splits": 3}),
+            (130, "same", {"lengths": (2000, 700, 3), "room": 2048, "kind": "paged"}),
+        )
+    ),
+    KvCase(head_dims=(384, 264), heads=(8, 1), kind="indexed", window=(300, None), room=640),
 ]
 
 pytestmark = pytest.mark.gpu

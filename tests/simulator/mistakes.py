@@ -172,15 +172,21 @@ FLASH_FORWARD_WIDE_SM90 = (
 )  # fmt: skip
 
 # Of keys that are not there, and of a ring that is one step short.
-_LATENT = "flash_decode_latent.cu"
-FLASH_DECODE_LATENT = (
-    Mistake("keys without a page seen", _LATENT, "s.nowhere[stage][column]", "false"),
-    Mistake("a stage filled while it is read", _LATENT,
-            "start(step + kStages - 1);", "start(step + kStages);"),
-    Mistake("maxima of one warp", _LATENT,
+_DECODE_WIDE = "flash_decode_wide.cu"
+FLASH_DECODE_WIDE = (
+    Mistake("keys without a page seen", _DECODE_WIDE, "s.nowhere[tile % kStages][column]", "false"),
+    Mistake("a stage filled while it is read", _DECODE_WIDE,
+            "start(tile + kStages - 1);", "start(tile + kStages);"),
+    Mistake("keys overwritten while they are read", _DECODE_WIDE,
+            "start(tile + kStages);", "start(tile + kStages + 1);"),
+    Mistake("keys widened over values that are read", _DECODE_WIDE, "s.at(tile % kTiles)", "s.at(0)"),
+    Mistake("columns beyond the last", _DECODE_WIDE, "smaller(16, bytes - i * kRowThreads * 16)", "16"),
+    Mistake("values without their scale", _DECODE_WIDE, "done.normaliser * v_scale", "done.normaliser"),
+    Mistake("drafts seen by all", _DECODE_WIDE, "if (drafts) mask_drafts", "if (false) mask_drafts"),
+    Mistake("maxima of one warp", _DECODE_WIDE,
             "highest[half] = fmaxf(highest[half], s.row_max[w][row])", "(void)w"),
-    Mistake("half of the features", _LATENT, "rS[0][n][0] += x.x, ", ""),
-    Mistake("sinks in every part", _LATENT, "p.score.sinks && !parted", "p.score.sinks"),
+    Mistake("some of the features", _DECODE_WIDE, "rS[0][n][0] += x.x, ", ""),
+    Mistake("sinks in every part", _DECODE_WIDE, "p.score.sinks && !parted", "p.score.sinks"),
 )  # fmt: skip
 
 # Of what gives other bits, or keys that are not there.

@@ -170,14 +170,18 @@ SUBJECTS = {
             "test_classes and (f16_d128 or e4m3_d128 or turing_f16 or turing_e4m3 or int8_d256)",
         ),
     ),
-    "flash_decode_latent": Subject(
-        "kernels_cu/flash_decode_latent.cu",
+    "flash_decode_wide": Subject(
+        "kernels_cu/flash_decode_wide.cu",
         (
             "tests/simulator/test_flash_latent.py",
+            "tests/simulator/test_flash_decode_wide.py",
             "-k",
-            "(test_cases and (few or more or many or parts)) or hostile",
+            (
+                "cases[few] or cases[more] or cases[many] or cases[odd_pages] or cases[parts] or cases[int8] "
+                "or cases[d264_v40] or (hostile and not e4m3) or trees_of_drafts[few]"
+            ),
         ),
-        mistakes.FLASH_DECODE_LATENT,
+        mistakes.FLASH_DECODE_WIDE,
     ),
     "flash_decode_in_order": Subject(
         "kernels_cu/flash_decode_in_order.cu",
@@ -338,7 +342,9 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     # in the simulator a collective orders them; on a GPU only the barrier makes memory visible.
     ("flash_decode_in_order.cu", "__syncwarp()", 1): "ldmatrix, a collective, reads the keys first",
     ("flash_decode.cu", "__syncwarp()", 1): "the products of the step before end with collectives",
-    ("cache/stored.cuh", "__syncwarp()", 1): "ldmatrix, a collective, reads the widened tiles",
+    ("cache/stored.cuh", "__syncwarp()", 1): (
+        "ldmatrix, a collective, reads the widened tiles; flash_decode_wide does not call it"
+    ),
     ("hopper/epilogue.cuh", "__syncwarp()", 1): "elect_one, a collective, comes before the copy reads",
     ("tile/epilogue.cuh", "__syncwarp()", 1): (
         "flash_forward has just passed a barrier of the block; other callers stage more than once"

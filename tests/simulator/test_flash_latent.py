@@ -1,4 +1,4 @@
-"""flash_decode_latent: FP64 parity by latents and by a view, hostile tables, cost, races, refusals."""
+"""flash_decode_wide: FP64 parity by latents and by a view, hostile tables, cost, races, refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_view_is_latents() -> None:
         apart = kv[..., :512].copy()
         of_two = cupy_flash.attention_with_kv_cache(q, kv, apart, cache_seqlens=lengths)
         np.testing.assert_allclose(of_two.astype(float), one.astype(float), rtol=0, atol=4e-3)
-        for values, kernel in ((kv[..., :512], "flash_decode_latent"), (apart, "flash_forward_wide")):
+        for values, kernel in ((kv[..., :512], "flash_decode_wide"), (apart, "flash_forward_wide")):
             plan = cupy_flash.explain(q, kv, values, kv_cache={"cache_seqlens": lengths}, arch="sm_86")
             assert f"kernel    {kernel}_" in plan
 

@@ -76,6 +76,25 @@ def test_bands(number: int, device: Device) -> None:
         check_forward(taken(CASES[number], device), device)
 
 
+@pytest.mark.parametrize("mask", ["b11k", "1h11", "k"])
+@pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_86"], indirect=True)
+def test_masks_of_keys(mask: str, device: Device) -> None:
+    """One that is the same for all queries; with others, the plan says so."""
+    for number, head_dims in enumerate(((512, 512), (320, 384))):
+        case = Case(dtype="float16", batch=2, heads=(4, 2), lengths=(70, 200), head_dims=head_dims, mask=mask,
+                    style="aligned", **BANDS[number])  # fmt: skip
+        with under(number):
+            check_forward(case, device)
+
+
+def test_other_masks_are_refused_by_name() -> None:
+    q = np.zeros((1, 1, 64, 512), np.float16)
+    for shape, kernel in (((1, 1, 64, 64), "simple_forward"), ((1, 1, 1, 64), "flash_forward_wide")):
+        plan = cupy_flash.explain(q, q, q, mask=np.ones(shape, bool), arch="sm_86")
+        assert f"kernel    {kernel}_" in plan
+        assert ("above 256, has no mask that differs from query to query" in plan) == (shape[2] > 1)
+
+
 # More blocks than the ring has slots for, a last one that ends early, several tiles.
 IN_ANY_ORDER = Case(dtype="float16", batch=1, heads=(2, 1), lengths=(130, 300), head_dims=(512, 512),
                     causal=True, align="bottom_right", sinks=True, style="aligned")  # fmt: skip

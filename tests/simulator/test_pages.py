@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.simulator, pytest.mark.sampled(4)]
 ARCHS = ("sm_80", "sm_90a")
 
 
-def aligned(x: np.ndarray) -> np.ndarray:
+def aligned(x: np.ndarray, columns: int) -> np.ndarray:
     """Values of dimensions that the kernels of every family take."""
-    return np.ascontiguousarray(np.concatenate([x, x], -1)[..., :32])
+    return np.ascontiguousarray(np.tile(x, -(-columns // x.shape[-1]))[..., :columns])
 
 
-def pool_of(page: int, keys: tuple[int, ...] = KEYS) -> tuple[Pool, np.ndarray]:
+def pool_of(page: int, keys: tuple[int, ...] = KEYS, columns: int = 32) -> tuple[Pool, np.ndarray]:
     pool = Pool(keys, page, dtype=np.float16)
-    pool.v, pool.values = aligned(pool.v), [aligned(x) for x in pool.values]
+    pool.v, pool.values = aligned(pool.v, columns), [aligned(x, columns) for x in pool.values]
     return pool, queries(dtype=np.float16)
 
 
@@ -41,11 +41,12 @@ def close(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("page", "options"), [
-    (1, {}), (5, {"causal": True}), (16, {"window": (20, 3), "softcap": 3.0}), (24, {"causal": True}),
+@pytest.mark.parametrize(("page", "columns", "options"), [
+    (1, 32, {}), (5, 32, {"causal": True}), (16, 32, {"window": (20, 3), "softcap": 3.0}),
+    (24, 32, {"causal": True}), (7, 264, {"causal": True}), (16, 512, {"window": (20, 3)}),
 ])  # fmt: skip
-def test_a_prefill_over_pages(arch: str, page: int, options: dict[str, Any]) -> None:
-    pool, q = pool_of(page)
+def test_a_prefill_over_pages(arch: str, page: int, columns: int, options: dict[str, Any]) -> None:
+    pool, q = pool_of(page, columns=columns)
     cut = offsets(QUERIES)
     wanted = one_by_one(q, cut, pool.keys, pool.values, **options)
     with on(arch, without_decode=False), simulator.schedule("late"):
@@ -91,9 +92,10 @@ def test_ragged_new_keys_and_every_rotation(arch: str) -> None:
             )
 
 
+@pytest.mark.parametrize("columns", [32, 264])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_padding_and_masks(arch: str) -> None:
-    pool, _ = pool_of(144, KEYS[:3])
+def test_padding_and_masks(arch: str, columns: int) -> None:
+    pool, _ = pool_of(144, KEYS[:3], columns)
     q = queries((9, 9, 9), 0, np.float16)
     cut = offsets((9, 9, 9))
     pads = np.array([3, 0, 60], np.int32)
@@ -109,7 +111,7 @@ def test_padding_and_masks(arch: str) -> None:
             o, lse = cached(
                 batched, k, v, cache_seqlens=pool.used, layout="bshd", causal=True, return_lse=True, **option
             )
-        close(o.reshape(q.shape), np.concatenate(list(lse), 1), wanted)
+        close(o.reshape(len(q), *o.shape[2:]), np.concatenate(list(lse), 1), wanted)
 
 
 def test_what_no_kernel_takes_is_refused_by_name() -> None:

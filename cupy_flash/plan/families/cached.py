@@ -27,6 +27,10 @@ _FORWARD = (hopper, flash, simple)
 # 128 features, which at 24 bytes a cycle is 384 FLOP a cycle; tiles of 64 to 192 queries multiply at 1000
 # (mma.sync) to 2600 (wgmma).
 _GAIN = {"hopper": 6.0, "flash": 2.5}
+# The same above head dim 256, where blocks of decode have up to 64 rows and shared memory counts: for 64 rows
+# and 16 keys decode takes 1792 cycles of it and 300 of barriers, flash_forward_wide 1300 and 215. By wgmma an
+# H200 has 516 TFLOP/s, and by these 2100 cycles it would have 230.
+_GAIN_WIDE = {"hopper": 2.3, "flash": 1.4}
 # Tiles of 16 queries that decode gets through while a cache is gathered: it is read and written once.
 _GATHER_TILES = 3
 # Dtypes in which a stored key times its scale would be rounded. (Decode rounds 4-bit codes too.)
@@ -114,7 +118,8 @@ def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
     pairs_per_step = variant.tile[0] * keys_per_step * splits.at_once / arch.multiprocessors
     tiles = p.batch * heads * blocks_of(p.seqlen_q << first.head_bits, tile)
     waves = blocks_of(tiles, arch.multiprocessors)
-    steps = tile * decode.keys_seen(p) / (pairs_per_step * _GAIN[computed.family])
+    gains = _GAIN_WIDE if decode.is_wide(p) else _GAIN
+    steps = tile * decode.keys_seen(p) / (pairs_per_step * gains[computed.family])
     cost = waves * (steps + decode.BLOCK_COST)
     assert p.cache is not None
     if not p.cache.appended and not p.cache.rotary:

@@ -9,7 +9,7 @@ from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
-from . import flash, latent
+from . import decode_wide, flash
 
 __all__ = [
     "BLOCK_COST",
@@ -22,6 +22,7 @@ __all__ = [
     "Splits",
     "append",
     "cheapest",
+    "is_wide",
     "keys_of_step",
     "keys_seen",
     "plan",
@@ -156,7 +157,7 @@ def append(dtype: str, stored: str) -> Variant:
 
 def _combine(dtype: str, head_dim_v: int = HEAD_DIMS[-1]) -> Variant:
     dtype = "f32" if dtype == "tf32x3" else dtype
-    width = HEAD_DIMS[-1] if head_dim_v <= HEAD_DIMS[-1] else latent.HEAD_DIM_V
+    width = HEAD_DIMS[-1] if head_dim_v <= HEAD_DIMS[-1] else decode_wide.HEAD_DIM_V
     return Variant("flash_combine.cu", "", "DecodeParams", dtype, width, width, (1, 1), 128, 4 * 4 * width)
 
 
@@ -167,13 +168,13 @@ def variants(arch: Arch) -> Iterator[Variant]:
             continue
         yield _combine(dtype)
         if arch.capability >= 80 and _ITEM[dtype] == 2:
-            yield _combine(dtype, latent.HEAD_DIM_V)
+            yield _combine(dtype, decode_wide.HEAD_DIM_V)
         for stored in ("", *STORED.values()) if _ITEM[dtype] == 2 else ("",):
             yield append(dtype, stored)
             for head_dim in HEAD_DIMS:
                 in_order = None if stored else _in_order(dtype, head_dim, arch)
                 yield from (v for v in (_decode(dtype, stored, head_dim, arch), in_order) if v is not None)
-    yield from latent.variants(arch)
+    yield from decode_wide.variants(arch)
 
 
 def refused_codes(p: Problem) -> list[str]:
@@ -205,7 +206,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
     if p.packed or p.cache.packed:
         reasons.append("does not support packed queries or packed new keys")
-    wide = _latents(p)
+    wide = is_wide(p)
     if not wide and (p.cache.page % STEP_KEYS or p.cache.page & p.cache.page - 1):
         reasons.append(f"needs pages of a power of two of at least {STEP_KEYS} keys, not {p.cache.page}")
     if p.mask or p.cache.leftpad:
@@ -214,9 +215,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("does not support rotary.on_read")
     widest = max(p.head_dim, p.head_dim_v)
     if wide:
-        reasons += latent.refusals(p, arch)
-    elif widest > HEAD_DIMS[-1]:
-        reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
+        reasons += decode_wide.refusals(p, arch)
     if p.spans and p.dtype == "float32" and widest > 128 and not wide:
         reasons.append(f"does not support Spans for float32 of head_dim {widest}, above 128")
     if not p.aligned:
@@ -224,9 +223,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     return reasons or _refused_in_order(p, arch) if p.reproducible else reasons
 
 
-def _latents(p: Problem) -> bool:
-    """Whether only kernels of their own read this cache of latents; narrow ones are keys like others."""
-    return p.cache is not None and p.cache.latent and p.head_dim > HEAD_DIMS[-1]
+def is_wide(p: Problem) -> bool:
+    """Whether only the kernels of wide heads take the head dims; narrow latents are keys like others."""
+    return max(p.head_dim, p.head_dim_v) > HEAD_DIMS[-1]
 
 
 def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
@@ -277,7 +276,7 @@ def keys_seen(p: Problem) -> int:
 
 def keys_of_step(variant: Variant) -> int:
     """Keys that a block reads at a time."""
-    if variant.source == latent.SOURCE:
+    if variant.source == decode_wide.SOURCE:
         return variant.tile[1]
     return STEP_KEYS * variant.threads // 32
 
@@ -286,8 +285,8 @@ def _blocks_at_once(variant: Variant, arch: Arch) -> int:
     """Blocks that the GPU holds, as shared memory allows; a block reserves 1 KiB beside its own."""
     of_multiprocessor = arch.shared_bytes + 1024
     fitting = max(1, of_multiprocessor // (variant.shared_bytes + 1024))
-    if variant.source == latent.SOURCE:  # registers allow fewer
-        fitting = min(fitting, latent.blocks_held(variant))
+    if variant.source == decode_wide.SOURCE:  # registers allow fewer
+        fitting = min(fitting, decode_wide.blocks_held(variant))
     return arch.multiprocessors * fitting
 
 
@@ -344,8 +343,8 @@ def cheapest(problem: Problem, arch: Arch) -> tuple[Variant, Splits]:
 
 def _kernel(p: Problem, arch: Arch) -> Variant:
     assert p.cache is not None
-    if _latents(p):
-        return latent.kernel(p, arch)
+    if is_wide(p):
+        return decode_wide.kernel(p, arch)
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.head_dim_v) <= d)
     dtype = _PRODUCTS[p.dtype]

@@ -125,7 +125,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.dtype not in taken or _classes_of(p, arch) is None:
         return [beyond(p, max(wide) if wide and p.dtype in taken else None)]
     inside = {
-        "mask": p.mask,
+        # why one of keys is taken: gathering a cache leaves one, of pages and padding.
+        "mask": p.mask and p.direction != "forward",
+        "mask that differs from query to query": p.mask and p.direction == "forward" and p.mask[2] > 1,
         "bias": p.bias,
         "Spans": p.spans,
         "BlockMask": p.blocks,

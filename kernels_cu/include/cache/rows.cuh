@@ -47,3 +47,22 @@ struct RowBlock {
         return ((int64_t(split) * shape.batch + batch) * shape.heads_q + at.head) * shape.seqlen_q + at.query;
     }
 };
+
+// The last keys, as many as there are queries, are drafts, which the queries in their spans see. Of a warp's 16 rows from
+// row_first on; first_key: of column 0 of this thread.
+template <int kN>
+CF_DEVICE void mask_drafts(float (&s)[1][kN][4], const Score& score, const Sequence& sequence,
+                           const RowBlock& block, int32_t row_first, int32_t first_key) {
+    const int32_t first = first_key - (sequence.seqlen_k - sequence.seqlen_q);
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const Row row = block.row(row_first + threadIdx.x % 32 / 4 + 8 * half);
+        const HeadSpans spans(score, sequence, row.head);
+        CF_UNROLL
+        for (int i = 0; i < 2 * kN; i++) {
+            const int32_t draft = first + i / 2 * 8 + i % 2;
+            const bool is_draft = draft >= 0 && draft < sequence.seqlen_q;
+            if (is_draft && !spans.meets(draft, row.query, row.query + 1)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
+        }
+    }
+}

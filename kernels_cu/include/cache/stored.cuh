@@ -62,24 +62,30 @@ CF_DEVICE uint4 widen8(uint32_t x, uint32_t y) {
             widen2<kStored, Element>(y, false), widen2<kStored, Element>(y, true)};
 }
 
-// A warp widens a tile of stored bytes into a tile of 16-bit elements.
+// A thread widens a chunk of a tile of stored bytes into two of a tile of 16-bit elements.
 //
-// layout: 8 neighbouring lanes read 8 neighbouring chunks, and write two chunks each. Where they share a row,
-// the second four write their odd chunk first, so that one store touches 8 different groups of banks.
+// layout: 8 neighbouring lanes read 8 neighbouring chunks. Where they share a row, the second four write their odd
+// chunk first, so that one store touches 8 different groups of banks.
+template <Stored kStored, class From, class To>
+CF_DEVICE void widen_chunk(uint32_t to_address, uint32_t from_address, int row, int chunk) {
+    const bool odd_first = From::kChunks >= 8 && (chunk >> 2 & 1);
+    const uint4 x = ld_shared<uint4>(from_address + From::offset(row, chunk));
+    const int first = 2 * chunk + odd_first;
+    using Element = typename To::Element;
+    st_shared(to_address + To::offset(row, first),
+              widen8<kStored, Element>(odd_first ? x.z : x.x, odd_first ? x.w : x.y));
+    st_shared(to_address + To::offset(row, first ^ 1),
+              widen8<kStored, Element>(odd_first ? x.x : x.z, odd_first ? x.y : x.w));
+}
+
+// A warp widens a tile.
 template <Stored kStored, class From, class To>
 CF_DEVICE void widen_tile(uint32_t to_address, uint32_t from_address) {
     constexpr int kCopies = From::kRows * From::kChunks / 32;
     CF_UNROLL
     for (int i = 0; i < kCopies; i++) {
-        const int at = threadIdx.x % 32 + 32 * i, row = at / From::kChunks, chunk = at % From::kChunks;
-        const bool odd_first = From::kChunks >= 8 && (chunk >> 2 & 1);
-        const uint4 x = ld_shared<uint4>(from_address + From::offset(row, chunk));
-        const int first = 2 * chunk + odd_first;
-        using Element = typename To::Element;
-        st_shared(to_address + To::offset(row, first),
-                  widen8<kStored, Element>(odd_first ? x.z : x.x, odd_first ? x.w : x.y));
-        st_shared(to_address + To::offset(row, first ^ 1),
-                  widen8<kStored, Element>(odd_first ? x.x : x.z, odd_first ? x.y : x.w));
+        const int at = threadIdx.x % 32 + 32 * i;
+        widen_chunk<kStored, From, To>(to_address, from_address, at / From::kChunks, at % From::kChunks);
     }
 }
 

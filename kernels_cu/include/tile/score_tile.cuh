@@ -108,6 +108,24 @@ CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at
     }
 }
 
+// -inf where a mask of keys, the same for all queries, forbids one. first: the key of the thread's first column.
+template <int kM, int kN>
+CF_DEVICE void mask_keys(float (&s)[kM][kN][4], const uint8_t* attend, int64_t stride, int32_t first, int32_t last) {
+    CF_UNROLL
+    for (int n = 0; n < kN; n++) {
+        CF_UNROLL
+        for (int i = 0; i < 2; i++) {
+            const bool keep = attend[smaller(first + 8 * n + i, last) * stride];
+            CF_UNROLL
+            for (int m = 0; m < kM; m++) {
+                CF_UNROLL
+                for (int half = 0; half < 2; half++)
+                    s[m][n][2 * half + i] = keep ? s[m][n][2 * half + i] : -kInfinity;
+            }
+        }
+    }
+}
+
 // tanh. why: accurate to 2^-22 of its range with two special functions, enough for scores of 16-bit
 // products; float inputs get the library's, which is accurate near 0 too. (tanh.approx errs by 2^-11, times
 // the cap: too much for either.)

@@ -75,6 +75,8 @@ def calls(target: str) -> Iterator[Call]:
         yield _chunks(dtype)
         for stored in ("same",) if dtype == "f32" else ("same", "int8", "e4m3"):
             yield _decode(dtype, stored)
+            if dtype != "f32" and not turing:
+                yield _decode_wide(dtype, stored)
         yield _in_order(dtype)
         if dtype != "f32" and not turing:
             yield _latents(dtype)
@@ -292,11 +294,12 @@ def _tf32() -> Call:
 
 def _wide(dtype: str, family: families.Family, source: str, widest: int) -> Call:
     """Forward of head dims above 256: two tiles, keys of which the last block is cut, one class of two."""
+    mask = "b11k" if family is flash else None
 
     def run() -> None:
         with only(family):
             check_forward(replace(_case(dtype, (512, 488), sinks=True), lengths=(70, 150)), _device())
-            check_forward(_case(dtype, (widest, 512)), _device())
+            check_forward(_case(dtype, (widest, 512), mask=mask), _device())
 
     return Call(f"{family.NAME}-forward-wide-{dtype}", run, frozenset({(source, "", dtype)}))
 
@@ -382,9 +385,21 @@ def _decode(dtype: str, stored: str) -> Call:
     return Call(f"decode-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
 
 
+def _decode_wide(dtype: str, stored: str) -> Call:
+    """Decode of head dims above 256: a few rows, whose keys are in two parts."""
+    step = _step(stored)
+    kernels = {("flash_append.cu", step, dtype), ("flash_decode_wide.cu", step, dtype),
+               ("flash_combine.cu", "", dtype)}  # fmt: skip
+    case = KvCase(
+        dtype=_NUMPY[dtype], stored=stored, head_dims=(512, 392), heads=(8, 2), lengths=(37, 300), room=320,
+        kind="paged", new=1, rotary=32, splits=2,
+    )  # fmt: skip
+    return Call(f"decode-wide-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
+
+
 def _latents(dtype: str) -> Call:
     """Latents: a few rows of one new latent, whose keys are in two parts."""
-    kernels = {("flash_append.cu", "", dtype), ("flash_decode_latent.cu", "", dtype),
+    kernels = {("flash_append.cu", "", dtype), ("flash_decode_wide.cu", "", dtype),
                ("flash_combine.cu", "", dtype)}  # fmt: skip
     case = KvCase(
         dtype=_NUMPY[dtype], latent=True, head_dims=(576, 512), heads=(4, 1), lengths=(37, 300), room=320,

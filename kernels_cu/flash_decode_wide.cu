@@ -1,14 +1,16 @@
-// Attention of few queries over long keys in a cache whose values are the first columns of its keys, on mma.sync
-// tensor cores, sm_80 to sm_120: multi-head latent attention (MLA), every latent read once.
+// Attention of few queries over long keys in a cache, of head dims above 256, on mma.sync tensor cores, sm_80 to
+// sm_120. Values are an array like keys, or the first columns of the keys: multi-head latent attention (MLA), every
+// latent read once.
 //
 // Sources: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1: one latent of a token for all heads, its
 // projections absorbed into q and o; splits and tags as in flash_decode.cu.
-//   [D1]    the rows of a block: queries of all heads that share a latent, heads of one query next to each other;
+//   [D1]    the rows of a block: queries of all heads that share a key head, heads of one query next to each other;
 //           kBlockM of them
 //   [D2]    the keys of a block: one of `splits` parts of those that the rows see
-//   [D3]    steps of kBlockN keys in one ring of the block: one copy of a key serves both products
-//   [A1.8]      S = score(Q K^T), -inf where masked. A warp takes 16 rows, kWarpKeys keys and, of kDepthWarps = 2,
-//               half of the features; the halves meet in shared memory
+//   [D3]    steps of kBlockN keys in one ring of the block, whose tiles are those of K and of V in turn; of latents one
+//           tile serves both products
+//   [A1.8]      S = score(Q K^T), -inf where masked: by the band, and the last keys, drafts, by spans. A warp takes 16
+//               rows, kWarpKeys keys and one of kDepthWarps parts of the features; the parts are added in shared memory
 //   [A1.9]      row_max rises over all warps; P = e^(S - row_max) goes to shared memory, row_sum and O follow
 //   [A1.10]     O = O + P V. A warp takes all rows and every kWarps-th block of 16 columns
 //   [A1.12] O = O / row_sum, 0 in a row without keys
@@ -16,21 +18,25 @@
 //
 // Grid:   as flash_decode, with tiles of kBlockM rows.
 // Block:  8 warps.
-// Shared: Q tile, kBlockM x kHeadDim; kStages tiles of keys, kBlockN x kHeadDim; P; halves of S; row statistics.
+// Shared: of 8-bit caches a tile of K and one of V widened; Q tile, kBlockM x kHeadDim; kStages tiles of the cache,
+//         kBlockN x kHeadDim; P; parts of S; row statistics.
 //
-// Assumes: head_dim is kHeadDim, head_dim_v at most kHeadDimV; the cache's v is its k; rows of q, o and the cache
-//          start on 16-byte boundaries, last axes contiguous. Pages of any size: every row of a step looks up its own.
-// Not here: masks, spans, bias, dropout; new latents and rotation (flash_append), splits brought together
-//           (flash_combine).
+// Assumes: head dims are at most kHeadDim and kHeadDimV, of latents kHeadDim and at most kHeadDimV, whose v is their
+//          k; rows of q, o and the cache start on 16-byte boundaries, last axes contiguous. Pages of any size: every
+//          row of a step looks up its own.
+// Not here: masks, bias, dropout; spans and 8 bits of latents; new keys and rotation (flash_append), splits brought
+//           together (flash_combine).
 #include "backward/gradient_sums.cuh"
 #include "backward/operand.cuh"
 #include "cache/rows.cuh"
+#include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
 #include "tile/online_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
 #define CF_ELEMENT __half
+#define CF_LATENT 1
 #define CF_HEAD_DIM 576
 #define CF_HEAD_DIM_V 512
 #define CF_BLOCK_M 16
@@ -40,21 +46,30 @@
 #define CF_THREADS 256
 #define CF_SHARED_BYTES 96128
 #endif
+#if !defined(CF_PASS)
+#define CF_PASS same
+#endif
 using Element = CF_ELEMENT;
+constexpr bool kLatent = CF_LATENT;            // values are the first columns of keys
+constexpr Stored kStored = Stored::CF_PASS;    // what the cache holds
+constexpr bool kWidened = kStored != Stored::same;
 constexpr int kThreads = CF_THREADS, kWarps = kThreads / 32, kStages = CF_STAGES;
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;
 constexpr int kRowWarps = kBlockM / 16, kKeyWarps = CF_KEY_WARPS,
               kDepthWarps = kWarps / kRowWarps / kKeyWarps;
 constexpr int kWarpKeys = kBlockN / kKeyWarps, kN = kWarpKeys / 8, kM = kBlockM / 16;
 constexpr int kNO = kHeadDimV / 8 / kWarps, kDepthSteps = kHeadDim / 16 / kDepthWarps;
-static_assert(kRowWarps * kKeyWarps * kDepthWarps == kWarps && kN >= 1 && kDepthWarps <= 2);
-static_assert(kDepthSteps * kDepthWarps * 16 == kHeadDim && kStages >= 2);
+constexpr int kTiles = kLatent ? 1 : 2;    // of the ring, in a step
+static_assert(kRowWarps * kKeyWarps * kDepthWarps == kWarps && kN >= 1);
+static_assert(kDepthSteps * kDepthWarps * 16 == kHeadDim && kStages > kTiles);
+static_assert(kLatent ? !kWidened : kHeadDim == kHeadDimV);
 
 using Product = Math<Element, 1, false>;
 using QTile = Tile<Element, kBlockM, kHeadDim>;
 using KeyTile = Tile<Element, kBlockN, kHeadDim>;
+using StoredTile = Tile<Select<kWidened, uint8_t, Element>::Type, kBlockN, kHeadDim>;
 using WeightTile = Tile<Element, kBlockM, kBlockN>;
-// The first columns of a tile of keys.
+// The first columns of a tile of keys; or all, where values have tiles of their own.
 struct ValueTile {
     using Element = ::Element;
     enum : int {    // why not static members: as in tile.cuh
@@ -68,19 +83,27 @@ struct ValueTile {
     CF_DEVICE static constexpr int twist(int row) { return KeyTile::twist(row); }
     CF_DEVICE static constexpr int offset(int row, int chunk) { return KeyTile::offset(row, chunk); }
 };
+// K and V of a step, widened.
+template <bool> struct Widened {
+    KeyTile wide[2];
+    CF_DEVICE uint32_t at(int which) const { return smem_addr(wide[which].data); }
+};
+template <> struct Widened<false> {
+    CF_DEVICE uint32_t at(int) const { return 0; }
+};
 // What the main loop seldom needs, or only the epilogue.
 struct Saved {
     RowScore scores[kBlockM];
     RowBlock block;
 };
-struct SharedStorage {
+struct SharedStorage : Widened<kWidened> {
     QTile q;
-    KeyTile k[kStages];
+    StoredTile ring[kStages];
     WeightTile p;
-    float4 parts[kDepthWarps > 1 ? kRowWarps * kKeyWarps : 1][kN][32];
+    float4 parts[larger(kDepthWarps - 1, 1)][kDepthWarps > 1 ? kRowWarps * kKeyWarps : 1][kN][32];
     float row_max[kKeyWarps][kBlockM];    // at the end row_sum
     float rescale[kBlockM];               // at the end 1 / row_sum
-    uint8_t nowhere[kStages][kBlockN];    // keys whose page does not lie in the cache
+    uint8_t nowhere[kStages][kBlockN];    // rows of a tile whose page does not lie in the cache
     alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
@@ -109,7 +132,7 @@ CF_DEVICE void multiply_by_keys(float (&s)[1][kN][4], uint32_t q, uint32_t keys,
     }
 }
 
-CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
+CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp % kRowWarps, key_warp = warp / kRowWarps % kKeyWarps;
@@ -125,7 +148,7 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
     const int32_t first_query = block.first_query(), last_query = block.last_query();
     const Range keys = band.keys_of(first_query, last_query + 1);
     const int32_t steps = cdiv(keys.end, kBlockN) - keys.first / kBlockN;
-    // why: a part shorter than two rings costs merging and gains nothing.
+    // why: a part of fewer rings costs merging and gains nothing.
     const int32_t per_split = larger(cdiv(steps, p.splits), 2 * kStages);
     const int32_t first_step = keys.first / kBlockN + smaller(block.split, cdiv(steps, per_split)) * per_split;
     const int32_t count = larger(0, smaller(first_step + per_split, keys.first / kBlockN + steps) - first_step);
@@ -153,41 +176,66 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
 
     // [D3]
     // layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th.
-    constexpr int kRowThreads = 8;
-    static_assert(kBlockN <= kThreads / kRowThreads && KeyTile::kTwists == kRowThreads);
+    constexpr int kRowThreads = StoredTile::kChunks % 16 == 0 && kBlockN <= kThreads / 16 ? 16 : 8;
+    static_assert(kBlockN <= kThreads / kRowThreads && StoredTile::kTwists == 8);
+    constexpr int kRowCopies = StoredTile::kChunks / kRowThreads;
     const int32_t copied_row = threadIdx.x / kRowThreads, copied_chunk = threadIdx.x % kRowThreads;
     const bool copies = kBlockN == kThreads / kRowThreads || copied_row < kBlockN;
-    const uint32_t copied_to = smem_addr(s.k[0].data) + KeyTile::offset(copied_row, copied_chunk);
+    const uint32_t ring = smem_addr(s.ring[0].data);
+    const uint32_t copied_to = ring + StoredTile::offset(copied_row, copied_chunk);
     const auto slot_at = [&](int32_t step) {
         const int32_t key = (first_step + step) * kBlockN + copied_row;
         return copies && key < sequence.seqlen_k ? slot_of<true>(p.cache, batch, key) : -1;
     };
-    int32_t slot = slot_at(0);    // of this thread's row of the step to be sent for next
-    // Sends for a step; a group of copies is one step, empty ones included.
-    const auto start = [&](int32_t step) {
+    int32_t slot = slot_at(0);    // of this thread's row of the tile to be sent for next
+    // Sends for a tile; a group of copies is one tile, empty ones included.
+    const auto start = [&](int32_t tile) {
+        const int32_t step = tile / kTiles, stage = tile % kStages;
+        const bool values = tile % kTiles;
         if (step < count) {
             if (copies) {
-                const int32_t key = (first_step + step) * kBlockN + copied_row, stage = step % kStages;
-                const int bytes = slot < 0 ? 0 : 16;
-                const Element* from = head_rows<const Element>(p.cache.k, larger(slot, 0), kv_head,
-                                                               row_in_slot<true>(p.cache, key)) +
-                                      8 * copied_chunk;
-                if (slot < 0) from = static_cast<const Element*>(p.cache.k.data);
-                const uint32_t to = copied_to + stage * KeyTile::kBytes;
+                using Number = StoredTile::Element;
+                const Tensor& cache = values ? p.cache.v : p.cache.k;
+                const int32_t key = (first_step + step) * kBlockN + copied_row;
+                const int32_t columns = values ? p.shape.head_dim_v : p.shape.head_dim;
+                const int bytes = slot < 0 ? 0 : kLatent ? 16 : columns * int(sizeof(Number)) - 16 * copied_chunk;
+                const Number* from = head_rows<const Number>(cache, larger(slot, 0), kv_head,
+                                                             row_in_slot<true>(p.cache, key)) +
+                                     16 / sizeof(Number) * copied_chunk;
+                if (bytes <= 0) from = static_cast<const Number*>(cache.data);
+                const uint32_t to = copied_to + stage * StoredTile::kBytes;
                 CF_UNROLL
-                for (int i = 0; i < KeyTile::kChunks / kRowThreads; i++)
-                    cp_async16_part(to + i * kRowThreads * 16, slot < 0 ? from : from + i * kRowThreads * 8, bytes);
+                for (int i = 0; i < kRowCopies; i++) {
+                    const int part = kLatent ? bytes : larger(0, smaller(16, bytes - i * kRowThreads * 16));
+                    const int further = part == 0 ? 0 : i * kRowThreads * 16 / int(sizeof(Number));
+                    cp_async16_part(to + i * kRowThreads * 16, from + further, part);
+                }
                 if (copied_chunk == 0) s.nowhere[stage][copied_row] = slot < 0;
             }
             // why: asked for a step early, an entry of the table arrives while the products run.
-            slot = slot_at(step + 1);
+            if (kLatent || values) slot = slot_at(step + 1);
         }
         cp_async_commit();
+    };
+    // Where products find a tile that has come. why no barrier before it is widened: a thread does that to what it
+    // has copied itself.
+    const auto take = [&](int32_t tile) {
+        const uint32_t stored = ring + tile % kStages * StoredTile::kBytes;
+        if constexpr (kWidened) {
+            const uint32_t to = s.at(tile % kTiles);
+            CF_UNROLL
+            for (int i = 0; i < kRowCopies; i++) {
+                const int chunk = copied_chunk + i * kRowThreads;
+                if (copies) widen_chunk<kStored, StoredTile, KeyTile>(to, stored, copied_row, chunk);
+            }
+            return to;
+        } else return stored;
     };
     CF_UNROLL
     for (int i = 0; i < kStages - 1; i++) start(i);
 
-    const float scale = static_cast<float>(p.score.scale);
+    float scale = static_cast<float>(p.score.scale);
+    if constexpr (kWidened) scale *= kUnit<kStored, Element> * k_scale_of<float>(p.cache, batch, kv_head);
     const float softcap = static_cast<float>(p.score.softcap);
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
     const AccumulatorWriter<WeightTile> write_p(smem_addr(s.p.data), 16 * row_warp, kN * key_warp);
@@ -195,39 +243,43 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
     OnlineSoftmax<Product, 1> softmax;
 #pragma unroll 1
     for (int32_t step = 0; step < count; step++) {
-        const int32_t stage = step % kStages, key = (first_step + step) * kBlockN;
-        const uint32_t sK = smem_addr(s.k[0].data) + stage * KeyTile::kBytes;
+        const int32_t tile = step * kTiles, key = (first_step + step) * kBlockN;
         cp_async_wait<kStages - 2>();
-        // sync: copies of this step are visible to all, in the first step Q and what is saved too; all are done
-        // with the step before, whose stage is filled next.
+        const uint32_t sK = take(tile);
+        // sync: keys of this step are visible to all, in the first step Q and what is saved too; all are done
+        // with the tile before, whose stage is filled next.
         __syncthreads();
-        start(step + kStages - 1);
+        start(tile + kStages - 1);
 
         // [A1.8]
         float rS[1][kN][4] = {};
         multiply_by_keys(rS, smem_addr(s.q.data) + 16 * row_warp * QTile::kPitch,
                          sK + kWarpKeys * key_warp * KeyTile::kPitch, depth_warp);
         if constexpr (kDepthWarps > 1) {
-            auto& parts = s.parts[row_warp + kRowWarps * key_warp];
-            if (depth_warp == 1) {
+            const int place = row_warp + kRowWarps * key_warp;
+            if (depth_warp > 0) {
                 CF_UNROLL
                 for (int n = 0; n < kN; n++)
-                    st_shared(smem_addr(&parts[n][lane]),
+                    st_shared(smem_addr(&s.parts[depth_warp - 1][place][n][lane]),
                               float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
             }
-            // sync: the other half of the sums is visible.
+            // sync: the other parts of the sums are visible.
             __syncthreads();
             if (depth_warp == 0) {
                 CF_UNROLL
-                for (int n = 0; n < kN; n++) {
-                    const float4 x = ld_shared<float4>(smem_addr(&parts[n][lane]));
-                    rS[0][n][0] += x.x, rS[0][n][1] += x.y, rS[0][n][2] += x.z, rS[0][n][3] += x.w;
+                for (int i = 0; i < kDepthWarps - 1; i++) {
+                    CF_UNROLL
+                    for (int n = 0; n < kN; n++) {
+                        const float4 x = ld_shared<float4>(smem_addr(&s.parts[i][place][n][lane]));
+                        rS[0][n][0] += x.x, rS[0][n][1] += x.y, rS[0][n][2] += x.z, rS[0][n][3] += x.w;
+                    }
                 }
             }
         }
         float highest[2];
         if (depth_warp == 0) {
             const int32_t first = kWarpKeys * key_warp + 2 * t;    // of the step: the key of column 0 of this thread
+            const bool drafts = !kLatent && p.score.spans.data && key + kBlockN > sequence.seqlen_k - sequence.seqlen_q;
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
                 const RowScore& row = s.saved.scores[16 * row_warp + 8 * half + g];
@@ -239,10 +291,14 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
                     if (softcap != 0) x = softcap * bounded_tanh<false>(x / softcap);
                     if (p.score.alibi_slopes)
                         x = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key - column)), x);
-                    if (p.cache.table && s.nowhere[stage][column]) x = -kInfinity;
+                    if (p.cache.table && s.nowhere[tile % kStages][column]) x = -kInfinity;
                 }
                 if (key < whole_first || key + kBlockN > whole_end)
                     mask_row(rS, 0, half, row.first_key - key - first, row.end_key - key - first);
+            }
+            if (drafts) mask_drafts(rS, p.score, sequence, s.saved.block, 16 * row_warp, key + first);
+            CF_UNROLL
+            for (int half = 0; half < 2; half++) {
                 highest[half] = softmax.row_max_of(rS, 0, half);
                 if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = highest[half];
             }
@@ -265,8 +321,14 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
                     write_p.store(rS[0][n][2 * half], rS[0][n][2 * half + 1], 0, n, half, 0);
             }
         }
-        // sync: P and the factors on O are visible.
+        uint32_t sV = sK;
+        if constexpr (!kLatent) {
+            cp_async_wait<kStages - 2>();
+            sV = take(tile + 1);
+        }
+        // sync: P and the factors on O are visible, and values of this step; all are done with its keys.
         __syncthreads();
+        if constexpr (!kLatent) start(tile + kStages);
         // [A1.10]
         CF_UNROLL
         for (int m = 0; m < kM; m++)
@@ -275,7 +337,7 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
         for (int i = 0; i < kBlockN / 16; i++) {
             RowsAsA<WeightTile> weights(smem_addr(s.p.data), 0);
             weights.reader.begin_at(i);
-            multiply<Product, 1>(rO, weights, ColumnsAsB<ValueTile, kWarps>(sK + i * 16 * ValueTile::kPitch, warp));
+            multiply<Product, 1>(rO, weights, ColumnsAsB<ValueTile, kWarps>(sV + i * 16 * ValueTile::kPitch, warp));
         }
     }
 
@@ -292,6 +354,8 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
 
     // [A1.12] [A1.13]
     const RowBlock saved = s.saved.block;
+    float v_scale = 1;
+    if constexpr (kWidened) v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
     if (depth_warp == 0 && key_warp == 0 && t == 0) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
@@ -305,7 +369,7 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
                                    ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
                                    : -kInfinity;
             const FinalRow done = finalize_row(softmax.row_max[0][half], sum, sink);
-            s.rescale[row] = done.normaliser;
+            s.rescale[row] = done.normaliser * v_scale;
             if (row >= saved.rows) continue;
             if (parted) st_global(p.partial_lse + saved.part_row(p.shape, at), done.lse);
             else if (p.lse.data) st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), done.lse);
@@ -335,4 +399,4 @@ CF_DEVICE void flash_decode_latent(const DecodeParams& p) {
     }
 }
 
-CF_KERNEL(DecodeParams, kThreads, kBlockM == 16 ? 2 : 1, flash_decode_latent)
+CF_KERNEL(DecodeParams, kThreads, kBlockM == 16 ? 2 : 1, flash_decode_wide)

@@ -1,0 +1,127 @@
+"""The kernels of decode for head dims above 256: of keys and values, and of latents (MLA).
+
+Of latents a row is the key of a token, and its first columns the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from ...call.problem import Problem
+from ..catalog import Arch, Variant
+
+__all__ = ["HEAD_DIM_V", "LATENT", "SOURCE", "blocks_held", "kernel", "refusals", "variants"]
+
+SOURCE = "flash_decode_wide.cu"
+LATENT, HEAD_DIM, HEAD_DIM_V = 576, 512, 512
+_PRODUCTS = {"float16": "f16", "bfloat16": "bf16"}
+_STORED = {"int8": "int8", "float8_e4m3fn": "e4m3"}
+_WARPS = 8
+
+
+class Cell(NamedTuple):
+    """Rows and keys of a step, warps that share its keys, and tiles in the ring."""
+
+    rows: int
+    keys: int
+    key_warps: int
+    stages: int
+
+
+# By head dim of the class. Up to 16 rows, with one block of a multiprocessor in 99 KiB, two in 227; the same
+# in 163 KiB, where there is one either way; up to 32 rows; more, from 163 KiB on.
+# why 64 at most: O of 64 rows takes 128 registers of a thread.
+# why the same for 8 bits: the ring takes half of it, and K and V widened are two tiles more.
+_CELLS = {
+    LATENT: (Cell(16, 32, 4, 2), Cell(16, 32, 4, 3), Cell(32, 16, 2, 3), Cell(64, 32, 2, 2)),
+    HEAD_DIM: (Cell(16, 16, 2, 4), Cell(16, 32, 4, 4), Cell(32, 16, 2, 3), Cell(64, 16, 2, 5)),
+}
+
+
+def _cells(head_dim: int, arch: Arch) -> tuple[Cell, ...]:
+    """Those of an architecture, the fewest rows first."""
+    few, few_alone, more, many = _CELLS[head_dim]
+    if arch.capability < 80:
+        return ()
+    if arch.shared_bytes < 163 * 1024:
+        return few, more
+    return few if arch.shared_bytes >= 227 * 1024 else few_alone, more, many
+
+
+def _up(n: int, multiple: int = 128) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _variant(dtype: str, stored: str, head_dim: int, cell: Cell) -> Variant:
+    m, n = cell.rows, cell.keys
+    row_warps = m // 16
+    depth_warps = _WARPS // row_warps // cell.key_warps
+    others = max(1, (depth_warps - 1) * row_warps * cell.key_warps)
+    # layout: widened K and V, Q, the ring; P; parts of S; maxima and factors; hidden keys; what is parked.
+    tiles = 2 * (m + 2 * n) + cell.stages * n if stored else 2 * (m + cell.stages * n)
+    shared_bytes = head_dim * tiles + 2 * m * n + 64 * others * n // cell.key_warps
+    shared_bytes = _up(shared_bytes + 4 * m * (cell.key_warps + 1) + cell.stages * n) + _up(16 * m + 24)
+    macros = (
+        ("CF_LATENT", str(int(head_dim == LATENT))),
+        ("CF_KEY_WARPS", str(cell.key_warps)),
+        ("CF_STAGES", str(cell.stages)),
+    )
+    return Variant(
+        SOURCE, stored, "DecodeParams", dtype, head_dim, HEAD_DIM_V, (m, n), 32 * _WARPS,
+        shared_bytes, macros=macros,
+    )  # fmt: skip
+
+
+def blocks_held(variant: Variant) -> int:
+    """Blocks that the registers of a multiprocessor hold: CF_KERNEL asks for two of 16 rows."""
+    return 2 if variant.tile[0] == 16 else 1
+
+
+def variants(arch: Arch) -> Iterator[Variant]:
+    """What is compiled for an architecture."""
+    for dtype in _PRODUCTS.values():
+        yield from (_variant(dtype, "", LATENT, cell) for cell in _cells(LATENT, arch))
+        for stored, cell in product(("", *_STORED.values()), _cells(HEAD_DIM, arch)):
+            yield _variant(dtype, stored, HEAD_DIM, cell)
+
+
+def _of_latents(p: Problem) -> bool:
+    """Whether values are read out of keys; of narrower latents they are read beside them."""
+    return p.cache is not None and p.cache.latent and p.head_dim > HEAD_DIM
+
+
+def kernel(p: Problem, arch: Arch) -> Variant:
+    """The one for a problem that is not refused: the smallest tile that holds all rows, or the largest."""
+    assert p.cache is not None
+    rows = p.heads_q // p.heads_k * p.seqlen_q
+    head_dim = LATENT if _of_latents(p) else HEAD_DIM
+    cells = _cells(head_dim, arch)
+    cell = next((cell for cell in cells if rows <= cell.rows), cells[-1])
+    stored = "" if p.cache.dtype == p.dtype else _STORED[p.cache.dtype]
+    return _variant(_PRODUCTS[p.dtype], stored, head_dim, cell)
+
+
+def refusals(p: Problem, arch: Arch) -> list[str]:
+    """Why these kernels, of all of decode, cannot answer a problem of a head dim above 256."""
+    assert p.cache is not None
+    widest, reasons = max(p.head_dim, p.head_dim_v), []
+    what = "latents" if _of_latents(p) else f"keys of head_dim {widest}"
+    stored = p.cache.dtype == p.dtype or (not _of_latents(p) and p.cache.dtype in _STORED)
+    if _of_latents(p) and (p.head_dim != LATENT or p.head_dim_v > HEAD_DIM_V):
+        reasons.append(
+            f"reads latents of {LATENT} numbers with values of at most {HEAD_DIM_V}, "
+            f"not {p.head_dim} with {p.head_dim_v}"
+        )
+    elif not _of_latents(p) and widest > HEAD_DIM:
+        reasons.append(f"head_dim {widest} is above {HEAD_DIM}")
+    if arch.capability < 80:
+        reasons.append(f"{what} need the asynchronous copies of sm_80")
+    if p.dtype not in _PRODUCTS or not stored:
+        reasons.append(f"reads {what} of float16 and bfloat16 like q, not {p.cache.dtype} for {p.dtype}")
+    if p.spans and _of_latents(p):
+        reasons.append("does not support Spans over latents")
+    if p.reproducible:
+        reasons.append(f"splits {what} by the batch and the GPU, and adds in another order than a prompt")
+    return reasons
