@@ -24,7 +24,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512, "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
-# How the models of the family differ: keys that are the values too, in one head; the first layers' keys again.
+# How the models of the family differ: keys that are the values too, in one head; the first layers' again.
 KINDS = {
     "k_eq_v": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "shared": {"num_kv_shared_layers": 2},
