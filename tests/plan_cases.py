@@ -19,6 +19,7 @@ CACHED = Problem(
     cache=Cache("float16"),
 )  # fmt: skip
 BASE = Problem("forward", "float16", None, 2, 16, 16, 4096, 4096, 128, 128, 128**-0.5)
+GEMMA4 = BASE._replace(dtype="bfloat16", heads_k=4, head_dim=512, head_dim_v=512, scale=1.0, right=0)
 
 CASES = {
     "forward_f16_d128": BASE,
@@ -37,6 +38,11 @@ CASES = {
     "forward_f32_ieee": BASE._replace(dtype="float32", precision="ieee"),
     "forward_f64_d32": BASE._replace(dtype="float64", head_dim=32, head_dim_v=32),
     "forward_f16_d512": BASE._replace(head_dim=512, head_dim_v=512),
+    # A full layer of Gemma 4, without padding and with it.
+    "forward_bf16_d512_gqa_causal": GEMMA4,
+    "forward_bf16_d512_gqa_causal_padded": GEMMA4._replace(mask=(2, 1, 1, 4096)),
+    "backward_bf16_d512_gqa_causal": GEMMA4._replace(direction="backward"),
+    "backward_bf16_d512_gqa_causal_padded": GEMMA4._replace(direction="backward", mask=(2, 1, 1, 4096)),
     "forward_bf16_d576_dv512_causal": BASE._replace(dtype="bfloat16", head_dim=576, head_dim_v=512, right=0),
     "forward_f16_d512_softcap": BASE._replace(head_dim=512, head_dim_v=512, softcap=30.0),
     "forward_f16_d192_dv128": BASE._replace(head_dim=192),

@@ -589,7 +589,7 @@ class RingGradientOptions(_LseGradient, RingOptions, total=False):
     """Those of its backward pass."""
 
 
-class ShardOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible, total=False):
+class ShardOptions(_Band, _Mask, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False):
     """Those of parts inside JAX's shard_map."""
 
 

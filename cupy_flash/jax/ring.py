@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..call.checks import flag, one_of
-from ..call.compound import Spans
-from ..call.given import Options
-from ..call.options import ShardOptions
-from ..call.reproducible import refuse_reproducible
+from ..call.checks import flag
+from ..call.given import Options, split
+from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
-from ..errors import InvalidArgumentsError, UnsupportedError
+from ..errors import UnsupportedError
 from ..merge import united
-from ..parallel.parts import check_parts, halves, positions
-from .call import alike, backward, forward
-from .functional import attention, check
+from ..parallel.parts import Pair, Whole, check_parts, halves
+from ..parallel.schedules import check as check_schedule
+from .call import alike, backward, forward, results_of
+from .exchange import Held, all_gather, all_to_all
+from .functional import check
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,21 +29,38 @@ __all__ = ["ring_attention"]
 
 
 class _Around(NamedTuple):
-    """What a call holds fixed; `longest` is of packed sequences."""
+    """What a call holds fixed.
+
+    Attributes
+    ----------
+    longest : int, optional
+        Of packed sequences.
+    steps : tuple of int
+        How far keys have come which some device sees.
+    bands : tuple of (Options or None, Options or None), optional
+        Of contiguous parts, for each step: how a device calls keys that come from nearer the front, its own
+        included, and those from further back. None: it sees none of them.
+    """
 
     axis_name: Any
     causal: bool
     options: Options
+    steps: tuple[int, ...]
     longest: int | None = None
+    bands: tuple[tuple[Options | None, Options | None], ...] | None = None
 
     def ranks(self) -> int:
         """Devices on the ring."""
         return int(jax.lax.psum(1, self.axis_name))
 
-    def pass_on(self, arrays: Any) -> Any:
-        """Arrays of the device before this one."""
+    def pass_on(self, arrays: Any, by: int) -> Any:
+        """Arrays of the device that is so far before this one."""
         ranks = self.ranks()
-        return jax.lax.ppermute(arrays, self.axis_name, [(r, (r + 1) % ranks) for r in range(ranks)])
+        return jax.lax.ppermute(arrays, self.axis_name, [(r, (r + by) % ranks) for r in range(ranks)])
+
+    def of(self, causal: bool) -> Options:
+        """The options of one call."""
+        return self.options._replace(causal=causal)
 
     def axis(self, x: Any) -> int:
         """The axis of rows in q, k, v and o; in lse it is the last."""
@@ -97,10 +114,9 @@ def _beside(x: Any, axis: int, late: bool, fill: float, packed: _Packed | None) 
     return jnp.full_like(whole, fill).at[(..., rows) + (slice(None),) * (-1 - axis)].set(x)
 
 
-def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, causal: bool) -> Any:
+def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, options: Options) -> Any:
     """O and LSE of a pair of parts or stretches."""
     given, longest = _with_cuts(around, arrays, cuts)
-    options = around.options._replace(causal=causal)
 
     def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any]:
         o, lse = forward(given, options, longest, unrounded)
@@ -142,23 +158,60 @@ def _by_origin(around: _Around, step: int, early: Any, late: Any, operands: Any)
     return jax.lax.cond(jax.lax.axis_index(around.axis_name) >= step, early, late, *operands)
 
 
-def _part(around: _Around, step: int, q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
-    """O and LSE over the keys that have come `step` devices far."""
+def _in_band(
+    around: _Around,
+    step: int,
+    call: Callable[..., Any],
+    nothing: Callable[..., Any],
+    operands: tuple[Any, ...],
+) -> Any:
+    """A call of contiguous parts, with its options first, or what it gives where nothing is seen."""
+
+    def seen(options: Options | None) -> Callable[..., Any]:
+        if options is not None:
+            return functools.partial(call, options)
+        return lambda *arrays: alike(*nothing(*arrays), over=arrays)
+
+    assert around.bands is not None
+    near, far = around.bands[around.steps.index(step)]
+    if near == far:
+        return seen(near)(*operands)
+    return _by_origin(around, step, seen(near), seen(far), operands)
+
+
+def _part(
+    around: _Around, step: int, q: Any, k: Any, v: Any, sinks: Any, packed: _Packed | None
+) -> tuple[Any, Any]:
+    """O and LSE over the keys that have come `step` devices far; sinks are keys of the first step."""
     axis = around.axis(q)
+    own = {} if sinks is None or step else {"sinks": sinks}
+    if around.bands is not None:
+
+        def call(options: Options, q: Any, k: Any, v: Any) -> Any:
+            return _attend(around, {"q": q, "k": k, "v": v, **own}, None, options)
+
+        def nothing(q: Any, k: Any, v: Any) -> Any:  # noqa: ARG001
+            shapes = results_of({"q": q, "v": v}, around.options.layout)
+            o, lse = shapes["o"], shapes["lse"]
+            return jnp.zeros(o.shape, lse.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)
+
+        o, lse = _in_band(around, step, call, nothing, (q, k, v))
+        return o, lse
     if not around.causal or step == 0:
         cuts = None if packed is None else (packed.cut, packed.cut)
-        o, lse = _attend(around, {"q": q, "k": k, "v": v}, cuts, around.causal)
+        o, lse = _attend(around, {"q": q, "k": k, "v": v, **own}, cuts, around.of(around.causal))
         return o, lse
 
     def early(q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
         k, v = (_stretch(x, axis, False, packed) for x in (k, v))
         cuts = None if packed is None else (packed.cut, packed.cut_half)
-        o, lse = _attend(around, {"q": q, "k": k, "v": v}, cuts, False)
+        o, lse = _attend(around, {"q": q, "k": k, "v": v}, cuts, around.of(False))
         return o, lse
 
     def late(q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
         cuts = None if packed is None else (packed.cut_half, packed.cut)
-        o, lse = _attend(around, {"q": _stretch(q, axis, True, packed), "k": k, "v": v}, cuts, False)
+        late_q = _stretch(q, axis, True, packed)
+        o, lse = _attend(around, {"q": late_q, "k": k, "v": v}, cuts, around.of(False))
         return _beside(o, axis, True, 0, packed), _beside(lse, -1, True, -jnp.inf, packed)
 
     o, lse = _by_origin(around, step, early, late, (q, k, v, packed))
@@ -166,58 +219,69 @@ def _part(around: _Around, step: int, q: Any, k: Any, v: Any, packed: _Packed | 
 
 
 def _shares(
-    around: _Around, step: int, arrays: tuple[Any, ...], packed: _Packed | None
-) -> tuple[Any, Any, Any]:
-    """What the keys that have come `step` devices far give to the gradients of q, k and v."""
+    around: _Around, step: int, arrays: tuple[Any, ...], sinks: Any, packed: _Packed | None
+) -> tuple[Any, ...]:
+    """What the keys that have come `step` devices far give to the gradients of q, k and v; then of sinks."""
     axis = around.axis(arrays[0])
+    own = {} if sinks is None or step else {"sinks": sinks}
 
-    def all_of_it(arrays: Any, cuts: Any, causal: bool = False) -> tuple[Any, Any, Any]:
+    def all_of_it(arrays: Any, cuts: Any, options: Options) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse = arrays
-        given, longest = _with_cuts(around, {"q": q, "k": k, "v": v}, cuts)
-        options = around.options._replace(causal=causal)
+        given, longest = _with_cuts(around, {"q": q, "k": k, "v": v, **own}, cuts)
 
-        def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any, Any]:
+        def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, ...]:
             inputs = {name: x for name, x in given.items() if name not in results}
             o, lse, do, dlse = (given[name] for name in results)
             grads = backward(inputs, o, lse, do, dlse, options, longest, unrounded)
-            return _wide(grads["q"]), _wide(grads["k"]), _wide(grads["v"])
+            return tuple(_wide(grads[name]) for name in ("q", "k", "v", *own))
 
         results = {"o": o, "lse": lse, "do": do, "dlse": dlse}
-        dq, dk, dv = _unrounded(run, {**given, **results})
-        return dq, dk, dv
+        shares: tuple[Any, ...] = _unrounded(run, {**given, **results})
+        return shares
 
-    def early(*given: Any) -> tuple[Any, Any, Any]:
+    def early(*given: Any) -> tuple[Any, ...]:
         q, k, v, *rest, packed = given
         k, v = (_stretch(x, axis, False, packed) for x in (k, v))
         cuts = None if packed is None else (packed.cut, packed.cut_half)
-        dq, dk, dv = all_of_it((q, k, v, *rest), cuts)
+        dq, dk, dv = all_of_it((q, k, v, *rest), cuts, around.of(False))
         return dq, *(_beside(x, axis, False, 0, packed) for x in (dk, dv))
 
-    def late(*given: Any) -> tuple[Any, Any, Any]:
+    def late(*given: Any) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse, packed = given
         q, o, do = (_stretch(x, axis, True, packed) for x in (q, o, do))
         lse, dlse = (_stretch(x, -1, True, packed) for x in (lse, dlse))
         cuts = None if packed is None else (packed.cut_half, packed.cut)
-        dq, dk, dv = all_of_it((q, k, v, o, lse, do, dlse), cuts)
+        dq, dk, dv = all_of_it((q, k, v, o, lse, do, dlse), cuts, around.of(False))
         return _beside(dq, axis, True, 0, packed), dk, dv
 
+    shares: tuple[Any, ...]
+    if around.bands is not None:
+
+        def nothing(*arrays: Any) -> tuple[Any, ...]:
+            return tuple(jnp.zeros_like(_wide(x)) for x in arrays[:3])
+
+        shares = _in_band(
+            around, step, lambda options, *arrays: all_of_it(arrays, None, options), nothing, arrays
+        )
+        return shares
     if not around.causal or step == 0:
-        return all_of_it(arrays, None if packed is None else (packed.cut, packed.cut), around.causal)
-    dq, dk, dv = _by_origin(around, step, early, late, (*arrays, packed))
-    return dq, dk, dv
+        cuts = None if packed is None else (packed.cut, packed.cut)
+        return all_of_it(arrays, cuts, around.of(around.causal))
+    shares = _by_origin(around, step, early, late, (*arrays, packed))
+    return shares
 
 
 def _wide(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(q: Any, k: Any, v: Any, packed: _Packed | None, around: _Around) -> tuple[Any, Any]:
-    swapped = around.axis(q) == -3
-    o, lse = _part(around, 0, q, k, v, packed)
-    for step in range(1, around.ranks()):
-        k, v = around.pass_on((k, v))
-        part, part_lse = _part(around, step, q, k, v, packed)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _ring(q: Any, k: Any, v: Any, sinks: Any, packed: _Packed | None, around: _Around) -> tuple[Any, Any]:
+    swapped, steps = around.axis(q) == -3, around.steps
+    o, lse = _part(around, 0, q, k, v, sinks, packed)
+    for before, step in itertools.pairwise(steps):
+        k, v = around.pass_on((k, v), step - before)
+        part, part_lse = _part(around, step, q, k, v, sinks, packed)
         o, lse = united(jnp, ((o, lse), (part, part_lse)), swapped)
     if packed is not None:
         there = packed.there(o.shape[0])
@@ -226,70 +290,51 @@ def _ring(q: Any, k: Any, v: Any, packed: _Packed | None, around: _Around) -> tu
     return o.astype(q.dtype), lse
 
 
-def _ring_forward(q: Any, k: Any, v: Any, packed: _Packed | None, around: _Around) -> tuple[Any, Any]:
-    o, lse = _ring(q, k, v, packed, around)
-    return (o, lse), (q, k, v, o, lse, packed)
+def _ring_forward(
+    q: Any, k: Any, v: Any, sinks: Any, packed: _Packed | None, around: _Around
+) -> tuple[Any, Any]:
+    o, lse = _ring(q, k, v, sinks, packed, around)
+    return (o, lse), (q, k, v, o, lse, sinks, packed)
 
 
-def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, Any, Any, None]:
-    q, k, v, o, lse, packed = saved
+def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    q, k, v, o, lse, sinks, packed = saved
     home = (q, k, v)
     sums = [jnp.zeros_like(_wide(x)) for x in home]
-    for step in range(around.ranks()):
-        shares = _shares(around, step, (q, k, v, o, lse, *cotangents), packed)
-        if step + 1 < around.ranks():
-            k, v = around.pass_on((k, v))
+    dsinks = None
+    for step, then in itertools.pairwise((*around.steps, around.ranks())):
+        shares = _shares(around, step, (q, k, v, o, lse, *cotangents), sinks, packed)
+        if step == 0 and sinks is not None:
+            dsinks, shares = shares[-1], shares[:-1]
+        if then < around.ranks():
+            k, v = around.pass_on((k, v), then - step)
         sums = [total + share for total, share in zip(sums, shares, strict=True)]
-        sums[1:] = around.pass_on(tuple(sums[1:]))
+        if len(around.steps) > 1:
+            sums[1:] = around.pass_on(tuple(sums[1:]), then - step)
     dq, dk, dv = (x.astype(like.dtype) for x, like in zip(sums, home, strict=True))
-    return dq, dk, dv, None
+    return dq, dk, dv, dsinks, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _all_to_all(q: Any, k: Any, v: Any, axis_name: Any, causal: bool, options: Any) -> tuple[Any, Any]:
-    """O and LSE of this device's rows: rows are exchanged for heads, and the results back."""
-    ranks = int(jax.lax.psum(1, axis_name))
-    rows = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
-    heads = -2 if rows == -3 else -3
-    for name, x in (("q", q), ("k", k)):
-        count = 1 if x.ndim < 3 else x.shape[heads]
-        if ranks > 1 and (x.ndim < 3 or count % ranks):
-            raise InvalidArgumentsError(
-                f"{count} heads of {name} do not divide over {ranks} devices.",
-                hint=f'schedule="ring"; or a multiple of {ranks} heads',
-            )
-    order = np.concatenate([positions(r, ranks, ranks * q.shape[rows], causal) for r in range(ranks)])
+def _bands(
+    ranks: int, rows: int, causal: bool, options: Options, parts: str | None
+) -> tuple[tuple[int, ...], tuple[tuple[Options | None, Options | None], ...] | None]:
+    """`steps` and `bands` of `_Around`, which are the same for all devices: parts have one length here."""
+    given = {"parts": parts, "seqlen": None, "window": options.window, "align": None}
+    whole = [Whole(r, ranks, (rows, rows), causal, given) for r in range(ranks)]
+    if causal and parts != "contiguous":
+        return whole[0].steps, None
 
-    def exchanged(x: Any, split: int, joined: int) -> Any:
-        if ranks == 1:
-            return x
-        return jax.lax.all_to_all(x, axis_name, split % x.ndim, joined % x.ndim, tiled=True)
+    def called(found: Pair | None) -> Options | None:
+        if found is None:
+            return None
+        return options._replace(causal=found.causal, window=found.window, align=found.align)
 
-    whole = [jnp.take(exchanged(x, heads, rows), np.argsort(order), axis=rows) for x in (q, k, v)]
-    o, lse = attention(*whole, causal=causal, return_lse=True, **options)
-    o = exchanged(jnp.take(o, order, axis=rows), rows, heads)
-    return o, exchanged(jnp.take(lse, order, axis=-1), -1, -2)
-
-
-def _all_gather(q: Any, k: Any, v: Any, axis_name: Any, causal: bool, options: Any) -> tuple[Any, Any]:
-    """O and LSE of this device's rows over all keys, which every device gets in the order of devices.
-
-    why spans: which keys a row sees differs from device to device, and a program is the same on all.
-    """
-    ranks = int(jax.lax.psum(1, axis_name))
-    rows = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
-    held = q.shape[rows]
-    order = np.stack([positions(r, ranks, ranks * held, causal) for r in range(ranks)])
-    k, v = (jax.lax.all_gather(x, axis_name, axis=rows % x.ndim, tiled=True) for x in (k, v))
-    mask = None
-    if causal:
-        k, v = (jnp.take(x, np.argsort(order.reshape(-1)), axis=rows) for x in (k, v))
-        stops = 1 + jnp.asarray(order, jnp.int32)[jax.lax.axis_index(axis_name)]
-        mask = Spans(jnp.stack([jnp.zeros_like(stops), stops], -1)[None, None, :, None])
-    o, lse = attention(q, k, v, mask=mask, return_lse=True, **options)
-    return o, lse
+    near = [called(whole[step].pair(0)) for step in whole[0].steps]
+    far = [called(whole[0].pair((ranks - step) % ranks)) for step in whole[0].steps]
+    return whole[0].steps, tuple(zip(near, far, strict=True))
 
 
 @takes(ShardOptions)
@@ -302,6 +347,8 @@ def ring_attention(
     cu_seqlens: Any = None,
     max_seqlen: int | None = None,
     schedule: Literal["ring", "alltoall", "allgather"] | None = None,
+    parts: Literal["zigzag", "contiguous"] | None = None,
+    seqlen: int | None = None,
     return_lse: bool = False,
     **options: Unpack[ShardOptions],
 ) -> Any:
@@ -325,6 +372,18 @@ def ring_attention(
         What travels: keys and values in a ring; rows for heads, so that each device attends over whole
         sequences with its share of the heads, and results are as reproducible as those of one; or keys and
         values to all devices at once. Default: "ring".
+    parts : {"zigzag", "contiguous"}, optional
+        Which rows a device holds. Default: zigzag with causal, else contiguous. A ring takes a window over
+        contiguous parts only, and with causal they must be named.
+    seqlen : int, optional
+        Length of the whole sequence where it does not divide. Every part is as long as the longest then: rows
+        of no sequence lie behind the others, and their results are 0. Not with a ring. Default: the rows of a
+        part times the number of devices.
+    mask : array of bool, Spans, BlockMask, or tuple of these, optional
+        Of the whole sequence, the same on all devices; not with a ring. An all-gather takes no blocks, and no
+        spans of queries.
+    sinks : Array, shape (heads_q,), optional
+        Of all heads, the same on all devices.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.
@@ -341,40 +400,49 @@ def ring_attention(
         over the devices with schedule "alltoall".
     """
     causal = flag(options.pop("causal", False), "causal")
-    if not (schedule is None or one_of(schedule, ("ring", "alltoall", "allgather"))):
-        raise InvalidArgumentsError(
-            f"schedule is {schedule!r}.", hint='schedule="ring", "alltoall" or "allgather"'
-        )
-    if schedule in ("alltoall", "allgather"):
+    schedule = "ring" if schedule is None else schedule
+    plan = {"schedule": schedule, "parts": parts, "seqlen": seqlen}
+    check_schedule({**options, **plan}, packed=cu_seqlens is not None)
+    ranks = int(jax.lax.psum(1, axis_name))
+    given, packed, longest = {"q": q, "k": k, "v": v}, None, None
+    rows = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
+    if schedule != "ring":
         if cu_seqlens is not None:
             raise UnsupportedError(
                 f'cu_seqlens is not supported with schedule="{schedule}" here.', hint='schedule="ring"'
             )
-        if schedule == "allgather":
-            refuse_reproducible(options.get("reproducible"), "an all-gather")
-        check({"q": q, "k": k, "v": v}, Options(**options))
-        axis = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
-        check_parts(q.shape[axis], k.shape[axis])
-        if causal:
-            halves(q.shape[axis])
-        run = _all_to_all if schedule == "alltoall" else _all_gather
-        o, lse = run(q, k, v, axis_name, causal, options)
+        arrays, values = split(options)
+        # Masks have the shape of the whole, and the call checks them there.
+        of_parts = {name: x for name, x in arrays.items() if name in PER_HEAD}
+        check({**given, **of_parts}, values._replace(score=None))
+        check_parts(q.shape[rows], k.shape[rows])
+        held = Held.of(ranks, q.shape[rows], causal, parts, seqlen)
+        run = all_to_all if schedule == "alltoall" else all_gather
+        o, lse = run(q, k, v, axis_name, held, causal, {**options})
         return (o, lse) if return_lse else o
-    refuse_reproducible(options.get("reproducible"), "a ring")
-    given, packed, longest = {"q": q, "k": k, "v": v}, None, None
+    if seqlen is not None:
+        raise UnsupportedError(
+            "seqlen is not supported for a ring inside shard_map.", hint='schedule="alltoall" or "allgather"'
+        )
+    sinks = options.pop("sinks", None)
+    own = {} if sinks is None else {"sinks": jnp.asarray(sinks)}
     if cu_seqlens is None:
         values = Options(**options)
-        check(given, values)
+        check({**given, **own}, values)
+        check_parts(q.shape[rows], k.shape[rows])
+        steps, bands = _bands(ranks, q.shape[rows], causal, values, parts)
     else:
         values = Options(**{**options, "layout": "bshd"})
         longest = q.shape[0] if max_seqlen is None else max_seqlen
         cut = jnp.asarray(cu_seqlens)
-        check({**given, "cu_seqlens_q": cut}, values, (longest, longest))
+        check({**given, **own, "cu_seqlens_q": cut}, values, (longest, longest))
+        check_parts(q.shape[-3], k.shape[-3])
         if causal:
             halves(q.shape[0])
         *_, cut = alike(q, k, v, cut)
         packed = _Packed.of(cut, q.shape[0], causal)
-    around = _Around(axis_name, causal, values, longest)
-    check_parts(q.shape[around.axis(q)], k.shape[around.axis(k)])
-    o, lse = _ring(*alike(q, k, v), packed, around)
+        steps, bands = tuple(range(ranks)), None
+    around = _Around(axis_name, causal, values._replace(window=None), steps, longest, bands)
+    q, k, v, *of_heads = alike(q, k, v, *own.values())
+    o, lse = _ring(q, k, v, of_heads[0] if of_heads else None, packed, around)
     return (o, lse) if return_lse else o

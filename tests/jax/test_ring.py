@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import cupy_flash.jax as cf
-from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash import InvalidArgumentsError, Spans, UnsupportedError
 from cupy_flash.parallel import packed_positions, positions
 
-from ..schedule_cases import SCHEDULES, Case, seeds_of
+from ..schedule_cases import MASKS, SCHEDULES, Case, seeds_of
 
 pytestmark = pytest.mark.jax
 RANKS = 4
@@ -90,7 +90,8 @@ def test_packed_sequences(mesh, causal):
     """Of each a device has its share, rows of none behind them; other lengths compile nothing."""
     spare, traces = 2, 0
     rows = jax.sharding.PartitionSpec("rows")
-    options = {"causal": causal, "softcap": 3.0, "return_lse": True}
+    sinks = jnp.linspace(-1.0, 1.0, 4)
+    options = {"causal": causal, "softcap": 3.0, "sinks": sinks, "return_lse": True}
 
     @jax.jit
     @partial(
@@ -208,6 +209,24 @@ def test_what_a_schedule_does_not_take(mesh):
         call([x.repeat(2, 1) for x in qkv(seqlen=12)], schedule="alltoall", causal=True)
     with pytest.raises(UnsupportedError, match='reproducible="batch" is not supported for a ring'):
         call(qkv(), reproducible="batch")
+    with pytest.raises(
+        UnsupportedError, match=r'mask is not supported for a ring\.\nTry: schedule="alltoall" or'
+    ):
+        call(qkv(), mask=jnp.ones((16, 16), bool))
+    with pytest.raises(InvalidArgumentsError, match="takes contiguous parts, which must be named"):
+        call(qkv(), causal=True, window=(3, 0))
+    with pytest.raises(UnsupportedError, match="seqlen is not supported for a ring inside shard_map"):
+        call(qkv(), seqlen=15)
+    with pytest.raises(UnsupportedError, match="alibi_slopes is not supported for an all-gather inside"):
+        call(qkv(), schedule="allgather", alibi_slopes=jnp.ones(4))
+    with pytest.raises(UnsupportedError, match="Spans of queries are not supported for an all-gather inside"):
+        call(qkv(), schedule="allgather", mask=Spans(jnp.zeros((1, 1, 1, 16, 2), jnp.int32)))
+    with pytest.raises(InvalidArgumentsError, match="a device holds 4 rows; of 9 one holds 3 at most"):
+        call(qkv(), schedule="allgather", seqlen=9)
+    with pytest.raises(UnsupportedError, match="window is not supported for a ring of packed sequences"):
+        cf.ring_attention(
+            *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), window=(3, 0)
+        )
     for schedule in ("alltoall", "allgather"):
         packed = partial(cf.ring_attention, axis_name="rows", schedule=schedule)
         with pytest.raises(UnsupportedError, match=f'cu_seqlens is not supported with schedule="{schedule}"'):
@@ -242,16 +261,33 @@ def test_partial_results_are_not_rounded(mesh, causal):
 def random_call(rng):
     """A call that the schedule it names takes."""
     schedule = (*SCHEDULES, None)[rng.integers(4)]
+    is_ring = schedule in ("ring", None)
     heads_k = int(rng.integers(1, 3)) * (RANKS if schedule == "alltoall" else 1)
+    causal = bool(rng.integers(2))
+    window = [None, (3, 0), (5, None), (2, 4), (None, 6), (40, 40)][rng.integers(6)]
+    parts = [None, "contiguous", "zigzag"][rng.integers(3)]
+    if is_ring and window:
+        parts = "contiguous"
     rows = 2 * RANKS * int(rng.integers(1, 6))
+    seqlen = None
+    if not is_ring and rng.integers(2):
+        rows = seqlen = int(rng.integers(1, 50))
     options = {
         "schedule": schedule,
-        "causal": bool(rng.integers(2)),
+        "causal": causal,
+        "window": window,
+        "parts": parts,
+        "seqlen": seqlen,
         "softcap": [None, 2.0][rng.integers(2)],
         "scale": [None, 0.4][rng.integers(2)],
         "layout": ["bhsd", "bshd"][rng.integers(2)],
         "reproducible": [None, "run"][rng.integers(2)],
     }
+    extra = ["sinks"] if rng.integers(2) else []
+    if not is_ring and rng.integers(2):
+        extra.append([x for x in MASKS if schedule == "alltoall" or x in OF_QUERIES][rng.integers(3)])
+    if schedule == "alltoall" and rng.integers(2):
+        extra.append(["alibi_slopes", "alibi_slopes of each sequence"][rng.integers(2)])
     return Case(
         rows=(rows, rows),
         batch=int(rng.integers(1, 3)),
@@ -259,8 +295,23 @@ def random_call(rng):
         dims=(int(rng.integers(1, 20)), int(rng.integers(1, 20))),
         dtype=["float32", "float16"][rng.integers(2)],
         options=options,
+        extra=tuple(extra),
         seed=int(rng.integers(2**31)),
     )
+
+
+# Masks that an all-gather takes.
+OF_QUERIES = ("mask", "mask of all heads", "mask of keys", "spans of keys", "a tuple")
+
+
+def padded(case, rank):
+    """Arrays of a device with rows of none behind its own, so that all have one length; and its own."""
+    part, counts = case.part(rank, RANKS)[0], [len(case.held(r, RANKS)[0]) for r in range(RANKS)]
+    widths = {name: [(0, 0)] * x.ndim for name, x in part.items()}
+    for name, pads in widths.items():
+        pads[case._axis(name)] = (0, max(counts) - counts[rank])
+    # Rows of none hold numbers: nothing may read them.
+    return {name: np.pad(x, widths[name], constant_values=7) for name, x in part.items()}, counts[rank]
 
 
 def test_random_calls(mesh, pytestconfig):
@@ -269,26 +320,46 @@ def test_random_calls(mesh, pytestconfig):
         case = random_call(np.random.default_rng(seed))
         axis = 1 if case.bshd else 2
         cut, of_lse = (jax.sharding.PartitionSpec(*[None] * n, "rows") for n in (axis, 2))
+        everywhere = jax.sharding.PartitionSpec()
+        given = jax.tree.map(jnp.asarray, case.given)
+        sinks = given.pop("sinks", None)
+
+        def attend(q, k, v, sinks, given, case=case):
+            return cf.ring_attention(q, k, v, "rows", sinks=sinks, return_lse=True, **case.options, **given)
+
         ring = jax.shard_map(
-            partial(cf.ring_attention, axis_name="rows", return_lse=True, **case.options),
-            mesh=mesh, in_specs=(cut,) * 3, out_specs=(cut, of_lse),
-        )  # fmt: skip
-        parts = [case.part(rank, RANKS)[0] for rank in range(RANKS)]
+            attend, mesh=mesh, in_specs=(cut,) * 3 + (everywhere,) * 2, out_specs=(cut, of_lse)
+        )
+        parts, counts = zip(*(padded(case, rank) for rank in range(RANKS)), strict=True)
         whole = {
             name: jnp.concatenate([part[name] for part in parts], 2 if name == "dlse" else axis)
             for name in parts[0]
         }
 
         @jax.jit
-        def passes(q, k, v, do, dlse, ring=ring):
-            results, pull = jax.vjp(ring, q, k, v)
+        def passes(q, k, v, do, dlse, sinks, given, ring=ring):
+            results, pull = jax.vjp(lambda *arrays: ring(*arrays, given), q, k, v, sinks)
             return (*results, *pull((do, dlse)))
 
-        found = dict(zip(("o", "lse", "dq", "dk", "dv"), passes(**whole), strict=True))
+        results = passes(**whole, sinks=sinks, given=given)
+        found = dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=False))
         split = {
             name: np.split(np.asarray(x), RANKS, 2 if name == "lse" else axis) for name, x in found.items()
         }
+        each = [
+            {
+                name: x[rank].take(range(counts[rank]), 2 if name == "lse" else axis)
+                for name, x in split.items()
+            }
+            for rank in range(RANKS)
+        ]
+        for rank, one in enumerate(each):  # shard_map has added them up
+            one["dsinks"] = None if sinks is None else np.asarray(results[-1]) * (rank == 0)
         try:
-            case.check([{name: x[rank] for name, x in split.items()} for rank in range(RANKS)])
+            case.check(each)
+            for name in split:
+                of_rows = 2 if name == "lse" else axis
+                behind = [np.moveaxis(x, of_rows, 0)[n:] for n, x in zip(counts, split[name], strict=True)]
+                assert not any(x.any() for x in behind), "rows of none"
         except AssertionError as error:
             raise AssertionError(f"of seed {seed}, {case.options}, {case}") from error
