@@ -37,6 +37,10 @@ CASES = {
     ),
     "forward_f32_ieee": BASE._replace(dtype="float32", precision="ieee"),
     "forward_f64_d32": BASE._replace(dtype="float64", head_dim=32, head_dim_v=32),
+    "forward_f64_d128_causal_softcap": BASE._replace(dtype="float64", right=0, softcap=30.0),
+    "forward_f64_d128_packed": BASE._replace(
+        dtype="float64", heads_k=2, right=0, packed=True, rows_q=6000, rows_k=7000
+    ),
     "forward_f16_d512": BASE._replace(head_dim=512, head_dim_v=512),
     # A full layer of Gemma 4, without padding and with it.
     "forward_bf16_d512_gqa_causal": GEMMA4,

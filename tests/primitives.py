@@ -207,6 +207,23 @@ def test_mma_of_subnormal_halves(machine: Machine, kind: int, shape: str, depth:
     check_mma(machine, kind, shape, "f16", *((codes, b) if small == "a" else (a, codes)), c * 2.0**-24)
 
 
+@pytest.mark.parametrize(("kind", "shape", "m", "depth"), [(0, "m8n8k4", 8, 4), (1, "m16n8k8", 16, 8)])
+def test_mma_of_doubles(machine: Machine, kind: int, shape: str, m: int, depth: int) -> None:
+    """Sums of integers of up to 51 bits: an accumulator that kept fewer would round them."""
+    a, b, c = (integers(s, n).astype(np.float64) for n, s in enumerate(((m, depth), (8, depth), (m, 8)), 1))
+    a, c = a * 2.0**24 + 1, c * 2.0**48 + 3
+    b = b * 2.0**22 + 1
+    held = {"a": np.zeros((32, 4)), "b": np.zeros((32, 2)), "d": np.full((32, 4), 7.0)}
+    for name, matrix in (("a", a), ("b", b), ("d", c)):
+        places = CUTE[f"{shape} f64 {'c' if name == 'd' else name}"].reshape(32, -1)
+        held[name][:, : places.shape[1]] = matrix.T.ravel()[places]
+    machine.launch("products_f64", 32, 0, **held, kind=kind)
+    places = CUTE[f"{shape} f64 c"].reshape(32, -1)
+    wanted = (a.astype(int) @ b.astype(int).T + c.astype(int)).astype(np.float64)
+    np.testing.assert_array_equal(held["d"][:, : places.shape[1]], wanted.T.ravel()[places])
+    assert (held["d"][:, places.shape[1] :] == 7).all()
+
+
 def check_mma(
     machine: Machine, kind: int, shape: str, element: str, a: np.ndarray, b: np.ndarray, c: np.ndarray
 ) -> None:

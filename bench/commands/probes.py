@@ -28,6 +28,36 @@ extern "C" __global__ void exp_rate(float* out, int rounds) {
     if (sum == 123.f) out[0] = sum;
 }
 """
+# Eight independent chains of products of doubles per warp, of each shape; flops of one product.
+_DMMA = r"""
+extern "C" __global__ void dmma_rate(double* out, int rounds) {
+    double d[8][4] = {};
+    double a = 1e-3 * threadIdx.x, b = 1e-3;
+    for (int r = 0; r < rounds; r++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+#if defined(M8N8K4)
+            asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                         : "+d"(d[i][0]), "+d"(d[i][1]) : "d"(a), "d"(b));
+#elif defined(M16N8K8)
+            asm volatile("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64"
+                         " {%0,%1,%2,%3}, {%4,%4,%4,%4}, {%5,%5}, {%0,%1,%2,%3};"
+                         : "+d"(d[i][0]), "+d"(d[i][1]), "+d"(d[i][2]), "+d"(d[i][3]) : "d"(a), "d"(b));
+#else
+            asm volatile("fma.rn.f64 %0, %1, %2, %0;" : "+d"(d[i][0]) : "d"(a), "d"(b));
+#endif
+        }
+    double sum = 0;
+    for (int i = 0; i < 8; i++) sum += d[i][0] + d[i][1] + d[i][2] + d[i][3];
+    if (sum == 123.) out[0] = sum;
+}
+"""
+# Flops, and which capabilities have it: elsewhere compilers make hundreds of instructions of one.
+_DMMA_SHAPES = {
+    "DFMA": (2 * 32, None),
+    "M8N8K4": (2 * 8 * 8 * 4, (80, 90)),
+    "M16N8K8": (2 * 16 * 8 * 8, (90,)),
+}
 _LAUNCH = r"""
 struct Params { char bytes[1024]; };
 extern "C" __global__ void launch_cost(const __grid_constant__ Params p) {
@@ -55,22 +85,51 @@ def _ceilings(place: Any, _cubins: Path | None) -> dict[str, Any]:
     }
 
 
+def _best_seconds(kernel: Any, blocks: int, threads: int, *given: Any) -> float:
+    import cupy
+
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    kernel((blocks,), (threads,), given)
+    best = float("inf")
+    for _ in range(5):
+        start.record()
+        kernel((blocks,), (threads,), given)
+        end.record()
+        end.synchronize()
+        best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
+    return best
+
+
+def _dmma(place: Any, _cubins: Path | None) -> dict[str, Any]:
+    """Rates of float64, by tensor cores and beside them: what flash_forward_f64 is chosen by."""
+    import cupy
+
+    from cupy_flash.plan.catalog import architecture
+
+    found: dict[str, Any] = {}
+    out, rounds, threads = cupy.zeros(1, np.float64), 2000, 256
+    blocks, capability = place.multiprocessors * 4, architecture(place.arch()).capability
+    for name, (flops, capabilities) in _DMMA_SHAPES.items():
+        if capabilities and capability not in capabilities:
+            continue
+        kernel = cupy.RawModule(code=_DMMA, options=(f"-D{name}",)).get_function("dmma_rate")
+        seconds = _best_seconds(kernel, blocks, threads, out, np.int32(rounds))
+        rate = blocks * threads // 32 * rounds * 8 * flops / seconds
+        found[f"{name} TFLOP/s"] = round(rate / 1e12, 2)
+        if clock := place.state().clock_mhz:
+            found[f"{name} flops per clock and multiprocessor"] = round(
+                rate / (place.multiprocessors * clock * 1e6), 1
+            )
+    return found
+
+
 def _exp(place: Any, _cubins: Path | None) -> dict[str, Any]:
     import cupy
 
     kernel = cupy.RawModule(code=_EXP).get_function("exp_rate")
     out, rounds, threads = cupy.zeros(1, np.float32), 2000, 256
     blocks = place.multiprocessors * 8
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    kernel((blocks,), (threads,), (out, np.int32(rounds)))
-    best = float("inf")
-    for _ in range(5):
-        start.record()
-        kernel((blocks,), (threads,), (out, np.int32(rounds)))
-        end.record()
-        end.synchronize()
-        best = min(best, cupy.cuda.get_elapsed_time(start, end) / 1e3)
-    rate = blocks * threads * rounds * 8 / best
+    rate = blocks * threads * rounds * 8 / _best_seconds(kernel, blocks, threads, out, np.int32(rounds))
     clock = place.state().clock_mhz
     found = {"G exp/s": round(rate / 1e9, 1)}
     if clock:
@@ -132,6 +191,7 @@ def _loading(place: Any, cubins: Path | None) -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[[Any, Path | None], dict[str, Any]]] = {
+    "dmma": _dmma,
     "ceilings": _ceilings,
     "exp": _exp,
     "launch": _launch,

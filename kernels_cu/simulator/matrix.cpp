@@ -114,5 +114,27 @@ void mma_s8(int (&d)[4], const uint32_t* a, const uint32_t* b, Site site) {
     multiply_fragments<32, 4>(d, a, 4, b, site, "mma.m16n8k32.s8",
                               [](uint32_t r, int i) { return int(int8_t(r >> 8 * i)); });
 }
+void mma_f64(double* d, const double* a, const double* b, int halves, Site site, const char* name) {
+    struct Args {
+        double* d;
+        const double *a, *b;
+    } args{d, a, b};
+    collective<32>(args, site, name, [&](Args*(&all)[32]) {
+        double A[16][8] = {}, B[8][8] = {}, C[16][8] = {};
+        for (int lane = 0; lane < 32; lane++) {
+            const int g = lane / 4, t = lane % 4;
+            for (int k = 0; k < halves; k++) {
+                B[t + 4 * k][g] = all[lane]->b[k];
+                for (int m = 0; m < halves; m++) A[g + 8 * m][t + 4 * k] = all[lane]->a[m + 2 * k];
+            }
+            for (int i = 0; i < 2 * halves; i++) C[g + i / 2 * 8][2 * t + i % 2] = all[lane]->d[i];
+        }
+        multiply(C, A, B);
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 2 * halves; i++)
+                all[lane]->d[i] = C[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+        count(&Cost::mma_flops, uint64_t(2 * 8 * 8 * 4) * halves * halves);
+    });
+}
 
 }    // namespace sim

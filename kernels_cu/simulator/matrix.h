@@ -10,6 +10,8 @@ SIM_API void stmatrix(uint32_t addr, const uint32_t* r, int matrices, bool trans
 SIM_API void mma(float (&d)[4], const uint32_t* a, int a_registers, const uint32_t* b, Format format,
                  Site site, const char* name);
 SIM_API void mma_s8(int (&d)[4], const uint32_t* a, const uint32_t* b, Site site);
+// Of doubles, 8 halves rows and k = 4 halves: halves^2 elements of `a` a lane, halves of `b`, twice as many of `d`.
+SIM_API void mma_f64(double* d, const double* a, const double* b, int halves, Site site, const char* name);
 
 }    // namespace sim
 
@@ -69,4 +71,13 @@ inline void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
 inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIM_SITE) {
     const uint32_t b[2] = {b0, b1};
     sim::mma(d, a, 4, b, sim::Format::e4m3, site, "mma.m16n8k32.e4m3");
+}
+inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], double b0, double b1, SIM_SITE) {
+    const double b[2] = {b0, b1};
+    sim::mma_f64(d, a, b, 2, site, "mma.m16n8k8.f64");
+}
+inline void mma_m8n8k4_f64(double& d0, double& d1, double a, double b, SIM_SITE) {
+    double d[2] = {d0, d1};
+    sim::mma_f64(d, &a, &b, 1, site, "mma.m8n8k4.f64");
+    d0 = d[0], d1 = d[1];
 }

@@ -219,17 +219,21 @@ def test_probes_without_a_gpu_measure_what_they_can(tmp_path: Path, monkeypatch:
     assert command.main(["probes", "--out", str(path), "--device", "cpu"]) == 0
     found = json.loads(path.read_text())
     assert found["ceilings"]["copy GB/s"] == 30.0
-    assert found["exp"] == found["launch"] == found["cubins"] == "needs a GPU"
+    assert found["dmma"] == found["exp"] == found["launch"] == found["cubins"] == "needs a GPU"
 
 
-@pytest.mark.parametrize("name", ["_EXP", "_LAUNCH"])
-def test_kernels_of_the_probes_compile(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"), [("_EXP", ""), ("_LAUNCH", ""), *(("_DMMA", shape) for shape in probes._DMMA_SHAPES)]
+)
+def test_kernels_of_the_probes_compile(name: str, shape: str) -> None:
     try:
         compiler = nvrtc.Compiler(13)
     except UnsupportedError as error:
         pytest.skip(str(error).splitlines()[0])
     cubin, log = compiler.compile(
-        getattr(probes, name), f"{name}.cu", ["--gpu-architecture=sm_90a", "-std=c++17"]
+        getattr(probes, name),
+        f"{name}.cu",
+        ["--gpu-architecture=sm_90a", "-std=c++17", *[f"-D{shape}"] * bool(shape)],
     )
     assert cubin
     assert "error" not in log

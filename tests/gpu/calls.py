@@ -59,12 +59,12 @@ def _on_host(x: Any) -> np.ndarray:
 
 
 def repeated(
-    device: Device, head_dim: int, heads: int, length: int, head_dim_v: int = 0
+    device: Device, head_dim: int, heads: int, length: int, head_dim_v: int = 0, dtype: str = "float16"
 ) -> tuple[list[Any], list[np.ndarray]]:
     """q, k, v and dO on the device, all heads the same; and the one head."""
     rng = np.random.default_rng(head_dim)
     widths = (head_dim, head_dim, *[head_dim_v or head_dim] * 2)
-    one = [rng.standard_normal((1, 1, length, width)).astype(np.float16) for width in widths]
+    one = [rng.standard_normal((1, 1, length, width)).astype(dtype) for width in widths]
     return [device.array(np.repeat(x, heads, axis=1)) for x in one], one
 
 
@@ -90,9 +90,11 @@ def check_twenty_times(call: Callable[[], dict[str, Any]], one: list[np.ndarray]
             np.testing.assert_array_equal(x, np.broadcast_to(first[name], x.shape), err_msg=name)
 
 
-def check_forward_twenty_times(device: Device, head_dims: tuple[int, int], heads: int, band: str) -> None:
+def check_forward_twenty_times(
+    device: Device, head_dims: tuple[int, int], heads: int, band: str, dtype: str = "float16"
+) -> None:
     """Every head gives the same bits in every run, whichever block took its tiles."""
-    (q, k, v, _), (*one, _) = repeated(device, head_dims[0], heads, 1500, head_dims[1])
+    (q, k, v, _), (*one, _) = repeated(device, head_dims[0], heads, 1500, head_dims[1], dtype)
 
     def call() -> dict[str, Any]:
         o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])

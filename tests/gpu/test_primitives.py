@@ -19,8 +19,8 @@ from tests.simulator.units import pack
 pytestmark = pytest.mark.gpu
 
 # The first architecture that has what a kernel is made of.
-NEEDS = {"warp": 90, "copies": 80, "matrices": 90, "products": 89, "warpgroup_products": 90, "boxes": 90,
-         "turns": 90, "same_bits": 75, "clusters": 90}  # fmt: skip
+NEEDS = {"warp": 90, "copies": 80, "matrices": 90, "products": 89, "products_f64": 90,
+         "warpgroup_products": 90, "boxes": 90, "turns": 90, "same_bits": 75, "clusters": 90}  # fmt: skip
 
 
 class Gpu:

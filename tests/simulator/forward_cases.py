@@ -87,7 +87,7 @@ def check_packed(
     shapes = ((int(cu[0][-1]) + 3, 4, head_dim), *[(int(cu[1][-1]) + 2, 2, head_dim)] * 2)
     tensors = [rng.standard_normal(shape).astype(element) for shape in shapes]
     if with_sinks:
-        options["sinks"] = rng.standard_normal(4).astype(np.float32)
+        options["sinks"] = rng.standard_normal(4).astype("float64" if dtype == "float64" else "float32")
     for parity in (0, 1):
         poisoned = [x.copy() for x in tensors]
         for x, ends in zip(poisoned, (cu[0], cu[1], cu[1]), strict=True):
@@ -119,9 +119,9 @@ def check_rows_without_keys(dtype: str, head_dim: int) -> None:
     assert np.isfinite(lse[0, 0, 297:343]).all()
 
 
-def check_masked_keys(**sizes: Any) -> None:
+def check_masked_keys(dtype: str = "float16", **sizes: Any) -> None:
     """NaN and infinity in keys that no query sees do not reach the result."""
-    inputs = Case(dtype="float16", window=(None, 29), align="top_left", **sizes).inputs()
+    inputs = Case(dtype=dtype, window=(None, 29), align="top_left", **sizes).inputs()
     reference = testing.reference_attention(*(inputs[name] for name in "qkv"), window=(None, 29), align=0)
     inputs["k"][:, :, 100:], inputs["k"][:, :, 120:] = np.nan, np.inf
     views = [testing.hostile(inputs[name], style="aligned").view for name in "qkv"]
@@ -129,9 +129,11 @@ def check_masked_keys(**sizes: Any) -> None:
     assert np.abs(o - reference.o).max() < 2e-3
 
 
-def check_key_that_is_not_a_number(key: int, keys: int, head_dim: int, **options: Any) -> None:
+def check_key_that_is_not_a_number(
+    key: int, keys: int, head_dim: int, dtype: str = "float16", **options: Any
+) -> None:
     """It makes all rows NaN that see it."""
-    q, k, v = (aligned((1, 1, n, head_dim), np.float16, 1.0) for n in (70, keys, keys))
+    q, k, v = (aligned((1, 1, n, head_dim), dtype, 1.0) for n in (70, keys, keys))
     k[0, 0, key] = np.nan
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     assert np.isnan(o).all()

@@ -171,6 +171,22 @@ FLASH_FORWARD_WIDE_SM90 = (
     Mistake("Q freed by half of the warps", _WIDE_SM90, "s.q_ring.init(8)", "s.q_ring.init(4)"),
 )  # fmt: skip
 
+_F64, _DOUBLES = "flash_forward_f64.cu", "include/tile/double_products.cuh"
+FLASH_FORWARD_F64 = (
+    Mistake("every block taken as whole", _F64,
+            "if (uint32_t(block - whole_first) >= uint32_t(whole_blocks))", "if (false)"),
+    Mistake("rows of the first warp for all", _F64, "rows_of_q(smem_addr(s.q.data), row_first)",
+            "rows_of_q(smem_addr(s.q.data), 0)"),
+    Mistake("a sink in the sum of each lane", _F64, "start_with_sink(sink, lane % 4 == 0)",
+            "start_with_sink(sink, true)"),
+    Mistake("O not rescaled", _F64, "rO[n][2 * half] *= rescale, rO[n][2 * half + 1] *= rescale;", ";"),
+    Mistake("P in the order of its columns", _DOUBLES, "multiply_step<kRows>(d[n], {w[0], w[2], w[1], w[3]}",
+            "multiply_step<kRows>(d[n], {w[0], w[1], w[2], w[3]}"),
+    Mistake("chunks of O in the order of V's", _DOUBLES, "4 * n + pair_chunk(threadIdx.x % 4 * 2 + i)",
+            "4 * n + int(threadIdx.x % 4 * 2 + i)"),
+    Mistake("the second half of k left out", _DOUBLES, "mma_m8n8k4_f64(d[2], d[3], a[3], b1);", ""),
+)  # fmt: skip
+
 # Of keys that are not there, and of a ring that is one step short.
 _DECODE_WIDE = "flash_decode_wide.cu"
 FLASH_DECODE_WIDE = (

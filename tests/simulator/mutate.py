@@ -119,6 +119,11 @@ SUBJECTS = {
         ("tests/simulator/test_flash_wide.py", "-k", "test_mistakes and sm_90a"),
         mistakes.FLASH_FORWARD_WIDE_SM90,
     ),
+    "flash_forward_f64": Subject(
+        "kernels_cu/flash_forward_f64.cu",
+        ("tests/simulator/test_flash_f64.py", "-k", "test_mistakes"),
+        mistakes.FLASH_FORWARD_F64,
+    ),
     "flash_reach": Subject(
         "kernels_cu/flash_reach.cu",
         (
@@ -274,7 +279,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ): "simple_statistics adds no weighted rows, and reads LSE alone of the forward pass, which does",
     ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_hessian.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
-    ("tile/ring.cuh", "__syncthreads()", 1): "no tile of flash_tangent waits in registers",
+    ("tile/ring.cuh", "__syncthreads()", 1): "no tile of this kernel waits in registers",
     (
         "flash_forward_sm90.cu",
         "bar_sync(kSkipped + warpgroup, 128)",

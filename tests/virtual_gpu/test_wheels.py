@@ -50,9 +50,12 @@ SUITES = {
         "sm_80", ("tests/gpu/test_streams.py",), {"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": "1"}
     ),
     "results": Suite(
-        "sm_80", ("tests/gpu/test_attention.py", "tests/gpu/test_kv_cache.py", "tests/gpu/test_varlen.py")
+        "sm_80",
+        tuple(f"tests/gpu/test_{name}.py" for name in ("attention", "flash_f64", "kv_cache", "varlen")),
     ),
-    "hopper": Suite("sm_90", ("tests/gpu/test_hopper.py", "tests/gpu/test_float8.py")),
+    "hopper": Suite(
+        "sm_90", tuple(f"tests/gpu/test_{name}.py" for name in ("hopper", "flash_f64", "float8"))
+    ),
     "8-bit floats": Suite("sm_120", ("tests/gpu/test_float8.py",)),
 }
 # Why a test may be left out on a virtual GPU.

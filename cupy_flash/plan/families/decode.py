@@ -196,7 +196,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.cache is None:
         return ["reads keys from a KV cache only"]
     if p.dtype == "float64":
-        reasons.append("tensor cores here compute 16-bit and TF32 products, not float64")
+        reasons.append("multiplies 16-bit and TF32 numbers on tensor cores, not float64")
     if p.precision in ("ieee", "tf32"):
         reasons.append(f"computes float32 as tf32x3, not {p.precision}")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):

@@ -1,4 +1,4 @@
-"""The mma.sync kernels: FP16, BF16 and TF32 products on tensor cores, sm_75 to sm_120."""
+"""The mma.sync kernels: FP16, BF16, TF32 and FP64 products on tensor cores, sm_75 to sm_120."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...program.graph import Body
 from ..catalog import SHORT, Arch, Variant
 from ..heads_as_rows import problem_of_rows, sees_alike
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
-from . import flash_tiles, simple, wide
+from . import f64, flash_tiles, simple, wide
 from .wide import PROMISED, absent_in_wide, beyond
 
 __all__ = [
@@ -230,6 +230,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
         unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
     yield from wide.forward_variants(arch)
+    yield from f64.variants(arch)
     for dtype, classes, mask in product(_ITEM, flash_tiles.HEAD_DIMS, ("band", "any")):
         passes = (backward(step, dtype, classes, mask, arch) for step in _STEPS)
         tangent = _tangent(dtype, classes[0], mask, arch)
@@ -265,8 +266,10 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     p, reasons = problem, []
     if p.reproducible == "device":
         return ["multiplies on tensor cores, whose sums follow the architecture"]
-    if p.dtype in ("float64", FLOAT8):
-        reasons.append(f"tensor cores here compute 16-bit and TF32 products, not {p.dtype}")
+    if p.dtype == "float64":
+        return f64.refusals(p, arch)
+    if p.dtype == FLOAT8:
+        reasons.append(f"tensor cores here compute 16-bit, TF32 and FP64 products, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":
         reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
@@ -337,7 +340,9 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     classes = _classes(problem)
     dtype, mask = _dtype(problem), _mask(problem)
     found: list[Variant | None]
-    if classes is None:
+    if dtype == f64.DTYPE:
+        found = [f64.chosen(problem, arch)]
+    elif classes is None:
         found = [*wide.passes(problem, arch)]
         if problem.direction == "backward":
             found.insert(0, backward("delta", dtype, flash_tiles.HEAD_DIMS[-1], "band", arch))
@@ -364,7 +369,7 @@ def _with_function(variant: Variant, function: Body | None) -> Variant:
 def of_function(function: Body, dtype: str, head_dim: int, arch: Arch) -> list[Variant]:
     """What is compiled for a score function: the passes that compute scores; none where there are none."""
     widths = [d for d, _ in flash_tiles.HEAD_DIMS if head_dim <= d]
-    if not widths or dtype == "f64" or NAME not in arch.families:
+    if not widths or dtype == f64.DTYPE or NAME not in arch.families:
         return []
     every = [classes for classes in flash_tiles.HEAD_DIMS if classes[0] == widths[0]]
     found: list[Variant | None] = []

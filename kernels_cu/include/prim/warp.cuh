@@ -213,3 +213,17 @@ CF_DEVICE void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t
 }
 #undef CF_MMA
 #undef CF_MMA_K8
+// layout: as mma_m16n8k8_tf32, an element of double each (sm_90).
+CF_DEVICE void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], double b0, double b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64"
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b0), "d"(b1));
+}
+// d of 8 x 8. layout: d0 d1 row g, columns 2t and 2t + 1; a row g at k = t; b k = t of column g.
+CF_DEVICE void mma_m8n8k4_f64(double& d0, double& d1, double a, double b) {
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                 : "+d"(d0), "+d"(d1)
+                 : "d"(a), "d"(b));
+}

@@ -77,22 +77,22 @@ struct NarrowBand {
 };
 
 // -inf in one row of the thread, but for columns first .. end - 1 counted from the thread's first.
-template <int kM, int kN>
-CF_DEVICE void mask_row(float (&s)[kM][kN][4], int m, int half, int32_t first, int32_t end) {
+template <class Acc, int kM, int kN>
+CF_DEVICE void mask_row(Acc (&s)[kM][kN][4], int m, int half, int32_t first, int32_t end) {
     CF_UNROLL
     for (int n = 0; n < kN; n++) {
         CF_UNROLL
         for (int i = 0; i < 2; i++) {
             const int column = 8 * n + i;
             const bool keep = column >= first && column < end;
-            s[m][n][2 * half + i] = keep ? s[m][n][2 * half + i] : -kInfinity;
+            s[m][n][2 * half + i] = keep ? s[m][n][2 * half + i] : -Acc(kInfinity);
         }
     }
 }
 
 // -inf where the key lies outside the sequence or the band.
-template <int kM, int kN, bool kKeysInRows>
-CF_DEVICE void mask_band(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const NarrowBand& band) {
+template <class Acc, int kM, int kN, bool kKeysInRows>
+CF_DEVICE void mask_band(Acc (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const NarrowBand& band) {
     CF_UNROLL
     for (int m = 0; m < kM; m++) {
         CF_UNROLL

@@ -9,6 +9,7 @@
 //   r0 r1 r2 being the bits of the row, it has the bits r2, r0 ^ r2, r1. Then also two neighbouring chunks of
 //   rows 0-3, 4-7, 0 2 4 6 or 1 3 5 7 lie in 8 different groups: pairs of an accumulator are stored, and
 //   columns of elements read, without conflicts;
+//   for 64-bit elements r1, r2, r0: four neighbouring chunks of two rows, and pair_chunk's of 0 2 4 6 or 1 3 5 7;
 //   rows of 64 bytes or an odd multiple (widths 32 and 96 of 16-bit elements): two rows already differ, the
 //   twist is row / 2 % 4;
 //   rows of 32 bytes (4-bit codes): four rows already differ, the twist is row / 4 % 2.
@@ -42,6 +43,7 @@ struct Tile {
     CF_DEVICE static constexpr int twist(int row) {
         if (kTwists == 2) return row >> 2 & 1;
         if (kTwists == 4) return row >> 1 & 3;
+        if (sizeof(Element) == 8) return (row >> 1 & 3) | (row & 1) << 2;
         return sizeof(Element) == 4 ? (row << 1 & 6) ^ (row >> 2 & 1) * 3 : row & 7;
     }
     // Bytes from the start of the tile to chunk `chunk` of row `row`.

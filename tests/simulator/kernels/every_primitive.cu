@@ -72,6 +72,7 @@ CF_DEVICE void ampere(const Params& p, uint32_t a) {
     r4[0] = to_tf32(d[0]);
     mma_m16n8k8_tf32(d, r4, r2[0], r2[1]);
     mma_m16n8k32_s8(whole, r4, r2[0], r2[1]);
+    mma_m8n8k4_f64(p.z[2], p.z[3], p.z[4], p.z[5]);
 #if __CUDA_ARCH__ >= 890
     mma_m16n8k32_e4m3(d, r4, r2[0], r2[1]);
     d[0] += pack_e4m3(d[1], d[2]);
@@ -102,6 +103,9 @@ CF_DEVICE void hopper(const Params& p, SharedStorage& s, uint32_t a) {
     mbar_wait_cluster(s.bar, 0);
     mbar_wait(s.bar, 0);
     mbar_wait(s.bar, 1);
+    double d[4] = {};
+    mma_m16n8k8_f64(d, {p.z[6], p.z[7], p.z[8], p.z[9]}, p.z[10], p.z[11]);
+    p.z[12] = d[0] + d[1] + d[2] + d[3];
     stmatrix_x1(a, r1), stmatrix_x2(a, r2), stmatrix_x4(a, r4);
     stmatrix_x1_trans(a, r1), stmatrix_x2_trans(a, r2), stmatrix_x4_trans(a, r4);
     fence_proxy_async();

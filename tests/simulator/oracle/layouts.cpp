@@ -4,6 +4,7 @@
 #include <cute/atom/mma_traits_sm75.hpp>
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/atom/mma_traits_sm89.hpp>
+#include <cute/atom/mma_traits_sm90.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 #include <cstdio>
@@ -43,6 +44,8 @@ int main() {
     mma<SM80_16x8x8_F32TF32TF32F32_TN>("m16n8k8 tf32");
     mma<SM80_16x8x32_S32S8S8S32_TN>("m16n8k32 s8");
     mma<SM89_16x8x32_F32E4M3E4M3F32_TN>("m16n8k32 e4m3");
+    mma<SM80_8x8x4_F64F64F64F64_TN>("m8n8k4 f64");
+    mma<SM90_16x8x8_F64F64F64F64_TN>("m16n8k8 f64");
     using namespace SM90;
     fragment("m64k16 a", GMMA::ALayout_64x16{}, 128);
     fragment("m64k8 tf32 a", GMMA::ALayout_64x8{}, 128);

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
-from cupy_flash.plan.families import decode, f16x3, flash, fp8, hopper, simple
+from cupy_flash.plan.families import decode, f16x3, f64, flash, fp8, hopper, simple
 from tests import float8_cases, kv_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
@@ -86,6 +86,8 @@ def calls(target: str) -> Iterator[Call]:
         yield _wide(dtype, flash, "flash_forward_wide.cu", 512 if turing else 576)
     if not turing:
         yield _tf32()
+    if any(f64.variants(architecture(target))):
+        yield _doubles()
     for dtype in ("f16", "bf16", "f32", "f64"):
         computed = dtype == "f64" or (turing and dtype != "f16")
         forward = "simple_forward.cu" if computed else "flash_forward.cu"
@@ -138,6 +140,17 @@ def _halves() -> Call:
 
     kernels = {("flash_split_f16.cu", "", "f16x3"), ("flash_forward_f16x3_sm90.cu", "", "f16x3")}
     return Call("hopper-f32", run, frozenset(kernels))
+
+
+def _doubles() -> Call:
+    """Float64 on tensor cores, both classes."""
+
+    def run() -> None:
+        with only(flash):
+            for head_dims in ((64, 40), (128, 128)):
+                check_forward(_case("f64", head_dims, sinks=True), _device())
+
+    return Call("tensor-cores-f64", run, frozenset({("flash_forward_f64.cu", "", "f64")}))
 
 
 def _products(dtype: str) -> str:

@@ -22,10 +22,14 @@ from tests.simulator.units import SIMULATED
 
 pytestmark = SIMULATED
 
-# A compiler for each architecture, in turn; the warpgroup kernels are made by both.
+# A compiler for each architecture, in turn; the warpgroup kernels are made by both, and products of doubles.
 BUILDS = {"sm_80": 12, "sm_90a": 13, "sm_75": 13, "sm_100": 12, "sm_120": 13}
 EVERY = [(Build(target, cuda), call) for target, cuda in BUILDS.items() for call in calls(target)]
-EVERY += [(Build("sm_90a", 12), call) for call in calls("sm_90a") if call.name.startswith("hopper")]
+EVERY += [
+    (Build("sm_90a", 12), call)
+    for call in calls("sm_90a")
+    if call.name.startswith(("hopper", "tensor-cores"))
+]
 
 
 def kind(call: Call) -> str:

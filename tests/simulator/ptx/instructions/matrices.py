@@ -57,6 +57,23 @@ def warp_product(w: Writer, i: Instruction, shape: str, t_d: str, element: str, 
     w.emit("}")
 
 
+# shape: registers of a, of b, and of c and d
+_DOUBLE_PRODUCTS = {"m8n8k4": (1, 1, 2), "m16n8k8": (4, 2, 4)}
+
+
+@instruction("mma.sync.aligned.(m8n8k4|m16n8k8).row.col.f64.f64.f64.f64")
+def product_of_doubles(w: Writer, i: Instruction, shape: str) -> None:
+    n_a, n_b, n_d = _DOUBLE_PRODUCTS[shape]
+    d, a, b, c = (w.vector(x, n) for x, n in zip(i.operands, (n_d, n_a, n_b, n_d), strict=True))
+    lists = [", ".join(w.values(x, "f64")) for x in (c, a, b)]
+    w.emit(f"{{ double d[{n_d}] = {{{lists[0]}}};")
+    w.emit(f"const double a[{n_a}] = {{{lists[1]}}}, b[{n_b}] = {{{lists[2]}}};")
+    w.emit(f"multiply(d, a, b, {w.site});")
+    for k, member in enumerate(d):
+        w.set(member, "f64", f"d[{k}]")
+    w.emit("}")
+
+
 # element: how deep, and whether operands in shared memory may be transposed
 _WARPGROUP_PRODUCTS = {"f16": (16, True), "bf16": (16, True), "tf32": (8, False), "e4m3": (32, False)}
 

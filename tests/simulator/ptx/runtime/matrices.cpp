@@ -32,6 +32,13 @@ FOR(2, false) FOR(4, false) FOR(1, true) FOR(2, true) FOR(4, true)
                     PRODUCT(m16n8k32_e4m3, float, 4, 2, mma_m16n8k32_e4m3, b[0], b[1])
                         PRODUCT(m16n8k32_s8, int, 4, 2, mma_m16n8k32_s8, b[0], b[1])
 #undef PRODUCT
+                            void multiply(double (&d)[2], const double (&a)[1], const double (&b)[1],
+                                          Site site) {
+    mma_m8n8k4_f64(d[0], d[1], a[0], b[0], call(site));
+}
+void multiply(double (&d)[4], const double (&a)[4], const double (&b)[2], Site site) {
+    mma_m16n8k8_f64(d, a, b[0], b[1], call(site));
+}
 
                             void warpgroup_product(float* d, const u32* a, u64 descriptor_a, u64 descriptor_b,
                                                    bool accumulate, Element element, int n, bool transposed_a,

@@ -99,6 +99,8 @@ enum class Product {
 };
 template <Product product, class D, int n_a, int n_b>
 void multiply(D (&d)[4], const u32 (&a)[n_a], const u32 (&b)[n_b], Site site);
+void multiply(double (&d)[2], const double (&a)[1], const double (&b)[1], Site site);    // m8n8k4
+void multiply(double (&d)[4], const double (&a)[4], const double (&b)[2], Site site);    // m16n8k8
 
 enum class Element { f16, bf16, tf32, e4m3 };
 void warpgroup_product(float* d, const u32* a, u64 descriptor_a, u64 descriptor_b, bool accumulate,
