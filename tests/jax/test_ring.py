@@ -316,7 +316,8 @@ def padded(case, rank):
 
 def test_random_calls(mesh, pytestconfig):
     """Forward and backward, held to the error budget of one device."""
-    for seed in seeds_of(pytestconfig.option.sample, 10):
+    # First sinks of an all-gather whose length does not divide: rows of none have an lse, that of the sinks.
+    for seed in (3664581718, *seeds_of(pytestconfig.option.sample, 10)):
         case = random_call(np.random.default_rng(seed))
         axis = 1 if case.bshd else 2
         cut, of_lse = (jax.sharding.PartitionSpec(*[None] * n, "rows") for n in (axis, 2))
