@@ -119,7 +119,7 @@ def all_gather(
     mask, window = given.pop("mask", None), given.pop("window", None)
     if given.get("alibi_slopes") is not None:
         raise UnsupportedError(
-            "alibi_slopes is not supported for an all-gather inside shard_map.", hint='schedule="alltoall"'
+            "alibi_slopes is not supported for an all-gather in JAX.", hint='schedule="alltoall"'
         )
     rows = _axis(q, options)
     k, v = (
@@ -151,7 +151,7 @@ def _of_rows(mask: Any, mine: Any, length: int) -> Any:
     x = jnp.asarray(x)
     if isinstance(mask, Spans) and x.shape[axis] != length:
         raise UnsupportedError(
-            "Spans of queries are not supported for an all-gather inside shard_map.",
+            "Spans of queries are not supported for an all-gather in JAX.",
             hint='schedule="alltoall", or spans of keys',
         )
     if x.ndim >= -axis and x.shape[axis] != 1:

@@ -403,14 +403,14 @@ def ring_attention(
     schedule = "ring" if schedule is None else schedule
     plan = {"schedule": schedule, "parts": parts, "seqlen": seqlen}
     check_schedule({**options, **plan}, packed=cu_seqlens is not None)
+    if cu_seqlens is not None and schedule != "ring":
+        raise UnsupportedError(
+            f'cu_seqlens is not supported with schedule="{schedule}" here.', hint='schedule="ring"'
+        )
     ranks = int(jax.lax.psum(1, axis_name))
     given, packed, longest = {"q": q, "k": k, "v": v}, None, None
     rows = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
     if schedule != "ring":
-        if cu_seqlens is not None:
-            raise UnsupportedError(
-                f'cu_seqlens is not supported with schedule="{schedule}" here.', hint='schedule="ring"'
-            )
         arrays, values = split(options)
         # Masks have the shape of the whole, and the call checks them there.
         of_parts = {name: x for name, x in arrays.items() if name in PER_HEAD}
@@ -422,7 +422,7 @@ def ring_attention(
         return (o, lse) if return_lse else o
     if seqlen is not None:
         raise UnsupportedError(
-            "seqlen is not supported for a ring inside shard_map.", hint='schedule="alltoall" or "allgather"'
+            "seqlen is not supported for a ring in JAX.", hint='schedule="alltoall" or "allgather"'
         )
     sinks = options.pop("sinks", None)
     own = {} if sinks is None else {"sinks": jnp.asarray(sinks)}

@@ -215,11 +215,11 @@ def test_what_a_schedule_does_not_take(mesh):
         call(qkv(), mask=jnp.ones((16, 16), bool))
     with pytest.raises(InvalidArgumentsError, match="takes contiguous parts, which must be named"):
         call(qkv(), causal=True, window=(3, 0))
-    with pytest.raises(UnsupportedError, match="seqlen is not supported for a ring inside shard_map"):
+    with pytest.raises(UnsupportedError, match="seqlen is not supported for a ring in JAX"):
         call(qkv(), seqlen=15)
-    with pytest.raises(UnsupportedError, match="alibi_slopes is not supported for an all-gather inside"):
+    with pytest.raises(UnsupportedError, match="alibi_slopes is not supported for an all-gather in JAX"):
         call(qkv(), schedule="allgather", alibi_slopes=jnp.ones(4))
-    with pytest.raises(UnsupportedError, match="Spans of queries are not supported for an all-gather inside"):
+    with pytest.raises(UnsupportedError, match="Spans of queries are not supported for an all-gather in JAX"):
         call(qkv(), schedule="allgather", mask=Spans(jnp.zeros((1, 1, 1, 16, 2), jnp.int32)))
     with pytest.raises(InvalidArgumentsError, match="a device holds 4 rows; of 9 one holds 3 at most"):
         call(qkv(), schedule="allgather", seqlen=9)
@@ -316,7 +316,8 @@ def padded(case, rank):
 
 def test_random_calls(mesh, pytestconfig):
     """Forward and backward, held to the error budget of one device."""
-    for seed in seeds_of(pytestconfig.option.sample, 10):
+    # First sinks of an all-gather whose length does not divide: rows of none have an lse, that of the sinks.
+    for seed in (3664581718, *seeds_of(pytestconfig.option.sample, 10)):
         case = random_call(np.random.default_rng(seed))
         axis = 1 if case.bshd else 2
         cut, of_lse = (jax.sharding.PartitionSpec(*[None] * n, "rows") for n in (axis, 2))
