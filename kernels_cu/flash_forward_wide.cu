@@ -3,7 +3,7 @@
 // Source: A1, Algorithm 1, as flash_forward has it; tags and signs are explained there.
 //   [A1.4]  a block owns the rows Q_i of one head
 //   [A1.6]  for each block of keys that the band of the query tile reaches, from the last to the first
-//   [A1.8]  S = Q_i K_j^T, -inf outside the band: a warp has 16 rows, and its share of the keys of the block
+//   [A1.8]  S = score(Q_i K_j^T), -inf outside the band: a warp has 16 rows, and its share of the keys of the block
 //   [A1.9]  row_max rises, P = e^(S - row_max); maxima, P and the factors on O go through shared memory
 //   [A1.10] O = e^(old_max - row_max) O + P V_j: a warp has all rows, and every kWarps-th block of 16 columns
 //   [A1.12] O = O / row_sum, 0 in a row without keys
@@ -17,7 +17,7 @@
 //
 // Assumes: as flash_forward of kind band: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below
 //         2^31 bytes; scale > 0.
-// Not here: mask, bias, ALiBi, softcap, dropout, spans, one order of additions (simple_forward).
+// Not here: a mask that differs from query to query, bias, dropout, spans, one order of additions (simple_forward).
 #include "backward/gradient_sums.cuh"
 #include "backward/operand.cuh"
 #include "tile/epilogue.cuh"
@@ -72,7 +72,8 @@ static_assert(kQColumns == 0 || QPart::kBytes <= kSlots * kSlotBytes,
 
 // What the main loop seldom needs, or only the epilogue. why: as in flash_forward.
 struct Saved {
-    int64_t first_q;                      // row of q of the tile's first query
+    int64_t first_q,
+        offset;    // row of q of the tile's first query; from a query to the key of its own place
     int32_t batch, head, queries;         // that exist in the tile
     int32_t first_query, first_key;       // positions of the tile and of block 0 of keys
     int32_t whole_first, whole_blocks;    // the first block in which every pair counts, how many there are
@@ -190,6 +191,23 @@ struct RegisterQFrom {
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { rows.load(r, m, first + step); }
 };
 
+// Softcap and ALiBi, over the scale, by which the softmax multiplies. distance: of the thread's first query from its
+// first key.
+CF_DEVICE void cap_and_slope(float (&s)[1][kN][4], const Score& score, int64_t slope_at, float distance) {
+    const float unit = 1 / static_cast<float>(score.scale), cap = static_cast<float>(score.softcap) * unit;
+    const float slope = score.alibi_slopes ? static_cast<const float*>(score.alibi_slopes)[slope_at] * unit : 0;
+    CF_UNROLL
+    for (int n = 0; n < kN; n++) {
+        CF_UNROLL
+        for (int e = 0; e < 4; e++) {
+            const int step = Positions<false>::row_step(0, e) - Positions<false>::column_step(n, e);
+            float& x = s[0][n][e];
+            if (cap != 0) x = cap * bounded_tanh<false>(x / cap);
+            x = fmaf(-slope, fabsf(distance + static_cast<float>(step)), x);
+        }
+    }
+}
+
 CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
 
@@ -215,6 +233,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     const int32_t whole_blocks = larger(band.end_key(m_first) / kBlockN - first - whole_first, 0);
     if (threadIdx.x == 0)
         s.saved = {sequence.first_q + m_first,
+                    Band::score_offset(p.score, sequence),
                     work.batch,
                     head,
                     m_end - m_first,
@@ -279,6 +298,10 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
             }
             const Positions<false> at(saved.first_query + row_first,
                                       saved.first_key + block * kBlockN + kWarpKeys * key_warp);
+            if (p.score.softcap != 0 || p.score.alibi_slopes)
+                cap_and_slope(rS, p.score,
+                              saved.batch * p.score.alibi_batch + saved.head * p.score.alibi_head,
+                              static_cast<float>(at.row + saved.offset - at.column));
             if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks)) mask_band(rS, at, saved.band);
             if (p.score.mask.data) {
                 const auto* attend = static_cast<const uint8_t*>(p.score.mask.data) +

@@ -241,15 +241,17 @@ class SecondOrder(Dense):
             )._asdict()
             for results in found:
                 some = {name: x[n] if self.directions else x for name, x in results.items()}
-                assert_of_second_order(some, exact, self.dtype, largest_score(host, options))
+                terms = largest_term(host, own, options)
+                assert_of_second_order(some, exact, self.dtype, largest_score(host, options), terms)
 
 
 def assert_of_second_order(
-    actual: Mapping[str, Any], exact: Mapping[str, Any], dtype: str, largest: float
+    actual: Mapping[str, Any], exact: Mapping[str, Any], dtype: str, largest: float, terms: float
 ) -> None:
     """Fail unless results of second order are within so many roundings of the largest number of them all.
 
-    A weight e^(S - LSE) has the roundings of its score, in units of it: `largest` is the size of one.
+    A weight e^(S - LSE) has the roundings of its score, in units of it: `largest` is the size of one. A
+    gradient has one rounding of its `terms`, which may cancel: of a row with one key nothing is left.
     """
     # why of all results: a gradient of a broadcast bias is a sum of as large terms, and may cancel.
     size = max(1.0, *(np.abs(x).max(initial=0) for x in exact.values() if x is not None))
@@ -259,12 +261,27 @@ def assert_of_second_order(
         coarse = max((x.dtype.name, dtype), key=testing.budget.UNIT_ROUNDOFF.__getitem__)
         units = SECOND_ORDER_UNITS.get(coarse, 64) * testing.budget.UNIT_ROUNDOFF[coarse]
         units += testing.budget.ROUNDINGS_PER_SCORE * largest * testing.budget.UNIT_ROUNDOFF[wide]
-        allowed, error = units * size, np.abs(x.astype(np.float64) - exact[name]).max(initial=0)
+        allowed = units * size + testing.budget.UNIT_ROUNDOFF[wide] * terms
+        error = np.abs(x.astype(np.float64) - exact[name]).max(initial=0)
         if name in ("dbias", "dsinks"):
             # why: errors of a row's LSE and delta are its own, and add up over the rows as a random walk does
             elements = x.size if name == "dsinks" else math.prod(x.shape[:-1])
             allowed *= max(1.0, exact["lse"].size / max(1, elements)) ** 0.5
         assert error <= allowed, f"{name} of second order is off by {error:.2e} of {allowed:.2e}"
+
+
+def largest_term(arrays: Mapping[str, Any], along: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """How large what a gradient of q or k adds up is: |do| |v|^T, by the scale and the other operand."""
+    f = reference.forward(*(arrays[name] for name in "qkv"), testing.Options(**options))
+
+    def sizes(measure: Callable[[Any], Any], *names: str) -> list[float]:
+        found = [{**arrays, **along}.get(name) for name in names]
+        return [float(measure(np.abs(x.astype(float)))) for x in found if x is not None and x.size]
+
+    pairs = arrays["v"].shape[-1] * sum(sizes(np.mean, "do")) * sum(sizes(np.mean, "v", "dv"))
+    return (
+        float(np.abs(f.scale).max(initial=0)) * pairs * max(sizes(np.max, "q", "k", "dq", "dk"), default=0.0)
+    )
 
 
 def largest_score(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> float:

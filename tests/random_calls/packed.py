@@ -16,7 +16,7 @@ from cupy_flash import derivatives, testing
 from cupy_flash.testing.reference import keep
 from tests.cases import DTYPES, numpy_dtype, unusual
 
-from .dense import assert_of_second_order, largest_score
+from .dense import assert_of_second_order, largest_score, largest_term
 from .edges import HEAD_DIMS, affordable, band, dtype_of, head_dim, heads, length, maybe, style
 from .memory import numpy_of
 
@@ -212,7 +212,8 @@ class Packed:
         empty = dots.get("dsinks", 0.0)  # the lse of a row that sees no key is that of its sink
         for found in ({"o": j[0], "lse": j[1], **h._asdict()}, {"o": both[0], "lse": both[1]}):
             made = self._results(host, found, empty)
-            assert_of_second_order(made, exact, self.dtype, largest_score(arrays, how))
+            terms = largest_term({**arrays, "do": do}, tangents, how)
+            assert_of_second_order(made, exact, self.dtype, largest_score(arrays, how), terms)
 
     # ---- the same in a padded batch
 

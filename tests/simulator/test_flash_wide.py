@@ -95,6 +95,21 @@ def test_other_masks_are_refused_by_name() -> None:
         assert ("above 256, has no mask that differs from query to query" in plan) == (shape[2] > 1)
 
 
+@pytest.mark.parametrize(
+    ("softcap", "alibi"), [(1.5, None), (20.0, None), (None, "h"), (None, "bh"), (5.0, "bh")]
+)
+@pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_86"], indirect=True)
+def test_softcap_and_alibi(softcap: float | None, alibi: str | None, device: Device) -> None:
+    for number, head_dims in enumerate(((512, 512), (320, 384), (576, 512))):
+        case = Case(dtype=("float16", "bfloat16")[number % 2], batch=2, heads=(4, 2), lengths=(70, 200),
+                    head_dims=head_dims, softcap=softcap, alibi=alibi, sinks=number == 1,
+                    scale=(None, 0.3, None)[number], style="aligned", causal=number == 0,
+                    window=(90, 10) if number == 1 else None,
+                    align=("top_left", "bottom_right", 40)[number])  # fmt: skip
+        with under(number):
+            check_forward(taken(case, device), device)
+
+
 # More blocks than the ring has slots for, a last one that ends early, several tiles.
 IN_ANY_ORDER = Case(dtype="float16", batch=1, heads=(2, 1), lengths=(130, 300), head_dims=(512, 512),
                     causal=True, align="bottom_right", sinks=True, style="aligned")  # fmt: skip
@@ -111,6 +126,8 @@ def test_mistakes(device: Device) -> None:
     """What mutants are tried on, under the schedule of the process."""
     check_forward(IN_ANY_ORDER, device)
     check_packed("float16", 320, causal=True, align="bottom_right")
+    if device.name != "sm_90a":
+        check_forward(replace(IN_ANY_ORDER, softcap=5.0, alibi="bh", scale=0.3), device)
 
 
 @pytest.mark.parametrize("head_dims", [(257, 300), (511, 385), (573, 509)], ids=str)
@@ -243,22 +260,24 @@ def test_cost_is_the_theory(number: int, device: Device, monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------- what takes what these leave
 
 
+@pytest.mark.parametrize("target", ["sm_75", "sm_86", "sm_90a"])
 @pytest.mark.parametrize(
-    ("target", "reasons"),
-    [
-        ("sm_90a", ("hopper: its kernel for head_dim 512, above 256, has no softcap", "flash: its kernel")),
-        ("sm_86", ("flash: its kernel for head_dim 512, above 256, has no softcap",)),
-        ("sm_75", ("flash: its kernel for head_dim 512, above 256, has no softcap",)),
-    ],
+    ("option", "named"), [({"softcap": 5.0}, "softcap"), ({"alibi_slopes": np.ones(2, np.float32)}, "ALiBi")]
 )
-def test_explain_says_what_is_taken(target: str, reasons: tuple[str, ...]) -> None:
+def test_explain_says_what_is_taken(option: dict[str, Any], named: str, target: str) -> None:
+    """Hopper's own kernel has no softcap and no ALiBi; gradients have none on any GPU."""
     x = np.zeros((1, 2, 64, 512), np.float16)
     plain = cupy_flash.explain(x, x, x, causal=True, arch=target)
-    capped = cupy_flash.explain(x, x, x, causal=True, softcap=5.0, arch=target)
+    asked = cupy_flash.explain(x, x, x, causal=True, arch=target, **option)
     assert ("flash_forward_wide_sm90_f16" if target == "sm_90a" else "flash_forward_wide_f16") in plain
-    assert "simple_forward" in capped
-    for reason in reasons:
-        assert f"skipped   {reason}" in capped
+    assert "kernel    flash_forward_wide_f16" in asked
+    hopper_lacks = f"skipped   hopper: its kernel for head_dim 512, above 256, has no {named}"
+    assert (hopper_lacks in asked) == (target == "sm_90a")
+    gradients = cupy_flash.explain(x, x, x, causal=True, arch=target, direction="backward", **option)
+    assert "simple_backward" in gradients
+    far = cupy_flash.explain(x, x, x, arch=target, scale=1e-30, **option)
+    assert "simple_forward" in far
+    assert "has no softcap or ALiBi beside a scale of 1e-30" in far
 
 
 @pytest.mark.parametrize(
@@ -266,7 +285,6 @@ def test_explain_says_what_is_taken(target: str, reasons: tuple[str, ...]) -> No
     [
         ({"mask": np.ones((64, 64), bool)}, "mask"),
         ({"bias": np.zeros((64, 64), np.float16)}, "bias"),
-        ({"alibi_slopes": np.ones(2, np.float32)}, "ALiBi"),
         ({"dropout": 0.1, "seed": 1}, "dropout"),
         ({"scale": -1.0}, "scale <= 0"),
         ({"reproducible": "prefill"}, "promised order of additions"),

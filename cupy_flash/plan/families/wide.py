@@ -22,6 +22,7 @@ __all__ = [
 
 PROMISED = "promised order of additions"  # what reproducible= asks for
 _DTYPES = ("f16", "bf16")
+_LEAST = 1e-20  # scale beside softcap or ALiBi
 
 
 def _classes(direction: str, arch: Arch) -> list[tuple[int, int]]:
@@ -132,10 +133,14 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         "Spans": p.spans,
         "BlockMask": p.blocks,
         "score function": p.function,
-        "ALiBi": p.alibi,
-        "softcap": p.softcap,
+        "ALiBi": p.alibi and p.direction != "forward",
+        "softcap": p.softcap and p.direction != "forward",
         "dropout": p.dropout,
         "scale <= 0": p.scale <= 0 and p.direction == "forward",
+        # why: its softcap and ALiBi are divided by the scale, in float32.
+        f"softcap or ALiBi beside a scale of {p.scale}": (
+            (p.softcap or p.alibi) and p.direction == "forward" and not _LEAST <= abs(p.scale) <= 1 / _LEAST
+        ),
         PROMISED: p.reproducible,
     }
     unknown = [name for name, given in inside.items() if given]

@@ -313,6 +313,8 @@ def _wide(dtype: str, family: families.Family, source: str, widest: int) -> Call
         with only(family):
             check_forward(replace(_case(dtype, (512, 488), sinks=True), lengths=(70, 150)), _device())
             check_forward(_case(dtype, (widest, 512), mask=mask), _device())
+            if family is flash:
+                check_forward(_case(dtype, (widest, 512), softcap=3.0, alibi="h"), _device())
 
     return Call(f"{family.NAME}-forward-wide-{dtype}", run, frozenset({(source, "", dtype)}))
 
