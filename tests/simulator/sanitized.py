@@ -56,3 +56,23 @@ def run(sanitizer: str, code: str, timeout: int = 600) -> subprocess.CompletedPr
     }
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+_CASES = """
+import os
+os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
+from cupy_flash.device import simulator
+from tests.checks import Device
+from tests.kv_cases import check
+from {module} import CASES
+for policy in ("late", "early"):
+    with simulator.schedule(policy):
+        for name in {names}:
+            check(CASES[name][1], Device("{arch}"))
+"""
+
+
+def run_cases(sanitizer: str, arch: str, module: str, names: tuple[str, ...]) -> None:
+    """Check some cases over a cache, of the CASES of a module of tests, on a simulated architecture."""
+    done = run(sanitizer, _CASES.format(arch=arch, module=module, names=names))
+    assert done.returncode == 0, done.stderr[-3000:]

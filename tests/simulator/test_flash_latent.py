@@ -121,20 +121,6 @@ def test_cost_is_the_theory() -> None:
         assert cost[cycles] == cost[unit], f"bank conflicts in {unit}"
 
 
-_SANITIZED = """
-import os
-os.environ["CUPY_FLASH_DRIVER"] = "simulator:{arch}"
-from cupy_flash.device import simulator
-from tests.checks import Device
-from tests.kv_cases import check
-from tests.simulator.test_flash_latent import CASES
-for policy in ("late", "early"):
-    with simulator.schedule(policy):
-        for name in {names}:
-            check(CASES[name][1], Device("{arch}"))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 @pytest.mark.parametrize(
@@ -142,5 +128,4 @@ for policy in ("late", "early"):
 )
 def test_sanitizers_find_nothing(sanitizer: str, arch: str, names: tuple[str, ...]) -> None:
     """No access out of bounds, no undefined behaviour, no race."""
-    done = sanitized.run(sanitizer, _SANITIZED.format(arch=arch, names=names))
-    assert done.returncode == 0, done.stderr[-3000:]
+    sanitized.run_cases(sanitizer, arch, __name__, names)
