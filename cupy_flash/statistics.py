@@ -137,7 +137,7 @@ def attention_statistics(
     Grouped heads are not summed. Eviction from a cache that h query heads share takes
     ``key_sum.reshape(batch, heads_k, h, -1).sum(2)``.
 
-    On a CPU the compiled core computes, in a library of its own; NumPy what `rotary` turns. On a GPU simple
+    On a CPU the compiled core computes, in a library of its own; NumPy what ``rotary`` turns. On a GPU simple
     kernels compute key_sum and key_max in one pass and entropy in another, without atomics; without lse the
     kernels of the forward pass compute it first.
 
