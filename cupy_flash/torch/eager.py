@@ -17,6 +17,7 @@ __all__ = [
     "attend_eagerly",
     "gradients",
     "is_plain",
+    "is_transformed",
     "recorded",
 ]
 
@@ -46,6 +47,11 @@ def is_plain(*tensors: Any) -> bool:
     return not torch.compiler.is_compiling() and are_untouched(*tensors)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, a mode or a trace sees what is called."""
+    return bool(_transforms() or _dispatch_modes() or _tracing_state() is not None)
+
+
 def are_untouched(*tensors: Any) -> bool:
     """Whether these are numbers in memory, to be computed on now.
 
@@ -53,9 +59,7 @@ def are_untouched(*tensors: Any) -> bool:
     operator's way, resolves its lazy views.
     """
     if (
-        _transforms()
-        or _dispatch_modes()
-        or _tracing_state() is not None
+        is_transformed()
         or not _PLAIN.issuperset(map(type, tensors))
         or (tensors[0] is not None and tensors[0].is_meta)
     ):

@@ -19,7 +19,7 @@ from ..call.progress import TOLD
 from ..dispatch.backends import chosen_by_environment, driver_of, environment
 from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
-from .eager import are_untouched, gradients, is_plain, recorded
+from .eager import are_untouched, gradients, is_plain, is_transformed, recorded
 
 __all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
@@ -117,9 +117,13 @@ class Recent(NamedTuple):
 
 
 def is_watched() -> bool:
-    """Whether a compiler, forward mode or `progress` looks on, so that a call goes the whole way."""
+    """Whether a compiler, a transform, forward mode or `progress` looks on.
+
+    why transforms: torch's guards do not see all modes, that of make_fx for one.
+    """
     return (
         torch.compiler.is_compiling()
+        or is_transformed()
         or torch.autograd.forward_ad._current_level >= 0
         or TOLD.get() is not None
     )

@@ -401,6 +401,8 @@ def test_what_is_traced_has_the_operator():
     assert "cupy_flash::attention" in str(traced.graph)
     torch.testing.assert_close(traced(q + 1, k, v), cf.attention(q + 1, k, v))
     torch.testing.assert_close(traced(q, k, v), wanted)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda q: cf.attention(q, k, v))(q)
+    torch.testing.assert_close(graph(q + 1), cf.attention(q + 1, k, v))
 
 
 def test_whether_gradients_are_wanted_counts(whole):

@@ -219,6 +219,10 @@ def test_progress_and_compilers_look_on():
     )
     for _ in range(2):
         torch.testing.assert_close(compiled(**given), wanted)
+    rest = {name: x for name, x in given.items() if name != "q"}
+    attend = lambda q: cf.attention_with_kv_cache(q, **rest)  # noqa: E731
+    graph = torch.fx.experimental.proxy_tensor.make_fx(attend)(given["q"])
+    torch.testing.assert_close(graph(2 * given["q"]), attend(2 * given["q"]))
 
 
 def test_it_forgets(whole):
