@@ -275,8 +275,9 @@ def largest_term(arrays: Mapping[str, Any], along: Mapping[str, Any], options: M
     f = reference.forward(*(arrays[name] for name in "qkv"), testing.Options(**options))
 
     def sizes(measure: Callable[[Any], Any], *names: str) -> list[float]:
-        found = [{**arrays, **along}.get(name) for name in names]
-        return [float(measure(np.abs(x.astype(float)))) for x in found if x is not None and x.size]
+        found = [np.abs(x.astype(float)) for n in names if (x := {**arrays, **along}.get(n)) is not None]
+        seen = [x[np.isfinite(x)] for x in found]  # hidden keys may hold anything
+        return [float(measure(x)) for x in seen if x.size]
 
     pairs = arrays["v"].shape[-1] * sum(sizes(np.mean, "do")) * sum(sizes(np.mean, "v", "dv"))
     return (
