@@ -139,7 +139,7 @@ def test_a_wrong_second_derivative_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         (Dense(kind="backward", arrays=("score",)), (api, "attention_backward"), "score"),
         (Cached(prefix=9, lengths=(0, 37)), (kv_cache, "attention_with_kv_cache"), "prefix"),
     ],
-    ids=str,
+    ids=lambda x: x[1] if isinstance(x, tuple) and isinstance(x[1], str) else str(x),  # no path of a module
 )
 def test_an_option_that_is_lost_is_found(
     case: Case, call: tuple[Any, str], option: str, monkeypatch: pytest.MonkeyPatch
