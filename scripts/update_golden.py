@@ -22,8 +22,9 @@ def main() -> None:
             path.write_text(cases.golden_text(case))
             print(path)
     if resource_cases.MANIFEST.exists():
-        entries = json.loads(resource_cases.MANIFEST.read_text())["cubins"]
-        resource_cases.GOLDEN_FILE.write_text("\n".join(resource_cases.resources(entries)) + "\n")
+        built = json.loads(resource_cases.MANIFEST.read_text())["cubins"]
+        before = resource_cases.GOLDEN_FILE.read_text().splitlines()
+        resource_cases.GOLDEN_FILE.write_text("\n".join(resource_cases.renewed(before, built)) + "\n")
         print(resource_cases.GOLDEN_FILE)
 
 

@@ -12,18 +12,32 @@ from cupy_flash.cubins import build
 from cupy_flash.plan import families
 from cupy_flash.plan.families import flash
 from tests.paths import ROOT
-from tests.resource_cases import GOLDEN_FILE, MANIFEST, resources
+from tests.resource_cases import GOLDEN_FILE, MANIFEST, RESOURCES, compiled_names, names, renewed, resources
 
 
 def test_resources_are_the_golden_ones():
     entries = json.loads(MANIFEST.read_text())["cubins"] if MANIFEST.exists() else {}
     # A test of the wheels may be building them at this moment.
-    if entries.keys() < {variant.name for variant in families.variants("sm_80")}:
+    if entries.keys() < {*compiled_names()}:
         pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
     expected = GOLDEN_FILE.read_text().splitlines()
     found = resources(entries)
     differing = [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]]
     assert found == expected, f"{differing[:5]} ...; if meant: python scripts/update_golden.py"
+
+
+def test_every_kernel_of_sm_80_has_its_line():
+    """Without cubins too: a build of some kernels once took the lines of all others away."""
+    assert names(GOLDEN_FILE.read_text().splitlines()) == compiled_names()
+
+
+def test_a_build_of_some_kernels_leaves_the_lines_of_others():
+    before = GOLDEN_FILE.read_text().splitlines()
+    name = names(before)[1]
+    after = renewed([*before, "a_kernel_that_is_gone 1 registers"], {name: dict.fromkeys(RESOURCES, 7)})
+    assert len(after) == len(before)
+    assert [x for x, y in zip(after, before, strict=True) if x != y] == [after[1]]
+    assert after[1].split() == [name, "7", "registers", "7", "spilled", "7", "shared"]
 
 
 # ------------------------------------------------------------------------------------------ budgets

@@ -218,7 +218,7 @@ SLOPES = np.ones(2, np.float32)
         ({"arch": "sm_75"}, "head_dim 300 is above 256"),
         ({"reproducible": "prefill"}, "has no promised order of additions"),
         ({"dtype": "float32", "precision": "tf32x3"}, "head_dim 300 is above 256"),
-        ({"dtype": "float64"}, "head_dim 300 is above 256"),
+        ({"dtype": "float64"}, "computes float64 on the tensor cores of sm_80 and sm_90 only"),
     ],
 )
 @pytest.mark.usefixtures("device")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import Spans, spans
+from cupy_flash import spans
 from cupy_flash.device import simulator
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
@@ -64,13 +64,13 @@ def test_tiles_between_documents_are_not_read(device: Device) -> None:
     draw = np.random.default_rng(0)
     q, k, v, do = draw.standard_normal((4, 1, 2, 256, 16), np.float32)
     bounds = spans.documents([64, 128, 64])
-    o, lse = cupy_flash.attention(q, k, v, return_lse=True, mask=Spans(bounds))
-    dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=Spans(bounds))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, mask=bounds)
+    dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=bounds)
     clean = [x[:, :, 64:192].copy() for x in (o, lse, dq, dk, dv)]
     for x in (q, k, v, do, o):
         x[:, :, :64] = x[:, :, 192:] = np.nan
-    dirty_o, dirty_lse = cupy_flash.attention(q, k, v, return_lse=True, mask=Spans(bounds))
-    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=Spans(bounds))
+    dirty_o, dirty_lse = cupy_flash.attention(q, k, v, return_lse=True, mask=bounds)
+    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, mask=bounds)
     for ours, theirs in zip((dirty_o, dirty_lse, *grads[:3]), clean, strict=True):
         assert np.array_equal(ours[:, :, 64:192], theirs)
 
