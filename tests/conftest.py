@@ -6,6 +6,7 @@ import datetime
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="of tests marked in_turn run the cases that the same word draws",
     )
+    parser.addoption("--write-passed", metavar="FILE", type=Path, help="write which tests passed")
+    parser.addoption(
+        "--without",
+        metavar="FILE",
+        type=Path,
+        help="leave out what is in FILE, unless marked torch or jax",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,9 +61,11 @@ def drawn(case: str, part: int, word: str) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tests marked ``sampled(part)`` only the sample is quick; the other cases are marked slow.
 
-    With ``--in-turn``, cases of tests marked ``in_turn(part)`` that are not of the sample are left out.
+    With ``--in-turn``, cases of tests marked ``in_turn(part)`` that are not of the sample are left out, with
+    ``--without`` those that have passed before there were frameworks.
     """
-    word = config.option.sample
+    word, file = config.option.sample, config.option.without
+    passed = set(file.read_text().splitlines()) if file else set()
     left_out = set()
     for item in items:
         mark = item.get_closest_marker("sampled")
@@ -63,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         turn = item.get_closest_marker("in_turn")
         if turn and config.option.in_turn and not drawn(item.nodeid, turn.args[0], word):
+            left_out.add(item)
+        if item.nodeid in passed and not {"torch", "jax"} & {mark.name for mark in item.iter_markers()}:
             left_out.add(item)
     if left_out:
         config.hook.pytest_deselected(items=[*left_out])

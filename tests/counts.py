@@ -1,6 +1,7 @@
 """What a session counts: tests record the property ("counted: <what>", one), the end says how many.
 
-It also says how long the tests of each folder took, in seconds of the processes that ran them.
+It also says how long the tests of each folder took, in seconds of the processes that ran them, and writes
+what passed for a run that need not repeat it.
 """
 
 from __future__ import annotations
@@ -24,5 +25,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                     counted[name.removeprefix(_PREFIX)].add(one)
     for what, ones in sorted(counted.items()):
         terminalreporter.write_line(f"{what}: {len(ones)}")
+    if file := terminalreporter.config.option.write_passed:
+        stats = terminalreporter.stats
+        passed, *bad = ({x.nodeid for x in stats.get(kind, ())} for kind in ("passed", "failed", "error"))
+        file.write_text("".join(f"{name}\n" for name in sorted(passed.difference(*bad))))
     for folder, spent in sorted(seconds.items()):
         terminalreporter.write_line(f"{folder}: {spent:.0f} s")

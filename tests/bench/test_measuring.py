@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import subprocess
 import sys
@@ -293,7 +294,9 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_ceilings_of_this_machine() -> None:
+def test_ceilings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    # why: other tests run beside it, and what is wanted are numbers, not good ones.
+    monkeypatch.setattr(weather, "others", lambda *_: 0.0)
     found = ceilings.measure(place.Cpu(), quick=True)
     assert found.bytes_per_second > 1e8
     assert found.flops["float32"] > 1e8
@@ -384,7 +387,11 @@ def test_inputs_that_do_not_fit_are_a_sentence(
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", ["decode", "varlen", "latency"])
-def test_other_measurements_run_without_a_gpu(name: str, tmp_path: Path) -> None:
+def test_other_measurements_run_without_a_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = functools.partialmethod(session.Session.cases, visits=1)
+    monkeypatch.setattr(session.Session, "cases", once)
     only = {"decode": "S1/4096", "varlen": "forward", "latency": "S64 "}[name]
     words = ("--quick", "--only", only, "--peers", "", "--device", "cpu", "--results", tmp_path)
     assert run(name, *words) == 0

@@ -33,6 +33,9 @@ from cupy_flash.call.signature import REMOVED
 from cupy_flash.call.spelling import SPELLED, spelled
 from tests.paths import ROOT
 
+# Adapters are read where their framework is installed.
+pytestmark = [pytest.mark.torch, pytest.mark.jax]
+
 PACKAGE = ROOT / "cupy_flash"
 
 # Modules whose strings are no messages.

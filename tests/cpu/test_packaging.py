@@ -160,13 +160,55 @@ def test_a_release_asks_for_the_cpu_core_where_it_is_compiled(system, name, mach
 def test_ci_runs_the_commands_of_the_readme():
     """The plain one first, in a new environment: what CI alone has, a newcomer lacks."""
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    again = 'time scripts/test --push -m "slow or torch or jax or not simulator"'
-    assert lines[-3:] == ["rm -rf .venv", "time scripts/test", again]
+    passed = "build/passed.txt"
+    commands = [f"time scripts/test --write-passed {passed}", f"time scripts/test --push --without {passed}"]
+    assert lines[-3:] == [f"rm -rf .venv {passed}", *commands]
     for name in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text()
         assert "\nscripts/test  " in text
         assert "\nscripts/test --push  " in text
         assert "\nscripts/test --all  " in text
+
+
+TESTS_OF_EVERY_END = """
+import pytest
+
+def test_passes(): pass
+def test_fails(): assert False
+def test_skips(): pytest.skip()
+
+@pytest.fixture
+def late():
+    yield
+    assert False
+
+def test_errs(late): pass
+
+@pytest.mark.torch
+def test_torch(): pass
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_n(n): assert n == 1
+"""
+
+
+def test_what_passed_is_not_repeated_but_for_frameworks(tmp_path):
+    """In CI's second run; what failed or was skipped in the first is repeated."""
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "test_it.py").write_text(TESTS_OF_EVERY_END)
+    file = tmp_path / "passed.txt"
+
+    def run(*options):
+        words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "test_it.py", *options]
+        found = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, cwd=tmp_path, env=found, capture_output=True, text=True, check=False)
+        return {*re.findall(r"^test_it.py::(\S+) [A-Z]", done.stdout, re.MULTILINE)}
+
+    every = {"test_passes", "test_fails", "test_skips", "test_errs", "test_torch", "test_n[1]", "test_n[2]"}
+    assert run("--write-passed", file) == every
+    passed = {"test_n[1]", "test_passes", "test_torch"}
+    assert file.read_text().split() == [f"test_it.py::{name}" for name in sorted(passed)]
+    assert run("--without", file) == every - passed | {"test_torch"}
 
 
 def test_every_address_has_one_owner():
