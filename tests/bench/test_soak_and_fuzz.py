@@ -125,6 +125,23 @@ def test_a_fault_that_is_put_back_is_found(tmp_path: Path) -> None:
     assert re.fullmatch("AssertionError outside the error budget: (o|lse), (max|nan)", found.kind)
 
 
+def test_a_copy_is_compiled_where_an_installation_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is editable imports the checkout as Python starts."""
+    hook, root = tmp_path / "hook", tmp_path / "copy"
+    for path, text in {
+        hook / "sitecustomize.py": f"import sys; sys.path.insert(0, {str(ROOT)!r}); import cupy_flash",
+        root / "cupy_flash" / "__init__.py": "",
+        root / "scripts" / "build_cpu.py": "import cupy_flash; open('found', 'w').write(cupy_flash.__file__)",
+    }.items():
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(hook)
+    faults.compiled(root)
+    assert (root / "found").read_text() == str(root / "cupy_flash" / "__init__.py")
+
+
 @pytest.mark.usefixtures("compiled")
 def test_a_few_calls_in_a_process_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["soak", "--count", "6", "--device", "cpu", "--minutes", "1", "--seed", "4"]) == 0
