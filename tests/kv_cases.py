@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,14 @@ class KvCase:
         if self.sinks:
             made["sinks"] = draw.standard_normal(heads_q).astype(acc)
         if self.rotary and dtype.itemsize == 2:
-            self._settle(made)
+            self._settle(made, [self.new] * batch)
         return made
 
-    def _settle(self, made: dict[str, np.ndarray]) -> None:
+    def _settle(self, made: Mapping[str, np.ndarray], new: Sequence[int]) -> None:
         """Zero the pairs of q that, rotated, lie between two numbers of its dtype.
 
         Rotated in float and in double they would be rounded to different ones, which no error of attention
-        is, and of many queries some are there.
+        is, and of many queries some are there. `new`: keys that each sequence appends.
         """
         half = self.rotary // 2
         first, second = slice(0, half), slice(half, self.rotary)
@@ -117,8 +117,8 @@ class KvCase:
             first, second = slice(0, self.rotary, 2), slice(1, self.rotary, 2)
         cos, sin = (made[f"rotary_{name}"].astype(np.float64) for name in ("cos", "sin"))
         queries = made["q"].swapaxes(1, 2) if self.layout == "bshd" else made["q"]
-        for q, before in zip(queries, made["cache_seqlens"], strict=True):
-            length = self.prefix + int(before) + self.new
+        for q, before, appended in zip(queries, made["cache_seqlens"], new, strict=True):
+            length = self.prefix + int(before) + appended
             positions = np.arange(length - self.queries, length)
             turned = rotate(q.astype(np.float64), positions, cos, sin, self.interleaved)
             between = (turned - 2.0**-20).astype(q.dtype) != (turned + 2.0**-20).astype(q.dtype)

@@ -11,6 +11,7 @@ from .. import info
 from ..cubins import on_demand
 from .cases import Case
 from .places import Place, find
+from .primitives import primitives_of
 from .report import Found
 from .run import run_cases
 from .speed import speed_of
@@ -40,7 +41,7 @@ def check(
     seed : int
         What cases draw their data from.
     cases : sequence of Case, optional
-        Instead of the table.
+        Instead of the primitives and the table.
     with_speed : bool
         Time the standard calls, too.
 
@@ -50,7 +51,6 @@ def check(
     """
     facts = info.facts()
     places, notes = find(device)
-    chosen = (COMMON if quick else EVERY) if cases is None else cases
     problems = facts["problems"]
     if device == "cpu":
         problems = [problem for problem in problems if problem.startswith("cpu:")]
@@ -58,6 +58,7 @@ def check(
         notes = [*notes, "neither CuPy nor torch reaches a GPU here"]
         return Found(facts, "", None, tuple(notes), tuple(problems), (), (), seed, 0.0)
     place = places[0]
+    chosen = (*primitives_of(places), *(COMMON if quick else EVERY)) if cases is None else cases
     if device == "auto" and facts["gpus"] and not place.on_gpu:
         notes.append("there is a GPU, but neither CuPy nor torch with CUDA reaches it: the CPU is checked")
     start = time.perf_counter()

@@ -29,7 +29,7 @@ class Case(Protocol):
 
     @property
     def kind(self) -> str:
-        """One of "forward", "backward", "decode", "second order"."""
+        """One of "primitive", "forward", "backward", "decode", "second order"."""
 
     def inputs(self, rng: np.random.Generator) -> dict[str, Any]:
         """Everything that the call is given, as arrays of NumPy."""

@@ -19,6 +19,10 @@ _VERDICTS = {
     SOMETHING_WRONG: "something is wrong",
     NOTHING_CHECKED: "nothing could be checked",
 }
+_WRONG_PRIMITIVE = (
+    "a primitive is wrong, and with it every kernel that is made of it: python -m cupy_flash check --report, "
+    "as an issue"
+)
 # A path of any system; what it leads to is kept if it has an ending, as kernels have.
 _PATH = re.compile(r"(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:;,'\"()<>]+){2,}[/\\]?")
 
@@ -94,9 +98,12 @@ class Found(NamedTuple):
         lines = [f"versions  {versions}", f"checked   {self.where or 'nothing'}"]
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"cubins    {line}" for line in self._cubins()]
+        lines += [f"primitive {x.case}: {x.state}" for x in self.outcomes if x.kind == "primitive"]
         lines += [f"cases     {line}" for line in self._summary()]
         for x in self.of(WRONG):
             lines += [f"wrong     {x.case}", f"          {x.says}", f"          computed by {_kernels(x)}"]
+        if any(x.kind == "primitive" for x in self.of(WRONG)):
+            lines.append(f"report    {_WRONG_PRIMITIVE}")
         for state in (REFUSED, LEFT_OUT):
             lines += [f"{state:9} {x.case}: {x.says}" for x in self.of(state)]
         lines += [f"speed     {_spoken(x)}" for x in self.timings]

@@ -10,9 +10,11 @@ import numpy as np
 from .. import testing
 from ..dispatch import memo
 from ..errors import UnsupportedError
+from ..plan.families.primitives import KERNEL
 from ..testing import Verdict
 from .cases import Case, drawing
 from .places import Place, first_line
+from .primitives import Primitive
 
 __all__ = ["LEFT_OUT", "REFUSED", "RIGHT", "STATES", "WRONG", "Outcome", "run_case", "run_cases"]
 
@@ -26,7 +28,7 @@ class Outcome(NamedTuple):
     ----------
     case : str
     kind : str
-        One of "forward", "backward", "decode", "second order".
+        One of "primitive", "forward", "backward", "decode", "second order".
     state : str
         One of `STATES`: within the error budget; over it, or it ended in an error; the library refused it, or
         there was no way to make its arrays.
@@ -101,13 +103,18 @@ def run_case(case: Case, places: Sequence[Place], seed: int) -> Outcome:
         return Outcome(name, kind, REFUSED, says=_reasons(error))
     except Exception as error:  # why any: a kernel that fails does so in its library's words
         says = f"{type(error).__name__}: {first_line(error)}"
-        return Outcome(name, kind, WRONG, None, memo.kernels(), says)
+        return Outcome(name, kind, WRONG, None, _computed(case), says)
     with np.errstate(all="ignore"):
         verdicts = case.judge(host, results, place)
     worst = max(verdicts, key=lambda verdict: verdict.used)
     state = RIGHT if all(verdict.within for verdict in verdicts) else WRONG
     says = "" if state == RIGHT else _numbers(verdicts)
-    return Outcome(name, kind, state, worst.used, memo.kernels(), says)
+    return Outcome(name, kind, state, worst.used, _computed(case), says)
+
+
+def _computed(case: Case) -> tuple[str, ...]:
+    """The kernels that answered."""
+    return (KERNEL,) if isinstance(case, Primitive) else memo.kernels()
 
 
 def _put(places: Sequence[Place], host: dict[str, Any]) -> tuple[Place, dict[str, Any]] | str:

@@ -123,6 +123,7 @@ def error_budget(
     do: Any = None,
     dlse: Any = None,
     precision: str | None = None,
+    q_error: Any = None,
     **options: Any,
 ) -> list[Verdict]:
     """Compare results with FP64 and say how much of the error budget each uses.
@@ -135,6 +136,9 @@ def error_budget(
         The inputs; do is needed for gradients.
     precision : {None, "ieee", "tf32x3", "tf32", "e4m3"}, optional
         Of float32 products; "e4m3" if weights of 8-bit inputs are rounded to that.
+    q_error : array, optional
+        Of the shape of q: by how much its elements may be others than those that were computed with, as
+        where rotation in another precision rounds to the other of two neighbours. Of o and lse alone.
     **options
         The fields of `Options`, as in `cupy_flash.attention`.
 
@@ -155,6 +159,8 @@ def error_budget(
     dlse = None if dlse is None else to_numpy(dlse)
     if do is None and any(name in given for name in BACKWARD):
         raise ValueError("gradients cannot be compared without do")
+    if do is not None and q_error is not None:
+        raise ValueError("q_error is of o and lse, and not of gradients")
 
     exact = reference.reference_attention(q, k, v, **options)._asdict()
     if do is not None:
@@ -163,7 +169,7 @@ def error_budget(
     if q.dtype.itemsize == 1:  # the caller chose the dtype of o
         result = given["o"].dtype if "o" in given else np.dtype(np.float32)
     naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, result=result, **options)
-    sigma = _sigmas(q, k, v, do, dlse, precision, result.name, Options(**options))
+    sigma = _sigmas(q, k, v, do, dlse, precision, result.name, Options(**options), q_error)
     return [
         _compare(name, value, exact[name], getattr(naive, name), sigma[name])
         if exact[name] is not None
@@ -243,6 +249,7 @@ def _sigmas(
     precision: str | None,
     dtype: str,
     chosen: Options,
+    q_error: Any = None,
 ) -> dict[str, np.ndarray]:
     """Return the standard deviation of a correct result of this dtype, per element of each tensor.
 
@@ -283,6 +290,8 @@ def _sigmas(
         size = scale * np.abs(f.q) @ turned(np.abs(f.k)) + np.abs(f.added)
         score_walk = acc * depth_qk * size
         score_walk += operand * scale * np.sqrt((f.q**2) @ turned(f.k**2))
+        if q_error is not None:
+            score_walk += scale * reference.canonical(np.asarray(q_error), layout) @ turned(np.abs(f.k))
         if chosen.score is not None:
             changed, steep = reference.function(chosen, f.capped)
             score_walk = score_walk * np.abs(steep) + acc * ROUNDINGS_PER_SCORE * np.abs(changed)

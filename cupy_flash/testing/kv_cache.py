@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import reference
-from .budget import Verdict, error_budget
+from .budget import UNIT_ROUNDOFF, Verdict, error_budget
 
 __all__ = ["CacheReference", "error_budget_with_kv_cache", "reference_with_kv_cache"]
 
@@ -22,7 +22,8 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 class Sequence(NamedTuple):
     """One sequence as a call of `reference_attention`: arrays (1, heads, seq, head_dim) and options."""
 
-    q: np.ndarray  # rotated
+    q: np.ndarray  # rotated, and rounded to its dtype
+    q_error: np.ndarray  # like q: by how much rotation in float may round to another number
     k: np.ndarray  # as stored: a key is this times its head's scale
     v: np.ndarray
     k_scale: np.ndarray  # (heads_k,)
@@ -128,9 +129,10 @@ def reference_with_kv_cache(
             for cache, row, scale in zip(caches, rows, scales, strict=True):
                 append(cache, table[b], row, start, scale[b])
         own_q = queries[b].astype(np.float64)
+        q_error = np.zeros(own_q.shape)
         if turn:
-            own_q = rotate(own_q, np.arange(length - seqlen_q, length), *turn)
-            own_q = own_q.astype(queries.dtype).astype(np.float64)
+            places = np.arange(length - seqlen_q, length)
+            own_q, q_error = rotated_queries(queries[b], places, *turn)
         own = [gather(cache, table[b], length) for cache in caches]
         seen = np.repeat((table[b] >= 0) & (table[b] < slots), page)[:length]
         own = [np.where(seen[:, None], x, 0.0) for x in own]
@@ -140,7 +142,7 @@ def reference_with_kv_cache(
             chosen["alibi_slopes"] = np.asarray(slopes)[b]
         stored = [x[None] for x in (own_q, *own)]
         k_scales, v_scales = (scale[b] for scale in scales)
-        sequences.append(Sequence(stored[0], stored[1], stored[2], k_scales, v_scales, chosen))
+        sequences.append(Sequence(stored[0], q_error[None], stored[1], stored[2], k_scales, v_scales, chosen))
         if seqlen_q and heads_q:
             keys, values = (x * scale[b][:, None, None] for x, scale in zip(stored[1:], scales, strict=True))
             one = reference.reference_attention(stored[0], keys, values, **chosen)
@@ -199,6 +201,7 @@ def error_budget_with_kv_cache(
                 sequence.k[:, head : head + 1].astype(q.dtype),
                 sequence.v[:, head : head + 1].astype(q.dtype),
                 precision=precision,
+                q_error=sequence.q_error[:, of_q],
                 **own,
             )
     return verdicts
@@ -313,3 +316,23 @@ def rotate(
     turned[..., first] = x[..., first] * cos - x[..., second] * sin
     turned[..., second] = x[..., second] * cos + x[..., first] * sin
     return turned
+
+
+def rotated_queries(
+    q: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Queries (heads, rows, head_dim) rotated and rounded to their dtype, and what is uncertain about each.
+
+    Of 16 bits: two products and their sum in float are off by up to three roundings of float, which next to
+    the middle of two numbers of the dtype decides between them, and both are right.
+    """
+    exact = rotate(q.astype(np.float64), positions, cos, sin, interleaved)
+    rounded = exact.astype(q.dtype).astype(np.float64)
+    if q.dtype.itemsize != 2:
+        return rounded, np.zeros(exact.shape)
+    sizes = (np.abs(q.astype(np.float64)), positions, np.abs(cos))
+    size = np.maximum(*(rotate(*sizes, way * np.abs(sin), interleaved) for way in (-1, 1)))
+    slack = 2 * UNIT_ROUNDOFF["float32"] * size
+    slack[..., 2 * cos.shape[1] :] = 0  # features that are not rotated
+    either = [np.abs((exact + way * slack).astype(q.dtype).astype(np.float64) - rounded) for way in (-1, 1)]
+    return rounded, np.maximum(*either)

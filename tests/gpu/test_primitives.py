@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from cupy_flash import UnsupportedError
+from cupy_flash.check import check
+from cupy_flash.check.places import find
+from cupy_flash.check.primitives import primitives_of
 from cupy_flash.cubins import locate
 from cupy_flash.device import driver
 from cupy_flash.plan import catalog
@@ -69,3 +72,11 @@ def machine(request: pytest.FixtureRequest, cupy: Any) -> Gpu:
     if request.param not in locate.usable_sets(driver.driver_version()):
         pytest.skip(f"the driver does not load cubins of CUDA {request.param}")
     return Gpu(cupy, request.param)
+
+
+def test_what_a_check_begins_with(cupy: Any) -> None:
+    """The primitives of this GPU's kernels, from the cubin that a user has."""
+    del cupy
+    found = check(cases=primitives_of(find("gpu")[0]), with_speed=False)
+    assert len(found.outcomes) >= 6
+    assert {x.state for x in found.outcomes} == {"right"}, found.screen()

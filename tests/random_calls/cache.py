@@ -14,7 +14,7 @@ import numpy as np
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import testing
-from cupy_flash.testing.kv_cache import meant, meant_e2m1, rotate
+from cupy_flash.testing.kv_cache import meant, meant_e2m1, rotated_queries
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
 from tests.public import cached, int4_parts, nvfp4_parts
@@ -152,6 +152,8 @@ class Cached(KvCase):
                 scale[...], zero[...] = 0.125, rng.integers(-8, 0, zero.shape) / 8
             made |= {f"{x}_cache": codes, f"{x}_scale": scale, f"{x}_zero": zero}
         if self.each:
+            if self.rotary and made["q"].dtype.itemsize == 2:
+                self._settle(made, self._counts("new").tolist())
             made |= self._packed(made)
         if self.leftpad:
             after = made["cache_seqlens"] + self._counts("new")
@@ -190,19 +192,25 @@ class Cached(KvCase):
         if not self.each:
             return np.full(len(self.lengths), getattr(self, what), np.int32)
         each = self.each if what == "queries" else self.each_new
-        return np.int32(each or (0,) * len(self.lengths))
+        # why the lesser: a call that is made smaller may have fewer rows than its sequences had
+        return np.minimum(np.int32(each or (0,) * len(self.lengths)), np.int32(getattr(self, what)))
 
     def _packed(self, made: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Rows of all sequences, one after the other; q and new keys are (batch, rows, ...) before."""
         queries, new = self._counts("queries"), self._counts("new")
+        rows = {n: self._by_rows(made[n]) for n in ("q", "k", "v") if n in made}
         # why the last ones: those stand where the case has made sure that rotation is not between two numbers
-        found = {"q": np.concatenate([x[len(x) - n :] for x, n in zip(made["q"], queries, strict=True)])}
+        found = {"q": np.concatenate([x[len(x) - n :] for x, n in zip(rows["q"], queries, strict=True)])}
         found["cu_seqlens_q"] = np.cumsum((0, *queries), dtype=np.int32)
         if self.new:
             for name in "kv":
-                found[name] = np.concatenate([x[:n] for x, n in zip(made[name], new, strict=True)])
+                found[name] = np.concatenate([x[:n] for x, n in zip(rows[name], new, strict=True)])
             found["cu_seqlens_k_new"] = np.cumsum((0, *new), dtype=np.int32)
         return found
+
+    def _by_rows(self, x: np.ndarray) -> np.ndarray:
+        """An array as (batch, rows, heads, head_dim), whatever the layout."""
+        return x if self.layout == "bshd" else x.swapaxes(1, 2)
 
     # ---- checks
 
@@ -247,7 +255,7 @@ class Cached(KvCase):
                 continue
             cuts = arrays.get({"q": "cu_seqlens_q"}.get(name, "cu_seqlens_k_new"))
             x = arrays[name][b] if cuts is None else arrays[name][cuts[b] : cuts[b + 1]]
-            made[name] = (x.swapaxes(0, 1) if swap else x)[None]
+            made[name] = (x if cuts is None and not swap else x.swapaxes(0, 1))[None]
         for name in WRITTEN:
             if name in arrays:
                 x = arrays[name]
@@ -351,7 +359,9 @@ class Cached(KvCase):
             call["cache_seqlens"] = call["cache_seqlens"] + np.int32(new)
             (own,) = testing.reference_with_kv_cache(**call).sequences
             length = own.k.shape[2]
-            q = self._turned(arrays, call) if self.prefix and self.rotary else own.q
+            q, q_error = own.q, own.q_error
+            if self.prefix and self.rotary:
+                q, q_error = self._turned(arrays, call)
             options = own.options | {
                 "mask": self._seen(arrays, b, length, int(counts[b]), own.options["mask"])
             }
@@ -381,15 +391,18 @@ class Cached(KvCase):
                 }
                 testing.assert_within_budget(
                     actual, q[:, of_q].astype(dtype), keys[:, head : head + 1].astype(dtype),
-                    values[:, head : head + 1].astype(dtype), **mine,
+                    values[:, head : head + 1].astype(dtype), q_error=q_error[:, of_q], **mine,
                 )  # fmt: skip
 
-    def _turned(self, arrays: Mapping[str, np.ndarray], call: Mapping[str, Any]) -> np.ndarray:
-        """Queries of a sequence behind a prefix, which may stand inside it, rotated."""
+    def _turned(
+        self, arrays: Mapping[str, np.ndarray], call: Mapping[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Queries of a sequence behind a prefix, rotated, and what is uncertain; they may stand inside it."""
         cos, sin = (arrays[f"rotary_{name}"].astype(np.float64) for name in ("cos", "sin"))
         count = call["q"].shape[2]
         places = self.prefix + int(call["cache_seqlens"][0]) - count + np.arange(count)
-        return rotate(call["q"][0].astype(np.float64), places, cos, sin, self.interleaved)[None]
+        q, q_error = rotated_queries(call["q"][0], places, cos, sin, self.interleaved)
+        return q[None], q_error[None]
 
     def _rows(
         self, results: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], b: int

@@ -125,6 +125,8 @@ FAULTS = {
     ),
 }  # fmt: skip
 
+# why -S: an editable installation of the checkout would come before PYTHONPATH.
+PYTHON = (sys.executable, "-S")
 _SAYS = re.compile(r"^after \d+ s and (\d+) calls: (.*)$", re.MULTILINE)
 
 
@@ -166,12 +168,11 @@ def searched(root: Path, seconds: float, *words: str) -> Finding | None:
 
     why of processor time: the machine may be doing other things.
     """
-    # why -S: an editable installation of the checkout would come before PYTHONPATH.
-    command = [sys.executable, "-S", "-m", "bench", "soak", "--device", "cpu", "--minutes", "60", *words]
-    path = [str(root), *(place for place in sys.path if place and Path(place) != ROOT)]
-    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [*PYTHON, "-m", "bench", "soak", "--device", "cpu", "--minutes", "60", *words]
     with tempfile.NamedTemporaryFile() as file:
-        soak = subprocess.Popen(command, cwd=root, env=surroundings, stdout=file, start_new_session=True)
+        soak = subprocess.Popen(
+            command, cwd=root, env=_surroundings(root), stdout=file, start_new_session=True
+        )
         try:
             spent = 0.0
             while spent < seconds and soak.poll() is None:
@@ -190,6 +191,12 @@ def searched(root: Path, seconds: float, *words: str) -> Finding | None:
                 os.killpg(soak.pid, signal.SIGKILL)  # and the process that checks
             soak.wait()
     return None
+
+
+def _surroundings(root: Path) -> dict[str, str]:
+    """The environment in which a copy is what Python imports."""
+    path = [str(root), *(place for place in sys.path if place and Path(place) != ROOT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _processor_time(group: int) -> float:
@@ -220,7 +227,8 @@ def copied(to: Path) -> Path:
 
 def compiled(root: Path) -> None:
     """Compile the core of a copy, as far as it is not up to date."""
-    subprocess.run([sys.executable, "scripts/build_cpu.py", "--native"], cwd=root, check=True, stdout=2)
+    command = [*PYTHON, "scripts/build_cpu.py", "--native"]
+    subprocess.run(command, cwd=root, env=_surroundings(root), check=True, stdout=2)
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ KINDS: dict[str, Any] = {
 }
 # How often each is drawn.
 SHARES = {"Dense": 9, "SecondOrder": 3, "MergeOfTwo": 1, "Statistics": 2, "Packed": 4, "Cached": 6}
+
+
+# A line of `testing.Verdict`: the tensor, and whether its numbers are wrong (max) or its shape, dtype, NaNs.
+_FAILED = re.compile(r"^ *(\w+) +FAIL +(\S+)", re.MULTILINE)
 
 
 class Outcome(NamedTuple):
@@ -133,10 +138,12 @@ def _unusual(call: Any) -> dict[str, Any]:
 
 
 def _way(error: Exception) -> str:
-    """In which way a check failed: its numbers left out."""
+    """In which way a check failed, and of an error budget the first tensor that did: numbers left out."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     words = "".join(c for c in first.partition(":")[0] if not c.isdigit())
-    return f"{type(error).__name__} {words[:60]}".strip()
+    way = f"{type(error).__name__} {words[:60]}".strip()
+    failed = _FAILED.search(str(error))
+    return f"{way}: {failed[1]}, {failed[2]}" if failed else way
 
 
 def draw(

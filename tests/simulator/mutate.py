@@ -50,6 +50,10 @@ SUBJECTS = {
         f"{UNITS}/hopper_forward.cu",
         ("tests/simulator/test_reports.py", "-k", "test_whole_kernel and hopper"),
     ),
+    "check_primitives": Subject(
+        "kernels_cu/check_primitives.cu",
+        ("tests/simulator/test_check_primitives.py", "-k", "is_right"),
+    ),
     "simple_forward": Subject(
         "kernels_cu/simple_forward.cu",
         ("tests/simulator/test_simple_forward.py", "-k", "test_lengths"),
@@ -267,6 +271,16 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "__syncwarp()",
         3,
     ): "the products of the tile before are a collective between a read and the next write",
+    ("check_primitives.cu", "__syncwarp()", 1): "ldmatrix, a collective, reads for all lanes at once",
+    **{
+        (
+            "check_primitives.cu",
+            "__syncthreads()",
+            number,
+        ): "the product, a collective of all threads, comes before it reads"
+        for number in (3, 4)
+    },
+    ("check_primitives.cu", "__syncwarp()", 2): "stmatrix, a collective, writes for all lanes at once",
     (
         "flash_forward.cu",
         "__syncthreads()",

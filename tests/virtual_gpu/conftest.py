@@ -55,6 +55,7 @@ def cubins() -> None:
         for options in (["--arch", "sm_80"], ["--arch", "sm_90a", "--only", "*_f16_*"],
                         ["--arch", "sm_90a", "--only", "*fp8_sm90*"],
                         ["--arch", "sm_90a", "--only", "flash_forward_f64_*"],
+                        ["--arch", "sm_90a", "--only", "check_primitives"],
                         ["--arch", "sm_120", "--only", "*fp8_e4m3*"]):  # fmt: skip
             done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
             assert not done.returncode, done.stderr

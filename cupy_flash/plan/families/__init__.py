@@ -10,7 +10,7 @@ from ...call.problem import Problem
 from ...program.graph import Body
 from ..catalog import ARCHITECTURES, SHORT, Arch, Variant, architecture
 from ..launch import Plan
-from . import cached, decode, flash, fp8, hopper, simple
+from . import cached, decode, flash, fp8, hopper, primitives, simple
 
 __all__ = [
     "CACHE_FAMILIES",
@@ -67,6 +67,7 @@ def names(target: str) -> dict[Variant, str]:
     for family, row in offered:
         for variant in family.variants(row):
             found.setdefault(variant, family.NAME)
+    found[primitives.variant(target if own else asked.target)] = primitives.NAME
     return found
 
 

@@ -9,6 +9,9 @@ from unittest import mock
 
 import numpy as np
 
+from cupy_flash.check import check
+from cupy_flash.check.primitives import of_driver
+from cupy_flash.device import simulator
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import decode, f16x3, f64, flash, fp8, hopper, simple
@@ -105,6 +108,17 @@ def calls(target: str) -> Iterator[Call]:
         yield _halves()
     if "fp8" in architecture(target).families:
         yield _float8(fp8, "flash_forward_fp8.cu")
+    yield _primitives()
+
+
+def _primitives() -> Call:
+    """Those that `cupy-flash check` compares, of the target."""
+
+    def run() -> None:
+        found = check(cases=of_driver(simulator, 0), with_speed=False)
+        assert {x.state for x in found.outcomes} == {"right"}, found.screen()
+
+    return Call("primitives", run, frozenset({("check_primitives.cu", "", "f32")}))
 
 
 # Tiles that end inside; a group of heads; rows that see few keys.

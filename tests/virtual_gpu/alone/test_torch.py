@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import cupy_flash
+from cupy_flash.check.places import Place
+from cupy_flash.check.primitives import primitives_of
 from cupy_flash.device import choice, cuda, libcuda
 from tests.gpu.calls import arrays, both, check
 from tests.virtual_gpu import install
@@ -29,6 +31,19 @@ def test_results(ordinal: int) -> None:
     assert {x.ordinal for x in results.values()} == {ordinal}
     check(on_host(results))
     assert len(install.launched) >= 3
+
+
+def test_primitives_of_the_check() -> None:
+    """From their cubin, and those of sm_90 through a tensor map of the driver."""
+    place = Place("torch", "a virtual GPU", True, lambda x: gpu.tensors(0, x)[0], lambda: None, 0)
+    chosen = primitives_of([place])
+    assert len(chosen) == {"sm_80": 14, "sm_90": 22}[cuda.arch(0)]
+    for primitive in chosen:
+        host = primitive.inputs(np.random.default_rng(0))
+        results = on_host(primitive.run(place.put(host)))
+        (verdict,) = primitive.judge(host, results, place)
+        assert verdict.within, f"{primitive}: {verdict}"
+    assert "check_primitives" in install.launched
 
 
 def test_where_there_is_no_cupy_nothing_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,417 @@
+"""The primitives of a check: single instructions, on numbers whose result is known without a GPU.
+
+Sums of products are of integers, so that every order of additions gives the same bits. Row t of the arrays
+is what thread t of ``kernels_cu/check_primitives.cu`` takes and finds, which has them under the same numbers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..call.adopt import adopt
+from ..device.run import Driver
+from ..dispatch.backends import driver_of
+from ..errors import UnsupportedError
+from ..plan.catalog import Arch, architecture
+from ..plan.families import primitives
+from ..testing import Verdict
+from ..testing.kv_cache import E4M3, nearest
+from .places import Place
+
+__all__ = ["PRIMITIVES", "Primitive", "of_driver", "primitives_of"]
+
+THREADS, GIVEN, FOUND = 128, 32, 32  # of the kernel: threads, and words of their rows
+WARPS = 4
+ROW = np.arange(THREADS)
+LANE = np.arange(32)
+G, T = LANE // 4, LANE % 4
+# Of ex2 and rcp, as PTX states it, with the rounding of the result.
+_APPROXIMATION = 2.0**-22 + 2.0**-24
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """What a primitive is given and must find, as words. why no tuple: a place would take its arrays."""
+
+    given: np.ndarray  # (THREADS, GIVEN)
+    wanted: np.ndarray  # (THREADS, FOUND) or the first words of each row
+    approximate: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Primitive:
+    """One of them, as a case of a check.
+
+    Attributes
+    ----------
+    number : int
+        In the kernel.
+    title : str
+        As PTX has it, with its types.
+    numbers : callable
+        Makes them of a random generator.
+    since : int
+        Capability x 10 of the first architecture whose kernels use it.
+    only : tuple of int
+        Those alone, if any are named.
+    """
+
+    number: int
+    title: str
+    numbers: Callable[[np.random.Generator], Numbers]
+    since: int = 0
+    only: tuple[int, ...] = ()
+    kind: str = "primitive"
+
+    def __str__(self) -> str:
+        return self.title
+
+    def inputs(self, rng: np.random.Generator) -> dict[str, Any]:
+        """Make what it is given; what it must find stays on the host."""
+        made = self.numbers(rng)
+        given = np.zeros((THREADS, GIVEN), np.uint32)
+        given[:, : made.given.shape[1]] = made.given
+        # why integers with a sign: every library has those
+        return {"given": given.view(np.int32), "found": np.zeros((THREADS, FOUND), np.int32),
+                "numbers": made}  # fmt: skip
+
+    def run(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Launch the kernel."""
+        view, found = adopt(given["given"], "given"), adopt(given["found"], "found")
+        device, driver = view.device[1], driver_of(view.device, view.library)
+        assert driver is not None
+        row = architecture(driver.arch(device))
+        chosen = primitives.variant(target_of(row))
+        kernel = driver.load(chosen, device)
+        map_ = bytes(128)
+        if primitives.capability(target_of(row)) == 90:
+            box = ((GIVEN, THREADS), (4 * GIVEN,), (GIVEN, THREADS // 2))
+            map_ = kernel.encode_tensor_map(view.pointer, "int32", *box, 4 * GIVEN)
+        # layout: as struct CheckParams of the kernel
+        params = map_ + struct.pack("<QQi", view.pointer, found.pointer, self.number)
+        params += bytes(-len(params) % 64)
+        stream = driver.current_stream(device, view.library)
+        kernel.launch((1, 1, 1), (THREADS, 1, 1), chosen.shared_bytes, params, stream)
+        return {"found": given["found"]}
+
+    def judge(
+        self, host: Mapping[str, Any], results: Mapping[str, np.ndarray], place: Place
+    ) -> list[Verdict]:
+        """Compare with what it must find."""
+        del place
+        made: Numbers = host["numbers"]
+        found = results["found"].view(np.uint32)[:, : made.wanted.shape[1]]
+        if made.approximate:
+            return [_within(found.view(np.float32), made.wanted.view(np.float32))]
+        wrong = np.argwhere(found != made.wanted)
+        if not len(wrong):
+            return [Verdict("found", "")]
+        at = tuple(wrong[0])
+        return [
+            Verdict("found", f"{len(wrong)} of {found.size} words are wrong, the first of thread {at[0]}, "
+                    f"word {at[1]}: {found[at]:#010x} for {made.wanted[at]:#010x}")
+        ]  # fmt: skip
+
+
+def _within(found: np.ndarray, wanted: np.ndarray) -> Verdict:
+    """Approximations, whose special values are exact."""
+    exact = (wanted == 0) | ~np.isfinite(wanted)
+    if not np.array_equal(found[exact], wanted[exact]):
+        return Verdict("found", "a zero or an infinity is another number")
+    error = np.abs(found[~exact].astype(float) / wanted[~exact] - 1)
+    worst = np.where(np.isnan(error), np.inf, error).max()
+    return Verdict("found", "", largest=float(worst), largest_allowed=_APPROXIMATION)
+
+
+def target_of(row: Arch) -> str:
+    """Whose kernel an architecture runs."""
+    return row.name if row.own else row.target
+
+
+def primitives_of(places: Sequence[Place]) -> tuple[Primitive, ...]:
+    """Those that the kernels of the GPU that is there use; none of a CPU, and of a GPU without kernels."""
+    if not places or not places[0].on_gpu:
+        return ()
+    place = places[0]
+    driver = driver_of(("cuda" if place.ordinal is not None else "cpu", place.ordinal or 0), place.library)
+    return of_driver(driver, place.ordinal or 0)
+
+
+def of_driver(driver: Driver | None, device: int) -> tuple[Primitive, ...]:
+    """Those of a device."""
+    try:
+        row = architecture("" if driver is None else driver.arch(device))
+    except UnsupportedError:
+        return ()
+    own = primitives.capability(target_of(row))
+    return tuple(x for x in PRIMITIVES if own >= x.since and (not x.only or own in x.only))
+
+
+# ---- numbers of each
+
+
+def _words(*columns: np.ndarray) -> np.ndarray:
+    """Rows of words of such columns: (THREADS,) or (THREADS, n), of 4 or 8 bytes."""
+    shaped = (np.ascontiguousarray(x.reshape(THREADS, -1)) for x in columns)
+    return np.concatenate([x.view(np.uint32) for x in shaped], axis=1)
+
+
+def _random(rng: np.random.Generator, words: int) -> np.ndarray:
+    return rng.integers(0, 2**32, (THREADS, words), dtype=np.uint32)
+
+
+def _functions(rng: np.random.Generator) -> Numbers:
+    x = rng.uniform(-100, 100, THREADS).astype(np.float32)
+    x[:4] = 0, -np.inf, np.inf, -130  # the last one's power is no normal number, and becomes 0
+    y = (np.exp2(rng.uniform(-90, 90, THREADS)) * rng.choice((-1, 1), THREADS)).astype(np.float32)
+    y[:2] = 0, np.inf
+    with np.errstate(divide="ignore"):
+        power, reciprocal = np.exp2(x.astype(float)), 1 / y.astype(float)
+    power[3] = 0
+    return Numbers(_words(x, y), _words(power.astype(np.float32), reciprocal.astype(np.float32)), True)
+
+
+def _exchanges(rng: np.random.Generator) -> Numbers:
+    x = _random(rng, 1)[:, 0]
+    warps = x.reshape(WARPS, 32)
+    bits = np.bitwise_or.reduce((warps >> LANE & 1) << LANE, axis=1).astype(np.uint32)
+    votes = [np.uint32(ROW // 32 == 1), np.uint32(ROW // 32 != 2)]
+    return Numbers(_words(x), _words(x[ROW ^ 9], x[ROW // 32 * 32 + 5], np.repeat(bits, 32), *votes))
+
+
+def _integers(rng: np.random.Generator) -> Numbers:
+    given, c = _random(rng, 5), rng.integers(-(2**61), 2**61, THREADS)
+    given[:, 2:4] = _words(c)
+    a, b = (given[:, i].view(np.int32).astype(np.int64) for i in (0, 1))
+    eight = np.ascontiguousarray(given[:, :2]).view(np.uint8)
+    chosen = given[:, 4:] >> np.arange(0, 16, 4, dtype=np.uint32) & 7
+    return Numbers(given, _words(a * b + c, np.take_along_axis(eight, chosen.astype(int), 1)))
+
+
+def _floats(rng: np.random.Generator) -> np.ndarray:
+    """Pairs of numbers of any size that halves have, ties among them."""
+    x = (rng.standard_normal((THREADS, 2)) * np.exp2(rng.integers(-20, 12, (THREADS, 2)))).astype(np.float32)
+    x[::4] = rng.integers(-4096, 4096, (THREADS // 4, 2)) + 0.5
+    return x
+
+
+def _bfloat16(x: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bfloat16; of two the even one."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+
+
+def _e4m3(x: np.ndarray) -> np.ndarray:
+    """Bits of the nearest e4m3, at most 448."""
+    sizes = nearest(np.minimum(np.abs(x.astype(float)), 448), E4M3[:127])
+    return (np.searchsorted(E4M3[:127], sizes) | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
+
+
+def _roundings(rng: np.random.Generator) -> Numbers:
+    x = _floats(rng)
+    return Numbers(_words(x), _words(x.astype(np.float16), _bfloat16(x)))
+
+
+def _barriers(rng: np.random.Generator) -> Numbers:
+    x = _random(rng, 1)[:, 0]
+    return Numbers(_words(x), _words(np.where(ROW < 64, x[ROW - 64], 0).astype(np.uint32), ~x[::-1]))
+
+
+def _additions(rng: np.random.Generator) -> Numbers:
+    x, y = rng.integers(-(2**15), 2**15, THREADS), _random(rng, 1)[:, 0]
+    wanted = np.zeros((THREADS, 8), np.uint32)
+    wanted[0, :4] = x.reshape(-1, 4).sum(0).astype(np.float32).view(np.uint32)
+    wanted[0, 4:] = y.reshape(-1, 4).sum(0, dtype=np.uint32)
+    return Numbers(_words(x.astype(np.float32), y), wanted)
+
+
+def _matrices(rng: np.random.Generator) -> np.ndarray:
+    """Four matrices of 8 x 8 halves for each warp: (warps, matrix, row, column)."""
+    return rng.integers(0, 2**16, (WARPS, 4, 8, 8), dtype=np.uint16)
+
+
+def _in_registers(x: np.ndarray) -> np.ndarray:
+    """Word j of lane l: elements 2 (l % 4) and + 1 of row l / 4 of matrix j."""
+    words = np.ascontiguousarray(x).view(np.uint32).reshape(WARPS, 4, 32)
+    turned: np.ndarray = words.swapaxes(1, 2).reshape(THREADS, 4)
+    return turned
+
+
+def _matrix_loads(rng: np.random.Generator) -> Numbers:
+    x = _matrices(rng)
+    loaded = _in_registers(x)
+    turned = _in_registers(x.swapaxes(2, 3))
+    return Numbers(_words(x.reshape(THREADS, 8)), _words(loaded, turned, loaded[:, :2]))
+
+
+def _matrix_stores(rng: np.random.Generator) -> Numbers:
+    x = _matrices(rng)
+    rows = [np.ascontiguousarray(y).reshape(THREADS, 8) for y in (x, x.swapaxes(2, 3))]
+    return Numbers(_words(_in_registers(x)), _words(*rows))
+
+
+def _copies(rng: np.random.Generator) -> Numbers:
+    given = _random(rng, 10)
+    taken = np.stack([np.where(ROW % 3, 16, 0), ROW % 17, np.where(ROW % 2, 4, 0), ROW % 5], axis=1)
+    first, within = np.repeat((0, 1, 2, 3), (16, 16, 4, 4)), [*range(16), *range(16), *range(4), *range(4)]
+    kept = np.array(within) < taken[:, first]
+    return Numbers(given, np.where(kept, given.view(np.uint8), 0).astype(np.uint8).view(np.uint32))
+
+
+# Elements of products: how integers are written, and how many are in a word.
+_WRITTEN: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
+    "f16": (lambda x: x.astype(np.float16), 2),
+    "bf16": (_bfloat16, 2),
+    "tf32": (lambda x: x.astype(np.float32), 1),
+    "e4m3": (_e4m3, 4),
+}
+
+
+def _operands(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [rng.integers(-4, 5, shape) for shape in shapes]
+
+
+def _of_a(a: np.ndarray, of_word: int, registers: int) -> np.ndarray:
+    """Elements of a (warps, 16, k) in the registers of each thread, as prim/warp.cuh states it."""
+    i, e = np.arange(registers)[:, None], np.arange(of_word)
+    row = G[:, None, None] + 8 * (i % 2)
+    k = of_word * (T[:, None, None] + 4 * (i // 2)) + e
+    return a[:, row, k].reshape(THREADS, registers * of_word)
+
+
+def _of_b(b: np.ndarray, of_word: int, registers: int) -> np.ndarray:
+    """The same of b, (warps, 8, k): a row for each column of the product."""
+    i, e = np.arange(registers)[:, None], np.arange(of_word)
+    k = of_word * (T[:, None, None] + 4 * i) + e
+    return b[:, G[:, None, None], k].reshape(THREADS, registers * of_word)
+
+
+def _of_d(d: np.ndarray) -> np.ndarray:
+    """Elements of d (warps, 16, columns), a multiple of 8 of them, of each thread."""
+    i = np.arange(d.shape[2] // 2)
+    return d[:, G[:, None] + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * T[:, None] + i % 2].reshape(THREADS, -1)
+
+
+def _product(element: str, depth: int) -> Callable[[np.random.Generator], Numbers]:
+    """mma.m16n8k<depth>: d += a b, another one for each warp."""
+    written, of_word = _WRITTEN[element]
+    registers = depth // of_word // 4  # of b
+
+    def numbers(rng: np.random.Generator) -> Numbers:
+        a, b, c = _operands(rng, (WARPS, 16, depth), (WARPS, 8, depth), (WARPS, 16, 8))
+        if element != "e4m3":
+            c *= 4099  # more bits than sums in halves would keep
+        given = np.zeros((THREADS, 10), np.uint32)
+        given[:, : 2 * registers] = _words(written(_of_a(a, of_word, 2 * registers)))
+        given[:, 4 : 4 + registers] = _words(written(_of_b(b, of_word, registers)))
+        given[:, 6:] = _words(_of_d(c).astype(np.float32))
+        return Numbers(given, _words(_of_d(a @ b.swapaxes(1, 2) + c).astype(np.float32)))
+
+    return numbers
+
+
+def _to_tf32(rng: np.random.Generator) -> Numbers:
+    x = _floats(rng)[:, 0].copy()
+    # ties, which go away from zero: the highest of the 13 bits that are lost
+    x[::3] = (x[::3].view(np.uint32) & 0xFFFFE000 | 0x1000).view(np.float32)
+    return Numbers(_words(x), _words(x.view(np.uint32) + 0x1000 & 0xFFFFE000))
+
+
+def _of_many_bits(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Operands whose products and sums need 52 bits, and no more."""
+    return a * 2**24 + 1, b * 2**20 + 1, c * 2**48 + 3
+
+
+def _doubles(rng: np.random.Generator) -> Numbers:
+    """mma.m16n8k8 of doubles."""
+    a, b, c = _of_many_bits(*_operands(rng, (WARPS, 16, 8), (WARPS, 8, 8), (WARPS, 16, 8)))
+    held = (_of_a(a, 1, 4), _of_b(b, 1, 2), _of_d(c))
+    given = _words(*(x.astype(np.float64) for x in held))
+    return Numbers(given, _words(_of_d(a @ b.swapaxes(1, 2) + c).astype(np.float64)))
+
+
+def _small_doubles(rng: np.random.Generator) -> Numbers:
+    """mma.m8n8k4: words of a and d of which the first numbers alone are taken."""
+    a, b, c = _of_many_bits(*_operands(rng, (WARPS, 8, 4), (WARPS, 8, 4), (WARPS, 8, 8)))
+    d = a @ b.swapaxes(1, 2) + c
+    given = np.zeros((THREADS, 8))
+    given[:, 0], given[:, 4] = a[:, G, T].reshape(-1), b[:, G, T].reshape(-1)
+    row, column = G[:, None], 2 * T[:, None] + np.arange(2)
+    given[:, 6:] = c[:, row, column].reshape(THREADS, 2)
+    return Numbers(_words(given), _words(d[:, row, column].reshape(THREADS, 2).astype(np.float64)))
+
+
+def _to_e4m3(rng: np.random.Generator) -> Numbers:
+    x = (rng.standard_normal((THREADS, 2)) * np.exp2(rng.integers(-12, 10, (THREADS, 2)))).astype(np.float32)
+    x[::4] = rng.choice((17, -19, 1.0625, 500, -1e9, 2.0**-10, 0.0), (THREADS // 4, 2))  # ties, and too large
+    words = np.zeros(THREADS, np.uint32)
+    words |= _e4m3(x[:, 0]).astype(np.uint32) | _e4m3(x[:, 1]).astype(np.uint32) << 8
+    return Numbers(_words(x), _words(words))
+
+
+def _tile_copies(rng: np.random.Generator) -> Numbers:
+    given = _random(rng, GIVEN)
+    box = np.zeros((THREADS // 2, GIVEN), np.uint32)
+    box[:32] = given[96:]
+    return Numbers(given, box.reshape(THREADS, -1))
+
+
+def _bulk_copies(rng: np.random.Generator) -> Numbers:
+    given = rng.integers(-1000, 1000, (THREADS, GIVEN)).astype(np.float32)
+    wanted, rows = np.zeros((THREADS, FOUND), np.float32), THREADS // 4
+    wanted[:rows], wanted[rows : 2 * rows] = given[:rows], 2 * given[rows : 2 * rows]
+    return Numbers(_words(given), _words(wanted))
+
+
+def _warpgroup_product(element: str) -> Callable[[np.random.Generator], Numbers]:
+    """wgmma.m64n16 of tiles of 128 bytes along k."""
+    written, of_word = _WRITTEN[element]
+
+    def numbers(rng: np.random.Generator) -> Numbers:
+        a, b = _operands(rng, (64, 32 * of_word), (16, 32 * of_word))
+        given = _words(written(a).reshape(THREADS, -1), written(b).reshape(THREADS, -1))
+        return Numbers(given, _words(_of_d((a @ b.T).reshape(WARPS, 16, 16)).astype(np.float32)))
+
+    return numbers
+
+
+def _product_of_registers(rng: np.random.Generator) -> Numbers:
+    """wgmma.m64n64k16 with a in registers, and a row of b for each k."""
+    a, b = _operands(rng, (WARPS, 16, 16), (16, 64))
+    given = np.zeros((THREADS, 20), np.uint32)
+    given[:, :4] = _words(_of_a(a, 2, 4).astype(np.float16))
+    given[:, 16:] = _words(b.astype(np.float16).reshape(THREADS, -1))
+    return Numbers(given, _words(_of_d(a @ b).astype(np.float32)))
+
+
+PRIMITIVES = (
+    Primitive(0, "ex2.approx, rcp.approx", _functions),
+    Primitive(1, "shfl, vote", _exchanges),
+    Primitive(2, "mad.wide, prmt", _integers),
+    Primitive(3, "cvt to f16 and bf16", _roundings),
+    Primitive(4, "bar.sync, bar.arrive", _barriers),
+    Primitive(5, "atom.add", _additions),
+    Primitive(6, "ldmatrix", _matrix_loads, 75),
+    Primitive(7, "mma.m16n8k8 f16", _product("f16", 8), 75),
+    Primitive(8, "cp.async", _copies, 80),
+    Primitive(9, "mma.m16n8k16 f16", _product("f16", 16), 80),
+    Primitive(10, "mma.m16n8k16 bf16", _product("bf16", 16), 80),
+    Primitive(11, "cvt to tf32", _to_tf32, 80),
+    Primitive(12, "mma.m16n8k8 tf32", _product("tf32", 8), 80),
+    Primitive(13, "mma.m8n8k4 f64", _small_doubles, only=(80,)),
+    Primitive(13, "mma.m16n8k8 f64", _doubles, only=(90,)),
+    Primitive(14, "cvt to e4m3", _to_e4m3, only=(89, 90, 120)),
+    Primitive(15, "mma.m16n8k32 e4m3", _product("e4m3", 32), only=(89, 120)),
+    Primitive(16, "stmatrix", _matrix_stores, only=(90,)),
+    Primitive(17, "cp.async.bulk.tensor, mbarrier", _tile_copies, only=(90,)),
+    Primitive(18, "cp.async.bulk, cp.reduce.async.bulk", _bulk_copies, only=(90,)),
+    Primitive(19, "wgmma f16", _warpgroup_product("f16"), only=(90,)),
+    Primitive(20, "wgmma bf16", _warpgroup_product("bf16"), only=(90,)),
+    Primitive(21, "wgmma e4m3", _warpgroup_product("e4m3"), only=(90,)),
+    Primitive(22, "wgmma f16, a in registers", _product_of_registers, only=(90,)),
+)
