@@ -238,6 +238,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     reasons = {
         "alibi_slopes": "the bias of a key of the prefix is another one for each sequence",
         "rotate_cache": "keys of the prefix are read as they are",
+        "indices": "they are positions in the cache, and each query would see all of the prefix",
         "reproducible": "the array library merges the parts, and its exp has no guaranteed bits",
     }
     for name, reason in reasons.items():
