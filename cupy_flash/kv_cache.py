@@ -11,14 +11,16 @@ from .call.adopt import adopt
 from .call.arrays import CPU, ITEM_BYTES
 from .call.cache.describe import PACKED, adopt_cache, pack_queries
 from .call.cache.parts import cache_parts
+from .call.cache.selected import Selection, adopt_selection
 from .call.cache.values import check_values
 from .call.checks import flag
+from .call.codes import kind_of_codes
 from .call.compound import LatentCache, QuantizedCache
 from .call.given import split_of_cache
 from .call.head_scale import scaled_over_cache
 from .call.opaque import opaque
 from .call.options import CacheOptions
-from .call.outputs import namespace
+from .call.outputs import check_out, check_overlap, extents, namespace
 from .call.progress import TOLD
 from .call.signature import AnyArray, Array, takes
 from .call.values import OF_NO_CALL, Moment
@@ -139,9 +141,11 @@ def attend_over_cache(
     q: Any, cache_seqlens: Any, options: dict[str, Any], return_lse: Any = False, out: Any = None
 ) -> Any:
     """`attention_with_kv_cache` of what `cache_parts` made: arrays and numbers, nothing compound."""
-    k_cache, v_cache = options.pop("k_cache"), options.pop("v_cache")
-    whole, own = options, {}
+    whole, own, k_cache, v_cache = options, {}, options["k_cache"], options["v_cache"]
     shared = Prefix.of_cache(q, k_cache, v_cache, options)
+    if options.get("indices") is not None:
+        return _over_selected_keys(q, cache_seqlens, options, flag(return_lse, "return_lse"), out)
+    del options["k_cache"], options["v_cache"]
     if shared is not None:
         whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
         own = dict(options)
@@ -180,6 +184,25 @@ def attend_over_cache(
         else:
             rest = results_of_forward(call.run(raw, moment, space, length), out)
         o, lse = shared.unite(xp, first, rest, q.dtype)
+    if out is not None:
+        out[...] = o
+        o = out
+    return (o, lse) if want_lse else o
+
+
+def _over_selected_keys(q: Any, cache_seqlens: Any, options: dict[str, Any], want_lse: bool, out: Any) -> Any:
+    """The same with indices: each query as a sequence of its own."""
+    raw = adopt_selection(q, cache_seqlens, options)
+    check, xp = options.get("check"), namespace(raw["q"].library)
+    look = raw["q"].device == CPU if check is None else flag(check, "tuning.check")
+    call = Selection.of(xp, q, cache_seqlens, options, raw, look)
+    if out is not None:
+        given = {name: x for name, x in raw.items() if name != "indices"} | {"out": adopt(out, "out")}
+        halves = 2 if kind_of_codes(options) else 1  # two codes of 4 bits to an element
+        check_out(False, given, (*raw["q"].shape[:-1], halves * raw["v_cache"].shape[-1]))
+        check_overlap(given, extents(given))
+    results = attend_over_cache(call.q, call.lengths, call.options, want_lse)
+    o, lse = call.results(*results) if want_lse else call.results(results)
     if out is not None:
         out[...] = o
         o = out

@@ -10,6 +10,7 @@ from .api import adopted
 from .call.arrays import ITEM_BYTES, ArrayView, dtype_name
 from .call.cache.describe import adopt_cache, describe_cache, pack_queries
 from .call.cache.parts import cache_parts
+from .call.cache.selected import Selection, adopt_selection
 from .call.checks import flag, integer, one_of
 from .call.compound import unquantized
 from .call.given import Options, split, split_of_cache
@@ -18,6 +19,7 @@ from .call.masks import resolve_band
 from .call.opaque import opaque
 from .call.operands import FLOATS
 from .call.options import BandOptions, CacheOptions, DenseOptions, defaults
+from .call.outputs import namespace
 from .call.problem import Problem, describe
 from .call.signature import REMOVED, takes
 from .call.spelling import kind_of
@@ -217,9 +219,18 @@ def _describe_cache(
         )
     for name in ("check", "workspace"):  # of the run, not of the plan
         flat.pop(name, None)
-    arrays, values, call = split_of_cache(flat)
     (q,) = _detached({"q": q}).values()
-    values, notes = _without_head_scale(values, q, "bshd" if "cu_seqlens_q" in arrays else values.layout)
+    _, values, _ = split_of_cache(flat)
+    packed = flat.get("cu_seqlens_q") is not None
+    values, notes = _without_head_scale(values, q, "bshd" if packed else values.layout)
+    if flat.get("indices") is not None:
+        found = adopt_selection(q, seqlens, flat)
+        *rows, keys = found["indices"].shape
+        notes.append(f"selected  {keys} keys of each of {math.prod(rows)} queries, as pages of one key")
+        selection = Selection.of(namespace(found["q"].library), q, seqlens, flat, found)
+        q, seqlens, flat = selection.q, selection.lengths, selection.options
+        del flat["check"]
+    arrays, _, call = split_of_cache(flat)
     check_options(values)
     # why here: an integer is no array, and None is refused by name
     raw, length = adopt_cache(_detached({"q": q, "cache_seqlens": seqlens, **arrays}))

@@ -15,10 +15,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .call.cache.rows import Rows
 from .call.checks import one_of
 from .call.codes import kind_of_codes
 from .call.compound import Spans
-from .call.problem import MAX_SEQLEN
+from .call.head_scale import in_dtype
 from .call.reproducible import refuse_reproducible
 from .call.spelling import kind_of, spelled
 from .call.values import LAYOUTS
@@ -158,7 +159,7 @@ class Prefix(NamedTuple):
         left, right = options.get("window") or (None, None)
         right = 0 if options.get("causal") else right
         if self.packed or options.get("rotary_cos") is not None or (left, right) != (None, None):
-            rows, _ = _Rows.of(xp, q, k_cache, self, options)
+            rows, _ = Rows.of(xp, q, k_cache, self.layout, self.k.shape[1], options)
             q = rows.rotated(xp, q, options, self.layout)
             handed_on["mask"] = Spans(rows.spans(xp, self.k.shape[1], left, right))
         return self.attend(attention, q, handed_on)
@@ -186,7 +187,7 @@ class Prefix(NamedTuple):
         xp, q, k_cache, options
             As of `before_cache`.
         """
-        rows, new = _Rows.of(xp, q, k_cache, self, options)
+        rows, new = Rows.of(xp, q, k_cache, self.layout, self.k.shape[1], options)
         turned = {"q": rows.rotated(xp, q, options, self.layout), "rotary_cos": None, "rotary_sin": None}
         if new is not None:
             turned["k"] = new.rotated(xp, options["k"], options, self.layout)
@@ -195,7 +196,7 @@ class Prefix(NamedTuple):
     def unite(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
         """[P3] O in a dtype, and LSE."""
         o, lse = united(xp, (first, rest), self.packed or self.layout == "bshd")
-        return _cast(o, dtype), lse
+        return in_dtype(o, dtype), lse
 
 
 def over_keys(
@@ -237,6 +238,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
     reasons = {
         "alibi_slopes": "the bias of a key of the prefix is another one for each sequence",
         "rotate_cache": "keys of the prefix are read as they are",
+        "indices": "they are positions in the cache, and each query would see all of the prefix",
         "reproducible": "the array library merges the parts, and its exp has no guaranteed bits",
     }
     for name, reason in reasons.items():
@@ -246,103 +248,3 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
                 f"{spelled(name)} is given with a shared prefix: {reason}.",
                 hint="the prefix in the cache, its pages in the block_table of every sequence",
             )
-
-
-def _cast(x: Any, dtype: Any) -> Any:
-    return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
-
-
-class _Rows(NamedTuple):
-    """The queries, or the new keys, of all sequences of a batch, one behind the other.
-
-    Attributes
-    ----------
-    sequence, row : array of int, shape (rows,)
-        Of which sequence a row is, and its number there.
-    inside : array of bool, shape (rows,)
-        Whether it is a row of any.
-    first : array of int32, shape (batch,)
-        Where the first row of a sequence stands; key 0 of the prefix stands at 0.
-    """
-
-    sequence: Any
-    row: Any
-    inside: Any
-    first: Any
-
-    @classmethod
-    def of(
-        cls, xp: Any, q: Any, k_cache: Any, prefix: Prefix, options: Mapping[str, Any]
-    ) -> tuple[_Rows, _Rows | None]:
-        """Those of the queries and of the new keys of a call, without reading its lengths on the host."""
-        axis = 1 if prefix.layout == "bshd" else 2
-        # why: torch makes arrays on the CPU unless told otherwise
-        kind = {"dtype": xp.int32, **({"device": q.device} if xp.__name__ == "torch" else {})}
-        table, k = options.get("block_table"), options.get("k")
-        room = k_cache.shape[axis] * (1 if table is None else table.shape[1])
-        most = options.get("max_seqlen_k")
-        room = room if most is None else min(room, most)
-        cut = _cut(xp, q, options.get("cu_seqlens_q"), axis, kind)
-        used = options.get("seqused_q")
-        used = cut[1:] - cut[:-1] if used is None else used
-        before = options["cache_seqlens"] + xp.zeros_like(used)  # an integer is that of all
-        length, new = xp.clip(before, 0, room), None
-        if k is not None:
-            cut_new = _cut(xp, k, options.get("cu_seqlens_k_new"), axis, kind)
-            added = cut_new[1:] - cut_new[:-1]
-            new = cls._at(xp, cut_new, _count(k, axis), added, length + prefix.k.shape[1], kind)
-            length = xp.clip(length + added, 0, room)
-        first = length - used + prefix.k.shape[1]
-        return cls._at(xp, cut, _count(q, axis), used, first, kind), new
-
-    @classmethod
-    def _at(cls, xp: Any, cut: Any, count: int, used: Any, first: Any, kind: dict[str, Any]) -> _Rows:
-        rows = xp.arange(count, **kind)
-        sequence = xp.clip((rows[:, None] >= cut[None, 1:]).sum(-1), 0, max(0, len(used) - 1))
-        row = rows - cut[sequence]
-        inside = (rows < cut[-1]) & (row >= 0) & (row < used[sequence])
-        return cls(sequence, row, inside, first)
-
-    def spans(self, xp: Any, keys: int, left: int | None, right: int | None) -> Any:
-        """Keys of the prefix that each row sees, as spans by query; none that is no query."""
-        stand = self.first[self.sequence] + self.row
-        start = xp.zeros_like(stand) if left is None else xp.clip(stand - min(left, MAX_SEQLEN), 0, keys)
-        stop = xp.zeros_like(stand) + keys
-        if right is not None:  # why cut twice: the sum would not fit 32 bits
-            stop = xp.clip(xp.clip(stand + 1, -MAX_SEQLEN, keys) + min(right, MAX_SEQLEN - keys), 0, keys)
-        return xp.stack([start, stop * self.inside], -1)[:, None]
-
-    def rotated(self, xp: Any, x: Any, options: Mapping[str, Any], layout: str) -> Any:
-        """The rows turned by their positions, as the attention over the cache turns them."""
-        cos: Any = options.get("rotary_cos")
-        sin: Any = options.get("rotary_sin")
-        if cos is None:
-            return x
-        given: Any = options.get("rotary_seqlens")
-        first = self.first if given is None else given
-        at = xp.clip(first[self.sequence] + self.row, 0, len(cos) - 1)
-        acc = xp.float64 if x.dtype == xp.float64 else xp.float32
-        half, wide = cos.shape[1], _cast(x, acc)
-        if layout == "bshd" or len(x.shape) == 3:
-            shape = (*x.shape[:-2], 1, half)
-        else:
-            shape = (x.shape[0], 1, x.shape[2], half)
-        c, s = (_cast(table[at], acc).reshape(shape) for table in (cos, sin))
-        if options.get("rotary_interleaved"):
-            a, b = wide[..., : 2 * half : 2], wide[..., 1 : 2 * half : 2]
-        else:
-            a, b = wide[..., :half], wide[..., half : 2 * half]
-        turned = [a * c - b * s, b * c + a * s]
-        if options.get("rotary_interleaved"):
-            turned = [xp.stack(turned, -1).reshape(*wide.shape[:-1], 2 * half)]
-        return _cast(xp.concatenate([*turned, wide[..., 2 * half :]], -1), x.dtype)
-
-
-def _count(x: Any, axis: int) -> int:
-    """Rows of packed sequences, or of all sequences of a batch."""
-    return int(x.shape[0] * (1 if len(x.shape) == 3 else x.shape[axis]))
-
-
-def _cut(xp: Any, x: Any, given: Any, axis: int, kind: dict[str, Any]) -> Any:
-    """Where each sequence begins among these rows."""
-    return xp.arange(x.shape[0] + 1, **kind) * x.shape[axis] if given is None else given

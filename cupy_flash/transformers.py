@@ -335,6 +335,17 @@ def _causal_without_a_mask(module: Any, query: Tensor, is_causal: bool | None) -
     return False
 
 
+def _selected(mask: Tensor | None, indices: Tensor) -> Tensor:
+    """A mask with only the keys that each query names: as a mask, because layers expand all keys anyway."""
+    if mask is None or mask.dtype != torch.bool:
+        kind = "no mask" if mask is None else f"a mask of {mask.dtype}"
+        raise UnsupportedError(
+            f"indices come with {kind}.", hint='a mask of bool; or attn_implementation="eager"'
+        )
+    named = mask.new_zeros((*indices.shape[:-1], mask.shape[-1]))
+    return mask & named.scatter(-1, indices.long(), True)[:, None]
+
+
 def attention_forward(
     module: Any,
     query: Tensor,
@@ -353,6 +364,7 @@ def attention_forward(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     cache: Any = None,
+    indices: Tensor | None = None,
     reproducible: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -382,6 +394,8 @@ def attention_forward(
         Packed sequences in a batch of one, unless a mask already says so.
     cache : PagedAttentionCache, optional
         Of continuous batching: stores key and value, and gives those of each sequence, packed.
+    indices : Tensor of int, shape (batch, seqlen_q, keys), optional
+        The keys that each query selects, of those that a mask of bool keeps.
     reproducible : {"run", "batch", "prefill", "device"} or None
         See `register`.
     **others
@@ -429,6 +443,7 @@ def attention_forward(
     mask: Any = attention_mask
     ours = isinstance(mask, _Mask) or (mask is not None and is_torchdynamo_exporting())
     mask = mask.mask if isinstance(mask, _Mask) else mask
+    mask = mask if indices is None else _selected(mask, indices)
     band = mask.dtype if ours and mask.dtype in _BANDS else None
     options: dict[str, Any] = {
         "causal": _causal_without_a_mask(module, query, is_causal) if mask is None else band is not None,

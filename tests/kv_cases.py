@@ -47,7 +47,9 @@ class KvCase:
     scales: str = "h"  # of a quantised cache: "h" or "bh"
     layout: str = "bhsd"
     splits: int | None = None
+    integers: str = "int32"  # of indices
     latent: bool = False  # values are the first columns of keys
+    selected: int = 0  # keys that each query names, -1 and some twice among them; 0: all
     prefix: int = 0  # keys that stand before those of the cache: rotation counts from the first of them
 
     def __str__(self) -> str:
@@ -103,6 +105,10 @@ class KvCase:
             made["sinks"] = draw.standard_normal(heads_q).astype(acc)
         if self.rotary and dtype.itemsize == 2:
             self._settle(made, [self.new] * batch)
+        if self.selected:
+            shape = (batch, self.queries, self.selected)
+            named = draw.integers(-1, made["cache_seqlens"][:, None, None], shape)
+            made["indices"] = np.where(draw.random(shape) < 0.8, named, -1).astype(self.integers)
         return made
 
     def _settle(self, made: Mapping[str, np.ndarray], new: Sequence[int]) -> None:
@@ -146,7 +152,7 @@ def check(case: KvCase, device: Device, inputs: dict[str, np.ndarray] | None = N
         for name, x in inputs.items()
     }
     views = {name: g.view for name, g in guarded.items()}
-    for name in ("cache_seqlens", "block_table", "cache_batch_idx"):
+    for name in ("cache_seqlens", "block_table", "cache_batch_idx", "indices"):
         if name in views:
             views[name] = device.array(inputs[name])
     options = case.options()

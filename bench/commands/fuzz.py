@@ -152,6 +152,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "attention_varlen": {**_PACKED, **_OFFSETS},
     "attention_varlen_backward": {"do": _PACKED["q"], **_PACKED, "o": _PACKED["q"], "lse": _ROWS, **_OFFSETS},
     "attention_with_kv_cache": _CACHED,
+    "attention_with_kv_cache selected": {**_CACHED, "indices": np.array([[[2, -1]], [[0, 1]]])},
     "attention_statistics": {"q": _INPUTS["q"], "k": _INPUTS["k"], "lse": _BACK["lse"]},
     "attention_statistics packed": {"q": _PACKED["q"], "k": _PACKED["k"], "lse": _ROWS, **_OFFSETS},
     "attention_statistics over a cache": {
@@ -255,6 +256,7 @@ _NEARLY: dict[str, Callable[[random.Random], Any]] = {
     "block_table": lambda draw: np.array(
         draw.choice([[[0], [1]], [[1], [-1]], [[0, 1]], [[7], [2**30]], [1, 0], [0, 5], [-1, 0]]), "i4"
     ),
+    "indices": lambda draw: draw.choice([np.array([[[3, -1]], [[-2, 2**40]]]), _anything(draw)]),
     "cache_seqlens": lambda draw: draw.choice([0, 16, 17, -1, np.array([3, 99], "i4")]),
     "k": lambda draw: _normal(2, 2, draw.choice([1, 3, 20]), 8),
     "kv_cache": lambda draw: draw.choice(

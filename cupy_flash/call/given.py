@@ -91,6 +91,8 @@ class CacheCall(NamedTuple):
         Queries of the longest packed sequence, as the caller claims it.
     most_keys : int, optional
         Room of a sequence, if that is to be less than the cache has.
+    single_keys : bool
+        Entries of the table are keys: the cache is seen as pages of one, as `pages_of_one_key` has it.
     """
 
     interleaved: bool = False
@@ -98,12 +100,13 @@ class CacheCall(NamedTuple):
     splits: int | None = None
     longest: int | None = None
     most_keys: int | None = None
+    single_keys: bool = False
 
 
 # Its fields by the names of the options.
 _OF_CACHE = {
     "rotary_interleaved": "interleaved", "rotate_cache": "unrotated", "splits": "splits",
-    "max_seqlen_q": "longest", "max_seqlen_k": "most_keys",
+    "max_seqlen_q": "longest", "max_seqlen_k": "most_keys", "single_keys": "single_keys",
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from .checks import one_of
 from .operands import FLOATS, check_place, row_operand, wrong
 from .outputs import namespace
 
-__all__ = ["HeadScale", "scale_shape", "scaled_over_cache", "times"]
+__all__ = ["HeadScale", "in_dtype", "scale_shape", "scaled_over_cache", "times"]
 
 
 def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tuple[int, ...]:
@@ -45,10 +45,11 @@ def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tupl
 
 def times(q: Any, factor: Any) -> Any:
     """Q times a factor, in the wider of their dtypes and then rounded to that of q; arrays of any library."""
-    return _cast(q * factor, q.dtype)
+    return in_dtype(q * factor, q.dtype)
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def in_dtype(x: Any, dtype: Any) -> Any:
+    """An array of any library in a dtype."""
     return x.to(dtype) if hasattr(x, "to") else x.astype(dtype)
 
 
@@ -99,11 +100,11 @@ class HeadScale(NamedTuple):
 
     def gradients(self, dq: Any, q: Any) -> tuple[Any, Any]:
         """Those of q and of the scale; dq is that of their product."""
-        xp, wide = namespace(self.library), _cast(dq, self.factor.dtype)
+        xp, wide = namespace(self.library), in_dtype(dq, self.factor.dtype)
         axes = tuple([axis for axis, n in enumerate(self.factor.shape) if n == 1])
         with np.errstate(all="ignore"):
             # why: a row that belongs to no sequence has no gradient, and may hold anything.
-            products = xp.where(wide == 0, wide, wide * _cast(q, wide.dtype))
+            products = xp.where(wide == 0, wide, wide * in_dtype(q, wide.dtype))
             return times(dq, self.factor), products.sum(axes).reshape(self.shape)
 
 

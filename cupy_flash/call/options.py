@@ -437,6 +437,15 @@ class _Queries(_Ragged, total=False):
 
 class _Stored(TypedDict, total=False):
     block_table: _Table
+    indices: Annotated[
+        Any,
+        _array(
+            "array of int32 or int64, shape (batch, seqlen_q, keys), optional",
+            "The keys that each query sees, as positions in its sequence, in any order, the same for all "
+            "heads; -1 for none. A key named twice counts twice. causal, window and cache_leftpad leave out "
+            "keys as well. Of packed queries (rows, keys).",
+        ),
+    ]
     k: Annotated[
         Any,
         _array(

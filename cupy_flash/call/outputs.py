@@ -22,13 +22,13 @@ from .arrays import (
     overlaps_itself,
 )
 from .operands import RESULTS_OF_FLOAT8, table_of
-from .problem import Problem
 from .spelling import spelled
 
 __all__ = [
     "check_out",
     "check_overlap",
     "empty",
+    "extents",
     "finished",
     "namespace",
     "strides_of_new",
@@ -101,14 +101,14 @@ def finished(view: ArrayView) -> Any:
     return view.owner
 
 
-def check_out(problem: Problem, raw: Views, shape: tuple[int, ...]) -> None:
-    """Refuse an out that cannot hold the result."""
+def check_out(of_float8: bool, raw: Views, shape: tuple[int, ...]) -> None:
+    """Refuse an out that cannot hold the result, of 8-bit floats or of a dtype that has one like it."""
     q, out = raw["q"], raw["out"]
     table = table_of(raw)
     hint = f"out=None, or a new array of shape {shape}"
     if out.shape != shape:
         raise InvalidArgumentsError(f"out has shape {out.shape}, the result {shape}.", table, hint=hint)
-    dtypes = RESULTS_OF_FLOAT8 if problem.of_float8 else (q.dtype,)
+    dtypes = RESULTS_OF_FLOAT8 if of_float8 else (q.dtype,)
     if out.dtype not in dtypes:
         result = " or ".join(dtypes)
         raise InvalidArgumentsError(f"out has dtype {out.dtype}, the result {result}.", table, hint=hint)
@@ -125,10 +125,15 @@ def check_out(problem: Problem, raw: Views, shape: tuple[int, ...]) -> None:
         raise InvalidArgumentsError(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
 
 
+def extents(raw: Views) -> tuple[tuple[str, int, int], ...]:
+    """Of each array: bytes from its address to its lowest, and to the end of its highest element."""
+    return tuple((n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items())
+
+
 def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
     """Refuse an out that shares memory with an input.
 
-    spans: bytes from the address of each array to its lowest, and to the end of its highest element.
+    spans: those of `extents`.
     """
     out = raw["out"]
     low, high = next((out.pointer + a, out.pointer + b) for name, a, b in spans if name == "out")

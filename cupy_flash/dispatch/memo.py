@@ -17,7 +17,7 @@ from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
 from ..call.operands import lower_shape
 from ..call.options import DIFFERENTIABLE
-from ..call.outputs import check_out, check_overlap, workspace_address
+from ..call.outputs import check_out, check_overlap, extents, workspace_address
 from ..call.problem import Problem, describe
 from ..call.spans import check_spans
 from ..call.tangents import tangent_operand
@@ -54,7 +54,7 @@ class Prepared:
         out = raw.get("out")
         made = _results(problem, views, raw, layout)
         if out is not None:
-            check_out(problem, raw, made.pop("o").shape)
+            check_out(bool(problem.of_float8), raw, made.pop("o").shape)
         written = made if out is None else {"o": out, **made}
         seen = {name: lifted(name, x, layout) for name, x in written.items()}
         if out is not None:
@@ -75,9 +75,7 @@ class Prepared:
             for name, x in {**views, **seen}.items()
         )
         self._backend = ready(problem, {**views, **seen}, driver, table)
-        self._extents = None if out is None else tuple(
-            (n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items()
-        )  # fmt: skip
+        self._extents = None if out is None else extents(raw)
 
     def run(
         self,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.cache.parts import cache_parts
+from ..call.cache.selected import Selection
 from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
@@ -165,6 +166,8 @@ def _over_cache(
     if columns is not None:
         # why: a view of an array is a copy in JAX, and the program of the call makes its own.
         del options["v_cache"]
+    if options.get("indices") is not None:
+        return _over_selected_keys(q, cache_seqlens, options, asked, columns)
     check = options.pop("check", None)
     optional, values, call = split_of_cache(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
@@ -185,6 +188,27 @@ def _over_cache(
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
     made: tuple[Any, ...] = _attend(arrays, numbers_apart(arrays, values), cached)
     return made
+
+
+def _over_selected_keys(
+    q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool, columns: int | None
+) -> tuple[Any, ...]:
+    """The same with indices: each query as a sequence of its own."""
+    if options.get("check"):
+        raise UnsupportedError(
+            "tuning.check is True beside indices, whose program does not look at them.",
+            hint="tuning=None, or cupy_flash.attention_with_kv_cache outside of jit",
+        )
+    arrays = {name: x for name, x in options.items() if hasattr(x, "shape")} | {"q": jnp.asarray(q)}
+    if not isinstance(cache_seqlens, int):
+        arrays["cache_seqlens"] = cache_seqlens = jnp.asarray(cache_seqlens)
+        if not cache_seqlens.ndim:
+            del arrays["cache_seqlens"]
+    _packing(arrays, options.get("max_seqlen_q"))
+    call = Selection.of(jnp, arrays["q"], cache_seqlens, options, _stand_ins(arrays))
+    o, *lse = _over_cache(call.q, call.lengths, {"v_cache": None, **call.options}, asked, columns)
+    o, rows = call.results(o, *lse)
+    return (o, rows) if asked else (o,)
 
 
 def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
@@ -211,14 +235,18 @@ def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
     """The call. why jit: as of `attend.attend`; and what is wrong is looked for once for arrays of a kind."""
-    views = {
-        name: ArrayView(0, x.shape, contiguous(x.shape), _name(x), CPU, "jax", False, None)
-        for name, x in arrays.items()
-        if name not in READ
-    }
+    views = _stand_ins({name: x for name, x in arrays.items() if name not in READ})
     described("decode", views, options, cached=cached)
     given = dict(zip(arrays, alike(*arrays.values()), strict=True))
     return attention_over_cache(given, options, cached)
+
+
+def _stand_ins(arrays: dict[str, Any]) -> dict[str, ArrayView]:
+    """What can be said of arrays while a program is traced."""
+    return {
+        name: ArrayView(0, x.shape, contiguous(x.shape), _name(x), CPU, "jax", False, None)
+        for name, x in arrays.items()
+    }
 
 
 def _name(x: Any) -> str:

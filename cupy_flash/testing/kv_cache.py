@@ -1,7 +1,8 @@
 """The specification of attention over a KV cache: gather, append, rotate, then plain attention, in FP64.
 
-The rules beyond those of `reference`: where keys lie (`gather`), what appending stores (`append`),
-where queries stand (the last one on the last key), what rotation does (`rotate`). Entries of a table
+The rules beyond those of `reference`: where keys lie (`gather`), which of them a query names (`selected`),
+what appending stores (`append`), where queries stand (the last one on the last key), what rotation does
+(`rotate`). Entries of a table
 that lead outside the cache hide their keys; lengths beyond its room are cut to it.
 """
 
@@ -20,8 +21,10 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class Sequence(NamedTuple):
-    """One sequence as a call of `reference_attention`: arrays (1, heads, seq, head_dim) and options."""
+    """Queries of a sequence as a call of `reference_attention`: arrays (1, heads, seq, head_dim), options."""
 
+    batch: int
+    queries: slice  # all of them, or one that has keys of its own
     q: np.ndarray  # rotated, and rounded to its dtype
     q_error: np.ndarray  # like q: by how much rotation in float may round to another number
     k: np.ndarray  # as stored: a key is this times its head's scale
@@ -49,6 +52,7 @@ def reference_with_kv_cache(
     cache_seqlens: Any,
     block_table: Any = None,
     cache_batch_idx: Any = None,
+    indices: Any = None,
     k: Any = None,
     v: Any = None,
     rotary_cos: Any = None,
@@ -67,7 +71,7 @@ def reference_with_kv_cache(
 
     Parameters
     ----------
-    q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, k, v, layout
+    q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, indices, k, v, layout
         As there.
     rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale
         As there.
@@ -140,13 +144,24 @@ def reference_with_kv_cache(
         slopes = chosen.get("alibi_slopes")
         if slopes is not None and np.ndim(slopes) == 2:
             chosen["alibi_slopes"] = np.asarray(slopes)[b]
-        stored = [x[None] for x in (own_q, *own)]
-        k_scales, v_scales = (scale[b] for scale in scales)
-        sequences.append(Sequence(stored[0], q_error[None], stored[1], stored[2], k_scales, v_scales, chosen))
+        keys, values = (x[None] for x in own)
+        k_unit, v_unit = (scale[b] for scale in scales)
+        of_all = slice(0, seqlen_q)
+        whole = Sequence(b, of_all, own_q[None], q_error[None], keys, values, k_unit, v_unit, chosen)
+        if indices is None:
+            sequences.append(whole)
+            continue
+        alone = {name: x for name, x in chosen.items() if name not in ("causal", "window", "align", "mask")}
+        for i, of_query in enumerate(np.asarray(indices)[b]):
+            keep = selected(of_query, seen, length - seqlen_q + i, **options)
+            at = slice(i, i + 1)
+            one = whole._replace(queries=at, q=whole.q[:, :, at], q_error=whole.q_error[:, :, at])
+            sequences.append(one._replace(k=keys[:, :, keep], v=values[:, :, keep], options=alone))
+    for one in sequences:
         if seqlen_q and heads_q:
-            keys, values = (x * scale[b][:, None, None] for x, scale in zip(stored[1:], scales, strict=True))
-            one = reference.reference_attention(stored[0], keys, values, **chosen)
-            o[b], lse[b] = one.o[0], one.lse[0]
+            keys, values = one.k * one.k_scale[:, None, None], one.v * one.v_scale[:, None, None]
+            found = reference.reference_attention(one.q, keys, values, **one.options)
+            o[one.batch, :, one.queries], lse[one.batch, :, one.queries] = found.o[0], found.lse[0]
     return CacheReference(four(o), lse, four(caches[0]), four(caches[1]), sequences)
 
 
@@ -183,7 +198,8 @@ def error_budget_with_kv_cache(
     exact = reference_with_kv_cache(q, k_cache, v_cache, layout=layout, **options)
     o = o.swapaxes(1, 2) if layout == "bshd" else o
     verdicts = []
-    for b, sequence in enumerate(exact.sequences):
+    for sequence in exact.sequences:
+        at = slice(sequence.batch, sequence.batch + 1)
         heads = sequence.k.shape[1]
         group = sequence.q.shape[1] // heads
         scale = sequence.options.get("scale")
@@ -194,9 +210,11 @@ def error_budget_with_kv_cache(
             for name in ("alibi_slopes", "sinks"):
                 if own.get(name) is not None:
                     own[name] = np.asarray(own[name])[of_q]
-            unscaled = (o[b : b + 1, of_q].astype(np.float64) / sequence.v_scale[head]).astype(o.dtype)
+            unscaled = (o[at, of_q, sequence.queries].astype(np.float64) / sequence.v_scale[head]).astype(
+                o.dtype
+            )
             verdicts += error_budget(
-                {"o": unscaled, "lse": lse[b : b + 1, of_q]},
+                {"o": unscaled, "lse": lse[at, of_q, sequence.queries]},
                 sequence.q[:, of_q].astype(q.dtype),
                 sequence.k[:, head : head + 1].astype(q.dtype),
                 sequence.v[:, head : head + 1].astype(q.dtype),
@@ -205,6 +223,22 @@ def error_budget_with_kv_cache(
                 **own,
             )
     return verdicts
+
+
+def selected(
+    indices: np.ndarray, seen: np.ndarray, stand: int, causal: bool = False, window: Any = None, **_: Any
+) -> list[int]:
+    """The keys of a query that stands at a position, as often as it names them; outside of seen is none."""
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    return [
+        j
+        for j in indices.tolist()
+        if 0 <= j < len(seen)
+        and seen[j]
+        and (left is None or j >= stand - left)
+        and (right is None or j <= stand + right)
+    ]
 
 
 def gather(cache: np.ndarray, table: np.ndarray, length: int) -> np.ndarray:

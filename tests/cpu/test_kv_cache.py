@@ -254,6 +254,7 @@ def of_every_option() -> list[tuple[str, dict[str, Any]]]:
         ("block_table", {"k_cache": paged["k_cache"], "v_cache": paged["v_cache"],
                          "block_table": paged["block_table"]}),
         ("block_table", {"block_table": np.arange(3, dtype=np.int32)}),
+        ("indices", {"indices": np.full((3, 1, 4), -1)}),
         ("k", new), ("v", new),
         ("cu_seqlens_k_new", {**rows, "k": plain["k"][:, :, 0], "v": plain["v"][:, :, 0],
                               "cu_seqlens_k_new": cuts}),

@@ -575,3 +575,38 @@ def test_latents_come_back_as_they_were_given():
         assert type(cache) is LatentCache
         assert cache.head_dim_v == 12
         np.testing.assert_array_equal(cache.latents, wanted)
+
+
+def test_selected_keys_are_those_of_numpy():
+    """Plain, compiled, and with an axis of vmap; of latents, of heads before keys, and of pages, packed."""
+    rng = np.random.default_rng(0)
+    q, kv, k = (rng.standard_normal(s, np.float32) for s in ((2, 4, 3, 20), (2, 1, 48, 20), (2, 2, 48, 20)))
+    indices = np.array([[rng.permutation(n)[:7] for _ in range(3)] for n in (17, 47)], np.int32)
+    indices[:, :, 3] = -1
+    rows, pages = q.swapaxes(1, 2).reshape(6, 4, 20), k.reshape(2, 2, 3, 16, 20).swapaxes(1, 2)
+    packed = {
+        "cu_seqlens_q": np.int32([0, 2, 6]), "indices": indices.reshape(6, 7) % 16,
+        "block_table": np.int32([[0, 1, 2], [3, 4, 5]]), "layout": "bhsd",
+    }  # fmt: skip
+    for caches, queries, options in (
+        ((LatentCache(kv, 12),), q, {"indices": indices}),
+        ((k, k), q, {"indices": indices, "causal": True}),
+        ((pages.reshape(6, 2, 16, 20),) * 2, rows, packed),
+    ):
+        given = {"cache_seqlens": np.array([17, 47], np.int32), "return_lse": True, **options}
+        expected = cupy_flash.attention_with_kv_cache(queries, *caches, **given)
+        traced = {n: x for n, x in given.items() if isinstance(x, np.ndarray)}
+        held = {n: x for n, x in given.items() if n not in traced}
+
+        def call(q, arrays, caches=caches, held=held):
+            return cf.attention_with_kv_cache(q, *caches, **arrays, **held)
+
+        found = [jax.jit(call)(queries, traced)]
+        if "causal" in options:
+            twice = jax.jit(jax.vmap(call, (0, None)))(jnp.stack([queries, 0 * queries]), traced)
+            found += [[x[0] for x in twice], call(queries, traced)]
+        for results in found:
+            for x, wanted in zip(results, expected, strict=True):
+                np.testing.assert_allclose(x, wanted, atol=1e-6)
+    with pytest.raises(UnsupportedError, match="check is True beside indices"):
+        cf.attention_with_kv_cache(q, k, k, cache_seqlens=17, indices=indices, tuning=Tuning(check=True))

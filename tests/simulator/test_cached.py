@@ -65,6 +65,7 @@ CLASSES = {
     "hopper_turned": ("sm_90a", KvCase(queries=9, rotary=32, new=2, head_dims=(72, 64), sinks=True)),
     "hopper_window": ("sm_90a", KvCase(dtype="bfloat16", queries=40, window=(50, 0), softcap=4.0)),
     "flash_paged": ("sm_80", KvCase(kind="paged", queries=70, new=3, causal=True, alibi="bh")),
+    "flash_selected": ("sm_80", KvCase(selected=40, queries=2, causal=True, sinks=True)),
     "flash_tf32x3": ("sm_80", KvCase(dtype="float32", kind="indexed", queries=20, rotary=32, new=1)),
     "flash_turing": ("sm_75", KvCase(kind="paged", queries=20, head_dims=(64, 48), sinks=True)),
     "simple_f64": ("sm_61", KvCase(dtype="float64", queries=3, new=2, rotary=16, tables="same", causal=True)),

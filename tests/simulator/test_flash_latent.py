@@ -33,6 +33,8 @@ CASES = {
     "two_latents": ("sm_86", latents(heads=(4, 2), new=1, layout="bshd", scale=-0.05)),
     "pages_of_one": ("sm_86", latents(kind="paged", page=1, lengths=(0, 37), room=40)),
     "odd_pages": ("sm_86", latents(kind="paged", page=7, lengths=(0, 37, 140), room=140, new=1)),
+    "selected": ("sm_86", latents(selected=45, queries=2, causal=True, lengths=(0, 37, 100))),
+    "selected_pages": ("sm_86", latents(selected=45, kind="paged", heads=(20, 1), layout="bshd")),
     "narrow_values": ("sm_86", latents(head_dims=(576, 200))),
     "parts": ("sm_80", latents(lengths=(900, 300, 0), room=960, sinks=True, splits=3, dtype="bfloat16")),
     "parts_many": ("sm_90", latents(lengths=(500, 300), room=512, heads=(33, 1), window=(400, 0), splits=3)),
@@ -119,6 +121,23 @@ def test_cost_is_the_theory() -> None:
         ("copy_stores", "copy_store_cycles"),
     ):
         assert cost[cycles] == cost[unit], f"bank conflicts in {unit}"
+
+
+def test_selected_keys_are_read_once() -> None:
+    """As many bytes as of the same number of keys in a row, and an entry of the table for each of them."""
+    case = latents(selected=64, lengths=(1024,), room=1024, splits=1)
+    made = case.inputs()
+    made["indices"][...] = np.random.default_rng(0).permutation(1024)[:64]
+    environment, device = on("sm_86")
+    with environment, simulator.costs() as counted:
+        check(case, device, made)
+        check(latents(lengths=(64,), room=64, splits=1), device)
+    (_, chosen), (_, in_a_row) = counted
+    entries = chosen.pop("global_load_bytes") - in_a_row.pop("global_load_bytes")
+    assert entries == 64 * 4 * 8  # each of the 8 threads that copy a key reads its entry
+    for cost in (chosen, in_a_row):
+        del cost["global_load_sectors"]  # of rows of 1152 bytes, wherever NumPy has put them
+    assert chosen == in_a_row
 
 
 @pytest.mark.slow

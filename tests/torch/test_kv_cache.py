@@ -227,3 +227,30 @@ def test_latents_in_plain_and_compiled_programs():
         cache = kv.clone()
         torch.testing.assert_close(run(cache), expected)
         assert torch.equal(cache, wanted)
+
+
+def test_selected_keys_in_plain_and_compiled_programs():
+    """As torch.topk gives them, int64; what is hidden by the position of a query, and none."""
+    torch.manual_seed(0)
+    q, kv = torch.randn(2, 4, 3, 20), torch.randn(2, 1, 16, 20)
+    lengths = torch.tensor([16, 9], dtype=torch.int32)
+    scores = torch.randn(2, 3, 16).masked_fill(torch.arange(16) >= lengths[:, None, None], -torch.inf)
+    indices = scores.topk(6).indices
+    indices[0, 1, 4] = -1
+    seen = torch.zeros(2, 3, 17, dtype=torch.bool).scatter(-1, indices % 17, True)[..., :16]
+    seen &= torch.arange(16) <= (lengths[:, None] - 3 + torch.arange(3))[..., None]
+    keys = kv.expand(2, 4, 16, 20)
+    expected = torch_sdpa(q, keys, keys[..., :12], seen[:, None])
+
+    def step(indices):
+        return cf.attention_with_kv_cache(
+            q, LatentCache(kv, 12), cache_seqlens=lengths, indices=indices, causal=True
+        )
+
+    for run in (step, step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        for given in (indices, indices.int()):
+            torch.testing.assert_close(run(given), expected)
+            assert run(given).is_contiguous()
+    q.requires_grad_()
+    with pytest.raises(InvalidArgumentsError, match=r"q .*requires grad"):
+        step(indices)

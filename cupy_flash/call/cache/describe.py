@@ -11,7 +11,7 @@ from ...errors import InvalidArgumentsError
 from ..adopt import adopt
 from ..arrays import CPU
 from ..checks import flag, integer
-from ..codes import kind_of_codes
+from ..codes import CODE_UNITS, kind_of_codes
 from ..given import CacheCall, Options, Packing
 from ..masks import resolve_band
 from ..offsets import check_counts, counts, flat_mask, longest_length, offsets
@@ -20,6 +20,7 @@ from ..problem import OFFSETS, Cache, Problem, head_operands, problem_of
 from ..spans import Intervals, span_operand
 from ..values import check_options
 from .kinds import check_kinds, check_scales, check_writable, lies_in
+from .pages import pages_of_one_key
 from .sizes import codes_of, lifted_codes, sizes_of, turned_features
 
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
@@ -146,6 +147,9 @@ def describe_cache(
     check_options(options)
     splits = call.splits
     dtype = check_kinds(raw, options.layout)
+    if call.single_keys:
+        caches = ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ()))
+        raw = {**raw, **{name: pages_of_one_key(name, raw, options.layout) for name in caches}}
     latent = lies_in(raw, "v_cache", "k_cache") and not kind_of_codes(raw)
     views: Views = {
         n: lift(raw[n], options.layout if len(raw[n].shape) == 4 else "bshd", len(raw[n].shape))

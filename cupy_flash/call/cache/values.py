@@ -10,7 +10,7 @@ from ..arrays import ArrayView
 from ..operands import wrong
 from ..problem import Problem
 
-__all__ = ["check_values"]
+__all__ = ["check_lengths", "check_values"]
 
 
 def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | None = None) -> None:
@@ -26,14 +26,8 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
     """
     cache, capacity = problem.cache, problem.seqlen_k
     assert cache is not None
-    lengths = raw["cache_seqlens"].integers().tolist() if length is None else [length] * problem.batch
     added = _new_keys(problem, raw)
-    for b, (length, more) in enumerate(zip(lengths, added, strict=True)):
-        if length < 0 or length + more > capacity:
-            new = f" plus {more} new" if more else ""
-            where = f"cache_seqlens[{b}]" if "cache_seqlens" in raw else "cache_seqlens"
-            headline = f"{where} is {length}{new}; a sequence has room for {capacity}."
-            raise wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
+    lengths = check_lengths(raw, length, capacity, added)
     _check_beginnings(problem, raw, [length + more for length, more in zip(lengths, added, strict=True)])
     name = "block_table" if "block_table" in raw else "cache_batch_idx"
     if name not in raw:
@@ -54,6 +48,30 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
                     headline = f"{where} is {entry}, where sequence {written[entry]} appends keys too."
                     raise wrong(headline, raw, "a page of its own for each sequence that grows")
                 written[entry] = b
+
+
+def check_lengths(
+    raw: Mapping[str, ArrayView], length: int | None, capacity: int, added: list[int]
+) -> list[int]:
+    """Refuse lengths beyond the room of a sequence; return them.
+
+    Parameters
+    ----------
+    raw : mapping of str to ArrayView
+    length : int or None
+        Of every sequence, if no array says it.
+    capacity : int
+    added : list of int
+        New keys of each sequence.
+    """
+    lengths = [length] * len(added) if length is not None else raw["cache_seqlens"].integers().tolist()
+    for b, (length, more) in enumerate(zip(lengths, added, strict=True)):
+        if length < 0 or length + more > capacity:
+            new = f" plus {more} new" if more else ""
+            where = f"cache_seqlens[{b}]" if "cache_seqlens" in raw else "cache_seqlens"
+            headline = f"{where} is {length}{new}; a sequence has room for {capacity}."
+            raise wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
+    return lengths
 
 
 def _new_keys(problem: Problem, raw: Mapping[str, ArrayView]) -> list[int]:

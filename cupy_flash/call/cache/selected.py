@@ -1,0 +1,310 @@
+"""Selected keys: a query that names its keys is a sequence of its own, with a page for each of them.
+
+why no kernel: tables of pages of any size are read already, and an entry that leads nowhere hides its key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import InvalidArgumentsError, UnsupportedError
+from ..checks import flag, integer, one_of
+from ..codes import CODE_UNITS, kind_of_codes
+from ..given import CacheCall
+from ..head_scale import in_dtype
+from ..masks import resolve_band
+from ..operands import AXES, Views, cast, check_place, table_of, wrong
+from ..problem import MAX_SEQLEN
+from ..spelling import kind_of, spelled
+from .describe import adopt_cache, pack_queries
+from .pages import rows_apart
+from .rows import Rows, int32_beside
+from .values import check_lengths
+
+__all__ = ["Selection", "adopt_selection"]
+
+# What says where queries stand, which keys they see and where these lie: it goes into the table.
+_SAID = frozenset((
+    "indices", "causal", "window", "block_table", "cache_batch_idx", "cache_leftpad", "cu_seqlens_q",
+    "max_seqlen_q", "max_seqlen_k", "seqused_q", "check",
+))  # fmt: skip
+_ARRAYS = ("indices", "block_table", "cache_batch_idx", "cache_leftpad", "cu_seqlens_q", "seqused_q")
+_STORED = "a call before it that stores them: without indices, and with a q of no queries"
+_AS_MASK = "indices of the keys that it keeps, and -1 in place of the others"
+_TURNED = "q and the keys of the cache rotated before the call"
+# Options that have no meaning for keys in any order, or no way, and what to do instead.
+_REFUSED = {
+    "k": _STORED, "v": _STORED, "cu_seqlens_k_new": _STORED, "mask": _AS_MASK, "spans": _AS_MASK,
+    "ragged_mask": _AS_MASK, "rotary_cos": _TURNED, "rotary_sin": _TURNED,
+    "alibi_slopes": "a mask of the selected keys, and indices=None",
+}  # fmt: skip
+
+
+def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> Views:
+    """Adopt the arrays that say where selected keys lie, and check how queries are packed."""
+    given = {name: options.get(name) for name in ("k_cache", "v_cache", *_ARRAYS, *_units(options))}
+    given |= {"q": q, "cache_seqlens": cache_seqlens}
+    for name in ("q", "cache_seqlens", *_ARRAYS):
+        x = given[name]
+        if hasattr(type(x), "__dlpack__") and not hasattr(x, "reshape"):
+            raise InvalidArgumentsError(
+                f"{spelled(name)} is {kind_of(x)}, beside indices.",
+                hint="a NumPy, CuPy, torch or JAX array",
+            )
+    raw, length = adopt_cache(given)
+    asked = CacheCall(longest=options.get("max_seqlen_q"), most_keys=options.get("max_seqlen_k"))
+    pack_queries(raw, options.get("layout", "bhsd"), asked, length)
+    return raw
+
+
+def _units(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What 4-bit codes stand for, which lies as they do."""
+    return CODE_UNITS.get(kind_of_codes(options), ())
+
+
+class Selection(NamedTuple):
+    """A call over selected keys as one over pages of one key.
+
+    Attributes
+    ----------
+    q : array, shape (rows, heads_q, 1, head_dim), or (rows, 1, heads_q, head_dim) as the layout has it
+        Each query by itself.
+    lengths : array of int32, shape (rows,)
+        Up to the last entry that is a key.
+    options : dict of str to object
+        Those of `attention_with_kv_cache` in single pieces, with the caches.
+    shape : tuple of int
+        Of the queries as they were given: (rows,), or (batch, seqlen_q).
+    swapped : bool
+        Whether heads come before the rows of a sequence.
+    """
+
+    q: Any
+    lengths: Any
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    swapped: bool
+
+    @classmethod
+    def of(
+        cls, xp: Any, q: Any, cache_seqlens: Any, options: Mapping[str, Any], raw: Views, check: bool = False
+    ) -> Selection:
+        """That of a call with indices.
+
+        Parameters
+        ----------
+        xp : module
+            Of the arrays, as of `merge.united`.
+        q, cache_seqlens : array
+        options : mapping of str to object
+            Of `attention_with_kv_cache` in single pieces, with the caches.
+        raw : dict of str to ArrayView
+            The views of `adopt_selection`, or stand-ins.
+        check : bool
+            Whether to look at lengths, tables and indices.
+
+        Raises
+        ------
+        InvalidArgumentsError, UnsupportedError
+        """
+        layout = options.get("layout", "bhsd")
+        packed = options.get("cu_seqlens_q") is not None
+        _check_kinds(options, raw, layout, packed)
+        room, apart = _room(options, raw, layout), _rows_apart(options, raw, layout)
+        rows = _Queries.of(xp, q, cache_seqlens, options, raw, layout, room)
+        indices, (*shape, selected) = options["indices"], raw["indices"].shape
+        seen = (indices >= 0) & (indices < rows.length)
+        # why 0 for what is none: any number of 64 bits may stand there
+        at = in_dtype(xp.where(seen, indices, 0), xp.int32)
+        if check:
+            batch = shape[0] if not packed else raw["cu_seqlens_q"].shape[0] - 1
+            check_lengths(raw, None if "cache_seqlens" in raw else int(cache_seqlens), room, [0] * batch)
+            _check_indices(raw, rows.among(indices != -1) & ~seen, rows.length)
+        slot, key = rows.sequence, at
+        if "block_table" in raw:
+            page = raw["k_cache"].shape[1 if layout == "bshd" else 2]
+            slot, key = options["block_table"][rows.sequence, at // page], at % page
+        elif "cache_batch_idx" in raw:
+            slot = options["cache_batch_idx"][rows.sequence]
+        if slot is not rows.sequence:
+            lies = (slot >= 0) & (slot < raw["k_cache"].shape[0])
+            if check:
+                _check_indices(raw, rows.among(seen) & ~lies, None)
+            seen = seen & lies
+        seen = rows.among(seen)
+        band = resolve_band(
+            flag(options.get("causal", False), "causal"), options.get("window"), "bottom_right", False,
+            1, room, packed_alike=True,
+        )  # fmt: skip
+        if band.right is not None:
+            seen = seen & (at - rows.stand <= min(band.right, MAX_SEQLEN))
+        if band.left is not None:
+            seen = seen & (rows.stand - at <= min(band.left, MAX_SEQLEN))
+        if options.get("cache_leftpad") is not None:
+            seen = seen & (at >= options["cache_leftpad"][rows.sequence])
+        count, kind = math.prod(shape), int32_beside(xp, q)
+        table = in_dtype(xp.where(seen, slot * apart + key, -1), xp.int32).reshape(count, selected)
+        lengths = xp.zeros(count, **kind)
+        if selected:
+            numbers = xp.where(seen, xp.arange(1, selected + 1, **kind), 0)
+            lengths = in_dtype(xp.amax(numbers, -1), xp.int32).reshape(count)
+        flat = {name: x for name, x in options.items() if name not in _SAID and name not in _REFUSED}
+        for name in ("k_scale", "v_scale"):  # of each sequence and head
+            if len(getattr(flat.get(name), "shape", ())) == 2:
+                of_rows = (rows.sequence + xp.zeros((*shape, 1), **kind)).reshape(count)
+                flat[name] = flat[name][of_rows]
+        flat |= {"block_table": table, "check": False, "single_keys": True}
+        swapped = not packed and layout == "bhsd"
+        alone = q.swapaxes(1, 2) if swapped else q
+        heads, dim = alone.shape[-2:]
+        one = (count, 1, heads, dim) if layout == "bshd" else (count, heads, 1, dim)
+        return cls(alone.reshape(one), lengths, flat, tuple(shape), swapped)
+
+    def results(self, o: Any, lse: Any = None) -> tuple[Any, Any]:
+        """O and LSE in the shapes of the call."""
+        heads = self.q.shape[1] * self.q.shape[2]
+        o = o.reshape(*self.shape, heads, o.shape[-1])
+        if self.swapped:
+            o = _in_new_order(o, 1, 2)
+        return o, None if lse is None else _in_new_order(lse.reshape(*self.shape, heads), -1, -2)
+
+
+def _in_new_order(x: Any, *axes: int) -> Any:
+    """Two axes swapped in memory, as every result of a call lies."""
+    swapped = x.swapaxes(*axes)
+    if 1 in (x.shape[axes[0]], x.shape[axes[1]]):
+        return x.reshape(swapped.shape)
+    return swapped.contiguous() if hasattr(swapped, "contiguous") else swapped.copy()
+
+
+class _Queries(NamedTuple):
+    """Whose queries are, and where they stand, in shapes that broadcast over indices.
+
+    Attributes
+    ----------
+    sequence, length : array of int, length also int
+        Of which sequence a query is, and the keys of that.
+    stand : array of int
+        The position of a query.
+    inside : array of bool, or None
+        Whether it is of any sequence; None: all are.
+    """
+
+    sequence: Any
+    length: Any
+    stand: Any
+    inside: Any
+
+    @classmethod
+    def of(
+        cls,
+        xp: Any,
+        q: Any,
+        cache_seqlens: Any,
+        options: Mapping[str, Any],
+        raw: Views,
+        layout: str,
+        room: int,
+    ) -> _Queries:
+        """Those of a call as of `Selection.of`; `room` is that of a sequence."""
+        if "cu_seqlens_q" in raw:
+            rows, _ = Rows.of(
+                xp, q, options["k_cache"], layout, 0, {**options, "cache_seqlens": cache_seqlens}
+            )
+            length, stand = (rows.first + rows.used)[rows.sequence], rows.first[rows.sequence] + rows.row
+            return cls(*(x[:, None] for x in (rows.sequence, length, stand, rows.inside)))
+        length, kind = cache_seqlens, int32_beside(xp, q)
+        batch, seqlen_q, _ = raw["indices"].shape
+        if isinstance(length, (int, np.integer)):
+            length = min(max(int(length), 0), room)
+        else:
+            length = xp.clip(length, 0, room)
+            length = length[:, None, None] if length.ndim else length
+        stand = length + xp.arange(-seqlen_q, 0, **kind)[:, None]
+        return cls(xp.arange(batch, **kind)[:, None, None], length, stand, None)
+
+    def among(self, pairs: Any) -> Any:
+        """Pairs of a query and an index, without those of no sequence."""
+        return pairs if self.inside is None else pairs & self.inside
+
+
+def _room(options: Mapping[str, Any], raw: Views, layout: str) -> int:
+    """Keys that a sequence has room for."""
+    room = raw["k_cache"].shape[1 if layout == "bshd" else 2]
+    room *= raw["block_table"].shape[1] if "block_table" in raw else 1
+    if not room:
+        raise wrong("the cache has room for no key.", raw, "a larger cache, or a table with pages")
+    most = options.get("max_seqlen_k")
+    if most is not None and ((n := integer(most)) is None or n < 0):
+        raise wrong(f"max_seqlen_k is {most!r}.", raw, "an integer, at least 0")
+    return room if most is None else min(room, most)
+
+
+def _rows_apart(options: Mapping[str, Any], raw: Views, layout: str) -> int:
+    """`rows_apart` of all that one table is for."""
+    names = ("k_cache", "v_cache", *_units(options))
+    found = {rows_apart(name, raw, layout) for name in names if name in raw}
+    if len(found) > 1:
+        hint = "k_cache and v_cache alike: both contiguous, or both parts of one array"
+        raise UnsupportedError("indices over caches that lie differently.", table_of(raw), hint=hint)
+    return found.pop()
+
+
+def _check_indices(raw: Views, bad: Any, length: Any) -> None:
+    """Refuse the first bad index: beyond the keys of its sequence, or without length outside the cache."""
+    if not bool(bad.any()):
+        return
+    place = np.unravel_index(bad.reshape(-1).tolist().index(True), raw["indices"].shape)
+    where = f"indices[{', '.join(map(str, place))}] is {int(raw['indices'].owner[place])}"
+    if length is not None:
+        keys = length if isinstance(length, int) else int((length + 0 * bad)[place])
+        headline = f"{where}; the sequence has {keys} keys."
+        raise wrong(headline, raw, "positions in the sequence, and -1 for none")
+    what = "pages" if "block_table" in raw else "slots"
+    headline = f"{where}, of which block_table leads outside the cache."
+    raise wrong(headline, raw, f"entries below {raw['k_cache'].shape[0]}, the number of {what}")
+
+
+def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bool) -> None:
+    """Refuse what does not go with indices, and arrays that say nothing about where keys lie."""
+    for name, instead in _REFUSED.items():
+        if options.get(name) is not None:
+            raise UnsupportedError(f"{spelled(name)} is given beside indices.", table_of(raw), hint=instead)
+    q, k, indices = (raw[name] for name in ("q", "k_cache", "indices"))
+    for name in raw:
+        check_place(name, raw)
+    ranks = {"q": 3 if packed else 4} | {n: 4 for n in ("k_cache", "v_cache", *_units(options)) if n in raw}
+    for name, rank in ranks.items():
+        if len(raw[name].shape) != rank:
+            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not {rank}, beside indices."
+            raise wrong(headline, raw, "q of rank 4, or 3 with cu_seqlens_q; caches of rank 4")
+    if not one_of(layout, AXES):
+        raise wrong(f"layout is {layout!r}.", raw, 'layout="bhsd" or layout="bshd"')
+    rows = q.shape[:1] if packed else (q.shape[0], q.shape[1 if layout == "bshd" else 2])
+    if indices.dtype.removeprefix("torch.") not in ("int32", "int64"):
+        headline = f"indices has dtype {indices.dtype}, not int32 or int64."
+        raise wrong(headline, raw, cast("indices", indices, "int32"))
+    if indices.shape[:-1] != rows or not indices.shape:
+        wanted = ", ".join(map(str, rows))
+        raise wrong(
+            f"indices has shape {indices.shape}, beside queries ({wanted}).", raw, f"({wanted}, keys)"
+        )
+    batch = raw["cu_seqlens_q"].shape[0] - 1 if packed else q.shape[0]
+    shapes: dict[str, tuple[int, ...]] = {
+        "cache_seqlens": (batch,),
+        "cache_batch_idx": (batch,),
+        "cache_leftpad": (batch,),
+    }
+    if "block_table" in raw:
+        shapes["block_table"] = (batch, *raw["block_table"].shape[1:2])
+    elif "cache_batch_idx" not in raw and k.shape[0] != batch:
+        headline = f"q has a batch of {batch}, the cache {k.shape[0]} slots."
+        raise wrong(headline, raw, "block_table= of slots, (batch,), or of pages, (batch, pages)")
+    for name, shape in shapes.items():
+        if name in raw and (raw[name].shape != shape or raw[name].dtype != "int32"):
+            headline = f"{spelled(name)} is {raw[name].describe()} for a batch of {batch}, beside indices."
+            raise wrong(headline, raw, f"{shape} of int32")
