@@ -19,7 +19,6 @@
 // Not here: mask, bias, ALiBi, softcap, dropout, spans, one order of additions (simple_forward).
 #include "attention/softmax.cuh"
 #include "tile/double_products.cuh"
-#include "tile/epilogue.cuh"
 #include "tile/ring.cuh"
 #include "tile/score_tile.cuh"
 
@@ -151,25 +150,17 @@ CF_DEVICE void flash_forward_f64(const ForwardParams& p) {
     const int64_t first_row = sequence.first_q + m_first + row_first;
     const GlobalRows<Element> gO{head_rows<Element>(p.o, work.batch, head, first_row), p.o.row,
                                  m_end - m_first - row_first, p.shape.head_dim_v};
+    double normaliser[2];
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
         softmax[half].finalize<4>();
+        normaliser[half] = softmax[half].normaliser();
         const int row = 8 * half + lane / 4;
-        if (row >= gO.rows) continue;
-        const double normaliser = softmax[half].normaliser();
-        CF_UNROLL
-        for (int n = 0; n < kNO; n += 2) {
-            CF_UNROLL
-            for (int i = 0; i < 2; i++) {
-                const int e = 2 * half + i;
-                const double2 x{rO[n][e] * normaliser, rO[n + 1][e] * normaliser};
-                store_chunk(gO.row(row), output_chunk(n, i), gO.columns, reinterpret_cast<const uint4&>(x));
-            }
-        }
-        if (p.lse.data && lane % 4 == 0)
+        if (row < gO.rows && p.lse.data && lane % 4 == 0)
             st_global(head_rows<double>(p.lse, work.batch, head, first_row) + row * p.lse.row,
                       softmax[half].lse());
     }
+    store_rows(rO, normaliser, gO);
 }
 
 CF_KERNEL(ForwardParams, kThreads, 1, flash_forward_f64)

@@ -81,6 +81,9 @@ CASES = {
     "backward_f16_d300_softcap": BASE._replace(
         direction="backward", head_dim=300, head_dim_v=300, softcap=30.0
     ),
+    "backward_f64_d64_causal_sinks": BASE._replace(
+        direction="backward", dtype="float64", head_dim=64, head_dim_v=64, right=0, per_head=("sinks",)
+    ),
     "backward_f64_d300": BASE._replace(direction="backward", dtype="float64", head_dim=300, head_dim_v=300),
     "statistics_f16_d128_causal": BASE._replace(
         direction="statistics", right=0, wanted=("key_sum", "key_max", "entropy")

@@ -101,7 +101,7 @@ def _best_seconds(kernel: Any, blocks: int, threads: int, *given: Any) -> float:
 
 
 def _dmma(place: Any, _cubins: Path | None) -> dict[str, Any]:
-    """Rates of float64, by tensor cores and beside them: what flash_forward_f64 is chosen by."""
+    """Rates of float64, by tensor cores and beside them: what its kernels are chosen by."""
     import cupy
 
     from cupy_flash.plan.catalog import architecture

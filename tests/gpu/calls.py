@@ -101,3 +101,22 @@ def check_forward_twenty_times(
         return {"o": o, "lse": lse}
 
     check_twenty_times(call, one, **BANDS[band])
+
+
+def check_gradients_twenty_times(
+    device: Device,
+    head_dims: tuple[int, int],
+    heads: int,
+    band: str,
+    dtype: str = "float16",
+    length: int = 1500,
+) -> None:
+    """Every head gives the same bits in every run, in whatever order its blocks came."""
+    (q, k, v, do), (*one, one_do) = repeated(device, head_dims[0], heads, length, head_dims[1], dtype)
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
+
+    def call() -> dict[str, Any]:
+        gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, reproducible="run", **BANDS[band])
+        return {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
+
+    check_twenty_times(call, one, do=one_do, **BANDS[band])

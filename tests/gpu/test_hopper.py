@@ -18,7 +18,7 @@ from cupy_flash.device import driver
 from cupy_flash.plan.families import hopper
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward, only
-from tests.gpu.calls import BANDS, check_forward_twenty_times, check_twenty_times, repeated
+from tests.gpu.calls import BANDS, check_forward_twenty_times, check_gradients_twenty_times, repeated
 from tests.simulator import test_hopper_backward as backward
 from tests.simulator.forward_cases import numbered
 from tests.simulator.test_hopper_attention import (
@@ -85,15 +85,7 @@ def test_many_tiles_twenty_times(head_dim: int, band: str, device: Device) -> No
 def test_deterministic_gradients_twenty_times(
     heads: int, length: int, head_dims: tuple[int, int], band: str, device: Device
 ) -> None:
-    """Every head gives the same bits in every run, in whatever order its blocks came."""
-    (q, k, v, do), (*one, one_do) = repeated(device, head_dims[0], heads, length, head_dims[1])
-    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **BANDS[band])
-
-    def call() -> dict[str, Any]:
-        gradients = cupy_flash.attention_backward(do, q, k, v, o, lse, reproducible="run", **BANDS[band])
-        return {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
-
-    check_twenty_times(call, one, do=one_do, **BANDS[band])
+    check_gradients_twenty_times(device, head_dims, heads, band, length=length)
 
 
 @pytest.mark.sampled(60)

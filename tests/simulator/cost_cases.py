@@ -55,6 +55,7 @@ CASES = {
     "backward_sm75_f16_d256": CostCase("sm_75", "float16", 256, backward=True),
     "backward_sm80_f16_d64": CostCase("sm_80", "float16", 64, backward=True),
     "backward_sm80_bf16_d128": CostCase("sm_80", "bfloat16", 128, backward=True),
+    "backward_sm80_f64_d64": CostCase("sm_80", "float64", 64, backward=True),
     "backward_sm86_f16_d512": CostCase("sm_86", "float16", 512, backward=True),
     "backward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, backward=True),
     "backward_sm90_f16_d256": CostCase("sm_90a", "float16", 256, backward=True),
@@ -86,7 +87,7 @@ def golden_text(name: str) -> str:
     tensors = {key: aligned(size, numpy_dtype(case.dtype)) for key, size in shapes.items()}
     for tensor in tensors.values():
         tensor[...] = rng.standard_normal(tensor.shape)
-    lse = aligned(shape[:3], np.float32, 5.0)
+    lse = aligned(shape[:3], np.float64 if case.dtype == "float64" else np.float32, 5.0)
     environment = {"CUPY_FLASH_DRIVER": f"simulator:{case.arch}"}
     with (
         mock.patch.dict(os.environ, environment),

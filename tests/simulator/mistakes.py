@@ -192,6 +192,27 @@ FLASH_FORWARD_F64 = (
     Mistake("the second half of k left out", _DOUBLES, "mma_m8n8k4_f64(d[2], d[3], a[3], b1);", ""),
 )  # fmt: skip
 
+# Of gradients: whose LSE and delta an element has, in rows and in columns.
+_F64_BACKWARD = "flash_backward_f64.cu"
+FLASH_BACKWARD_F64 = (
+    Mistake("every tile taken as whole", _F64_BACKWARD, "if (!whole) mask_band(s, at, band);", ""),
+    Mistake("keys of the first warp for all", _F64_BACKWARD, "rows_of_k(smem_addr(s.k.data), row_first)",
+            "rows_of_k(smem_addr(s.k.data), 0)"),
+    Mistake("no LSE", _F64_BACKWARD, "natural_exp(s[0][n][e] - lse[query(n, e)])",
+            "natural_exp(s[0][n][e])"),
+    Mistake("no delta", _F64_BACKWARD, "(dp[n][e] - delta[query(n, e)])", "dp[n][e]"),
+    Mistake("LSE of a row without keys as it is", _F64_BACKWARD,
+            "x == -double(kInfinity) ? kInfinity : x", "x"),
+    Mistake("LSE of the first head for all", _F64_BACKWARD, "of_head(p, sequence, head)",
+            "of_head(p, sequence, first_head)"),
+    Mistake("queries of dkv in rows", _F64_BACKWARD, "return 2 * n + e % 2;", "return 2 * n + e / 2;"),
+    Mistake("dS for P", _F64_BACKWARD, "(rDV, rS[0],", "(rDV, rDP,"),
+    Mistake("dK without scale", _F64_BACKWARD, "store_rows(rDK, scale,", "store_rows(rDK, one,"),
+    Mistake("dQ without scale", _F64_BACKWARD, "store_rows(rDQ, scale,", "store_rows(rDQ, {1, 1},"),
+    Mistake("a head of keys for each of queries", _F64_BACKWARD,
+            "kv_head = work.head / (p.shape.heads_q / p.shape.heads_k)", "kv_head = work.head"),
+)  # fmt: skip
+
 # Of keys that are not there, and of a ring that is one step short.
 _DECODE_WIDE = "flash_decode_wide.cu"
 FLASH_DECODE_WIDE = (

@@ -128,6 +128,11 @@ SUBJECTS = {
         ("tests/simulator/test_flash_f64.py", "-k", "test_mistakes"),
         mistakes.FLASH_FORWARD_F64,
     ),
+    "flash_backward_f64": Subject(
+        "kernels_cu/flash_backward_f64.cu",
+        ("tests/simulator/test_flash_backward_f64.py", "-k", "(test_mistakes or sees_nothing) and sm_80"),
+        mistakes.FLASH_BACKWARD_F64,
+    ),
     "flash_reach": Subject(
         "kernels_cu/flash_reach.cu",
         (
@@ -294,6 +299,18 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("flash_tangent.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("flash_hessian.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
     ("tile/ring.cuh", "__syncthreads()", 1): "no tile of this kernel waits in registers",
+    ("backward/query_ring.cuh", "__syncthreads()", 1): "no tile of this kernel waits in registers",
+    ("flash_backward_f64.cu", "cp_async_wait<0>()", 1): "the last groups of copies are empty",
+    **{
+        ("backward/query_ring.cuh", call, number): "this kernel has two slots of both, filled at once"
+        for call, number in (
+            ("__syncthreads()", 3),
+            ("cp_async_commit()", 2),
+            ("cp_async_wait<0>()", 2),
+            ("__syncthreads()", 4),
+            ("cp_async_commit()", 3),
+        )
+    },
     (
         "flash_forward_sm90.cu",
         "bar_sync(kSkipped + warpgroup, 128)",

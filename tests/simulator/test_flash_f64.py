@@ -221,7 +221,7 @@ X = np.zeros((1, 2, 64, 64))
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_explain_says_what_is_taken(target: str) -> None:
     assert "flash_forward_f64_f64_d64_band" in cupy_flash.explain(X, X, X, causal=True, arch=target)
-    assert "simple_backward_dq_f64" in cupy_flash.explain(X, X, X, arch=target, direction="backward")
+    assert "flash_backward_f64_dq" in cupy_flash.explain(X, X, X, arch=target, direction="backward")
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120"])

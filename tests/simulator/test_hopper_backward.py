@@ -468,7 +468,10 @@ _WAVES = (
     ((1, 1500), (-_NO_LIMIT, 1499)),
 )
 _ONE_ORDER = (*_WAVES, ((1500, 1500), (-300, 0)), ((1500, 1500), (-300, 200)))
+# Of GPUs with 76, 78 and 142 multiprocessors, the last ones shared by two heads.
+_OTHER_GPUS = (((600, 18000), (-_NO_LIMIT, _NO_LIMIT)), ((600, 18000), (-_NO_LIMIT, 17400)))
 _ORDERS = [(case, 0) for case in _ONE_ORDER] + list(product(_WAVES, (1, 2, 3, 5, 8)))
+_ORDERS += product(_OTHER_GPUS, (76, 78, 71))
 
 
 def steps_in_turns(

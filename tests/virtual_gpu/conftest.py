@@ -54,7 +54,8 @@ def cubins() -> None:
     with build.alone("cubins"):
         for options in (["--arch", "sm_80"], ["--arch", "sm_90a", "--only", "*_f16_*"],
                         ["--arch", "sm_90a", "--only", "*fp8_sm90*"],
-                        ["--arch", "sm_90a", "--only", "flash_forward_f64_*"],
+                        ["--arch", "sm_90a", "--only", "flash_*ward_f64_*"],
+                        ["--arch", "sm_90a", "--only", "simple_backward_d[es]*_f64_d512_any_*"],
                         ["--arch", "sm_90a", "--only", "check_primitives"],
                         ["--arch", "sm_120", "--only", "*fp8_e4m3*"]):  # fmt: skip
             done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)

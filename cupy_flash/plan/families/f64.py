@@ -1,4 +1,4 @@
-"""The kernels of float64, whose tensor cores sm_80 and sm_90 have: forward only; part of `flash`."""
+"""The kernels of float64, whose tensor cores sm_80 and sm_90 have; part of `flash`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
+from . import simple
 from .wide import PROMISED
 
-__all__ = ["DTYPE", "chosen", "refusals", "variants"]
+__all__ = ["DTYPE", "passes", "refusals", "variants"]
 
 DTYPE = "f64"
 _ITEM_BYTES = 8
@@ -23,30 +24,58 @@ _FORWARD: dict[int, tuple[int, dict[tuple[int, int], tuple[int, int]]]] = {
 }
 
 
+# The same of gradients, by pass: both architectures hold 128 rows of two matrices, of eight warps.
+# why none above: dK and dV of a warp's 16 keys of head dim 128 are all registers that a thread can have.
+_BACKWARD: dict[tuple[int, int], dict[str, tuple[int, int]]] = {(64, 64): {"dkv": (16, 128), "dq": (128, 32)}}
+
+
+def _forward(classes: tuple[int, int], arch: Arch) -> Variant:
+    """The forward kernel of a class."""
+    product_rows, tiles = _FORWARD[arch.capability]
+    (d, v), (m, n) = classes, tiles[classes]
+    shared_bytes = _ITEM_BYTES * (m * d + 2 * n * max(d, v))
+    kernel = ("flash_forward_f64.cu", "", "ForwardParams", DTYPE)
+    return Variant(*kernel, d, v, (m, n), 2 * m, shared_bytes, "band", _macros(product_rows))
+
+
+def _backward(step: str, classes: tuple[int, int], arch: Arch) -> Variant:
+    """A pass of gradients of a class, "dkv" or "dq"."""
+    (d, v), (m, n) = classes, _BACKWARD[classes][step]
+    owned = max(m, n)
+    # Two slots: of Q and dO each; of the larger of V and K.
+    streamed = 2 * m * (d + v) if step == "dkv" else 2 * n * max(d, v)
+    shared_bytes = _ITEM_BYTES * (owned * (d + v) + streamed)
+    kernel = ("flash_backward_f64.cu", step, "BackwardParams", DTYPE)
+    macros = _macros(_FORWARD[arch.capability][0])
+    return Variant(*kernel, d, v, (m, n), 2 * owned, shared_bytes, "band", macros)
+
+
+def _macros(product_rows: int) -> tuple[tuple[str, str], ...]:
+    return (("CF_PRODUCT_ROWS", str(product_rows)),)
+
+
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
-    product_rows, classes = _FORWARD.get(arch.capability, (0, {}))
-    for (d, v), (m, n) in classes.items():
-        yield Variant(
-            "flash_forward_f64.cu",
-            "",
-            "ForwardParams",
-            DTYPE,
-            d,
-            v,
-            (m, n),
-            2 * m,
-            _ITEM_BYTES * (m * d + 2 * n * max(d, v)),
-            "band",
-            macros=(("CF_PRODUCT_ROWS", str(product_rows)),),
-        )
+    if arch.capability in _FORWARD:
+        yield from (_forward(classes, arch) for classes in _FORWARD[arch.capability][1])
+        yield from (_backward(step, classes, arch) for classes in _BACKWARD for step in _BACKWARD[classes])
 
 
-def chosen(problem: Problem, arch: Arch) -> Variant | None:
-    """The kernel for a problem's head dims; None if no class takes them."""
+def _classes_of(problem: Problem, arch: Arch) -> tuple[int, int] | None:
+    """The first class that takes a problem's head dims; None if none does."""
     p = problem
-    fitting = (x for x in variants(arch) if p.head_dim <= x.head_dim and p.head_dim_v <= x.head_dim_v)
-    return next(fitting, None)
+    every = _FORWARD[arch.capability][1] if p.direction == "forward" else _BACKWARD
+    return next(((d, v) for d, v in every if p.head_dim <= d and p.head_dim_v <= v), None)
+
+
+def passes(problem: Problem, arch: Arch) -> list[Variant]:
+    """The kernels in order, of a problem that is not refused."""
+    classes = _classes_of(problem, arch)
+    assert classes is not None
+    if problem.direction == "forward":
+        return [_forward(classes, arch)]
+    # why not a delta of its own: it has no products.
+    return [simple.delta(problem), *(_backward(step, classes, arch) for step in _BACKWARD[classes])]
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
@@ -56,11 +85,12 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         on = " and ".join(f"sm_{capability}" for capability in _FORWARD)
         return [f"computes float64 on the tensor cores of {on} only"]
     reasons = []
-    if p.direction != "forward":
-        reasons.append("has no gradients of float64")
-    if chosen(p, arch) is None:
-        most = max(x.head_dim for x in variants(arch))
-        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {most}, of float64")
+    if p.direction not in ("forward", "backward"):
+        return ["has no second order of float64"]
+    if _classes_of(p, arch) is None:
+        most = max(_FORWARD[arch.capability][1] if p.direction == "forward" else _BACKWARD)[0]
+        of = "float64" if p.direction == "forward" else "gradients of float64"
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {most}, of {of}")
     options = {
         "mask": p.mask,
         "bias": p.bias,

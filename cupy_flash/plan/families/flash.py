@@ -341,7 +341,7 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
     dtype, mask = _dtype(problem), _mask(problem)
     found: list[Variant | None]
     if dtype == f64.DTYPE:
-        found = [f64.chosen(problem, arch)]
+        found = [*f64.passes(problem, arch)]
     elif classes is None:
         found = [*wide.passes(problem, arch)]
         if problem.direction == "backward":

@@ -12,7 +12,7 @@ from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
 __all__ = ["HEAD_DIMS", "NAME", "ZEROED", "argument_gradients", "argument_sums", "around_hessian",
-           "hessian_workspace", "of_function", "plan", "refusals", "refused_of_function",
+           "delta", "hessian_workspace", "of_function", "plan", "refusals", "refused_of_function",
            "sink_gradients", "variants"]  # fmt: skip
 
 NAME = "simple"
@@ -238,6 +238,11 @@ def _launches(problem: Problem, steps: Iterable[str]) -> list[Launch]:
     widest, dtype = max(problem.head_dim, problem.head_dim_v), _computed_in(problem)
     chosen = [_variant(step, dtype, widest, problem.function) for step in steps]
     return [launch for variant in chosen for launch in along_x(variant, _blocks(problem, variant))]
+
+
+def delta(problem: Problem) -> Variant:
+    """The pass of delta, for families that have none."""
+    return _variant("delta", _computed_in(problem), max(problem.head_dim, problem.head_dim_v))
 
 
 def sink_gradients(problem: Problem) -> list[Launch]:

@@ -5,7 +5,7 @@
 // 2t and 2t + 1 for them: neighbours in a row, which one 16-byte load brings, and in an accumulator, so that P is A
 // as it lies.
 #pragma once
-#include "tile/mma.cuh"
+#include "tile/epilogue.cuh"
 
 // d += a b of one step. a: rows g and g + 8 at k = 2t, the same at 2t + 1; b0, b1: column g at k = 2t, 2t + 1.
 // kRows of an instruction: 16 (sm_90), or 8 (sm_80).
@@ -86,3 +86,24 @@ CF_DEVICE void multiply_by_columns(double (&d)[kN][4], const double (&weights)[k
 
 // The 16-byte chunk of columns that elements 2 half + i of d[n] and d[n + 1] are after multiply_by_columns.
 CF_DEVICE int output_chunk(int n, int i) { return 4 * n + pair_chunk(threadIdx.x % 4 * 2 + i); }
+
+// Rows of a warp, d * factor[0] of the first 8 and d * factor[1] of the others, to `global`, whose row 0 is its first.
+// layout: a quad stores four whole sectors at once.
+template <int kN>
+CF_DEVICE void store_rows(const double (&d)[kN][4], const double (&factor)[2], const GlobalRows<double>& global) {
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int row = 8 * half + threadIdx.x % 32 / 4;
+        if (row >= global.rows) continue;
+    CF_UNROLL
+        for (int n = 0; n < kN; n += 2) {
+    CF_UNROLL
+            for (int i = 0; i < 2; i++) {
+                const int e = 2 * half + i;
+                const double2 x{d[n][e] * factor[half], d[n + 1][e] * factor[half]};
+                store_chunk(global.row(row), output_chunk(n, i), global.columns,
+                            reinterpret_cast<const uint4&>(x));
+            }
+        }
+    }
+}

@@ -157,14 +157,17 @@ def _halves() -> Call:
 
 
 def _doubles() -> Call:
-    """Float64 on tensor cores, both classes."""
+    """Float64 on tensor cores, every class."""
+    kernels = {("flash_forward_f64.cu", "", "f64")}
+    kernels |= {("flash_backward_f64.cu", step, "f64") for step in ("dkv", "dq")}
+    kernels |= {("simple_backward.cu", step, "f64") for step in ("delta", "dsinks")}
 
     def run() -> None:
         with only(flash):
-            for head_dims in ((64, 40), (128, 128)):
-                check_forward(_case("f64", head_dims, sinks=True), _device())
+            check_forward(_case("f64", (128, 128), sinks=True), _device())
+        _both_ways(flash, _case("f64", (64, 40), sinks=True), _device())()
 
-    return Call("tensor-cores-f64", run, frozenset({("flash_forward_f64.cu", "", "f64")}))
+    return Call("tensor-cores-f64", run, frozenset(kernels))
 
 
 def _products(dtype: str) -> str:
