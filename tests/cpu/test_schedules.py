@@ -138,6 +138,37 @@ def test_dropout_wants_a_schedule_and_one_seed():
     assert "process 1" in differ
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_processes_with_other_seeds_are_told(schedule):
+    """All of them, in both passes, before anything is sent; the group works on."""
+
+    def call(comm):
+        x, one_seed = dropping(schedule, True, False).part(comm.rank, 2)
+        other_seeds = one_seed | {"seed": 7 + comm.rank}
+        operands = x["q"], x["k"], x["v"]
+        told = []
+        with pytest.raises(InvalidArgumentsError) as error:
+            ring_attention(*operands, comm, **other_seeds)
+        told.append(str(error.value))
+        assert comm.sent == 0
+        o, lse = ring_attention(*operands, comm, **one_seed)
+        sent = comm.sent
+        with pytest.raises(InvalidArgumentsError) as error:
+            ring_attention_backward(x["do"], *operands, o, lse, comm, **other_seeds)
+        told.append(str(error.value))
+        assert comm.sent == sent
+        ring_attention_backward(x["do"], *operands, o, lse, comm, **one_seed)
+        return told
+
+    everyone = in_threads(2, call)
+    assert everyone[0] == everyone[1]
+    for text in everyone[0]:
+        assert re.search(
+            r"different calls: seed\.\n(.|\n)*seed +7 +process 0\n(.|\n)*seed +8 +process 1\n", text
+        ), text
+        assert "Try: the same arguments" in text
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
