@@ -8,6 +8,7 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash.parallel import packed_positions, positions
+from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import assert_within_budget
 
 SCHEDULES = ("ring", "alltoall", "allgather")
@@ -217,3 +218,11 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
     if schedule == "ring" or options["parts"]:
         options["schedule"] = chosen([schedule, None])
     return Case(rows=(q_rows, k_rows), options=options, extra=tuple(filter(None, extra)), **shape)
+
+
+def run_over_mpi(case, comm):
+    """What a process returns of a case."""
+    x, options = case.part(comm.rank, comm.Get_size())
+    o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **options)
+    grads = ring_attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, comm, dlse=x["dlse"], **options)
+    return {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv, "dsinks": grads.dsinks}

@@ -598,7 +598,9 @@ class RingGradientOptions(_LseGradient, RingOptions, total=False):
     """Those of its backward pass."""
 
 
-class ShardOptions(_Band, _Mask, _Scores, _Rows, _Layout, _Precision, _Reproducible, total=False):
+class ShardOptions(
+    _Band, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, total=False
+):
     """Those of parts inside JAX's shard_map."""
 
 

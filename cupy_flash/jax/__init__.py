@@ -7,7 +7,7 @@
 
 from . import trees as trees
 from .ffi import export_target
-from .flax import attention_fn
+from .flax import attention_fn, ring_attention_fn
 from .functional import attention, dot_product_attention
 from .kv_cache import attention_with_kv_cache
 from .prefix import attention_with_shared_prefix
@@ -25,4 +25,5 @@ __all__ = [
     "dot_product_attention",
     "export_target",
     "ring_attention",
+    "ring_attention_fn",
 ]

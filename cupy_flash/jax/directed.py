@@ -21,7 +21,7 @@ from ..dispatch.backends import driver_of
 from ..varlen import pack
 from .buffers import address
 from .call import alike
-from .run import READ, held
+from .run import READ, held, values_of
 
 __all__ = ["directed"]
 
@@ -151,10 +151,7 @@ def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
     driver = driver_of(device, "jax")
     numbers = {name: given.pop(name) for name in READ if name in given}
     known = {n: held(x.pointer, x.shape, x.dtype, device, driver, stream) for n, x in numbers.items()}
-    read: dict[str, float] = {n: float(x[0]) for n, x in known.items() if n != "seed"}
-    if "seed" in known:
-        read["seed"] = int.from_bytes(known["seed"].tobytes(), "little")
-    options = static.options._replace(**read)
+    options = static.options._replace(**values_of(known))
     packing = None
     if static.longest is not None:
         for view in results.values():

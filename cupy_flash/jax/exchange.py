@@ -1,4 +1,4 @@
-"""Parts inside `jax.shard_map` by all-to-all and by all-gather: every device makes one ordinary call."""
+"""Parts inside `jax.shard_map` by all-to-all and by all-gather: every device makes ordinary calls."""
 
 from __future__ import annotations
 
@@ -6,68 +6,64 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..call.blocks import BlockMask
 from ..call.compound import Spans
-from ..call.masks import Band, resolve_band
+from ..call.masks import resolve_band
 from ..call.options import PER_HEAD
 from ..errors import InvalidArgumentsError, UnsupportedError
-from ..parallel.parts import halves, positions
-from .functional import attention
+from .functional import attend_to
+from .held import Held, Packed, beside, seen
+from .numbers import next_seed
 
-__all__ = ["Held", "all_gather", "all_to_all"]
+__all__ = ["Call", "all_gather", "all_to_all"]
 
 
-class Held(NamedTuple):
-    """Which rows of the whole each device holds.
+class Call(NamedTuple):
+    """What the devices are asked for.
 
     Attributes
     ----------
-    rows : ndarray of int, shape (devices, rows of a part)
-        `length` where a row is none of the whole.
-    length : int
-        Of the whole.
+    axis_name : str
+    held : Held
+    options : dict of str to object
+        But for the seed.
+    seed : array of int32, optional
+        Words of the seed of the whole.
+    packed : Packed, optional
+    longest : int
+        Of the parts of packed sequences.
     """
 
-    rows: np.ndarray[Any, Any]
-    length: int
+    axis_name: Any
+    held: Held
+    options: dict[str, Any]
+    seed: Any = None
+    packed: Packed | None = None
+    longest: int = 0
 
-    @classmethod
-    def of(cls, ranks: int, rows: int, causal: bool, parts: Any, seqlen: int | None) -> Held:
-        """Parts of so many rows, those of the whole before the others."""
-        length = ranks * rows if seqlen is None else seqlen
-        each = [positions(r, ranks, length, causal, parts=parts) for r in range(ranks)]
-        if seqlen is None and ranks > 1 and (parts == "zigzag" or (causal and parts is None)):
-            halves(rows)
-        if (most := max(map(len, each))) != rows:
-            raise InvalidArgumentsError(
-                f"a device holds {rows} rows; of {length} one holds {most} at most.",
-                hint=f"{most} rows on every device, those that are none of its own at the end",
-            )
-        padded = [np.pad(x, (0, rows - len(x)), constant_values=length) for x in each]
-        return cls(np.stack(padded), length)
+    @property
+    def ranks(self) -> int:
+        """Devices along the axis."""
+        return int(self.held.rows.shape[0])
 
-    def whole(self, x: Any, axis: int) -> Any:
-        """The whole, from the rows of all devices, one after the other."""
-        return jnp.take(x, np.argsort(self.rows.reshape(-1), kind="stable")[: self.length], axis=axis)
+    def rows_axis(self, q: Any) -> int:
+        """That of rows; in lse it is the last."""
+        return -3 if self.packed or (self.options.get("layout") == "bshd" and q.ndim > 2) else -2
 
-    def parts(self, x: Any, axis: int) -> Any:
-        """The rows of all devices, from the whole; 0 where there is none."""
-        return jnp.take(x, self.rows.reshape(-1), axis=axis, mode="fill", fill_value=0)
+    def attend(self, arrays: dict[str, Any], options: dict[str, Any], numbers: list[int]) -> tuple[Any, Any]:
+        """O and LSE of an ordinary call; numbers: that of the call on each device, for its dropout."""
+        if (seed := next_seed(self.seed, numbers, self.axis_name)) is not None:
+            arrays = {**arrays, "seed": seed}
+        options = {**options, "layout": "bshd"} if self.packed else {**options}
+        o, lse = attend_to(arrays, options, return_lse=True)
+        return o, lse
 
 
-def _axis(q: Any, options: dict[str, Any]) -> int:
-    """That of rows; in lse it is the last."""
-    return -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
-
-
-def all_to_all(
-    q: Any, k: Any, v: Any, axis_name: Any, held: Held, causal: bool, options: dict[str, Any]
-) -> tuple[Any, Any]:
+def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     """O and LSE of this device's rows: rows are exchanged for heads, and the results back."""
-    ranks = held.rows.shape[0]
-    rows = _axis(q, options)
+    ranks, held, options, packed = call.ranks, call.held, call.options, call.packed
+    rows = call.rows_axis(q)
     heads = -2 if rows == -3 else -3
     for name, x in (("q", q), ("k", k)):
         count = 1 if x.ndim < 3 else x.shape[heads]
@@ -80,12 +76,12 @@ def all_to_all(
     def exchanged(x: Any, split: int, joined: int) -> Any:
         if ranks == 1:
             return x
-        return jax.lax.all_to_all(x, axis_name, split % x.ndim, joined % x.ndim, tiled=True)
+        return jax.lax.all_to_all(x, call.axis_name, split % x.ndim, joined % x.ndim, tiled=True)
 
     def own_heads(x: Any, axis: int) -> Any:
         """Of an array that has all heads."""
         each = x.shape[axis] // ranks
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis_name) * each, each, axis % x.ndim)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(call.axis_name) * each, each, axis % x.ndim)
 
     def cut(x: Any, axis: int) -> Any:
         """Of a mask, which may be broadcast along its heads."""
@@ -103,44 +99,98 @@ def all_to_all(
     given = {**options, "mask": own_mask(options.get("mask"))}
     if ranks > 1:
         given |= {n: own_heads(jnp.asarray(x), -1) for n in PER_HEAD if (x := options.get(n)) is not None}
-    whole = (held.whole(exchanged(x, heads, rows), rows) for x in (q, k, v))
-    o, lse = attention(*whole, causal=causal, return_lse=True, **given)
-    return exchanged(held.parts(o, rows), rows, heads), exchanged(held.parts(lse, -1), -1, -2)
+    arrays = {n: held.whole(exchanged(x, heads, rows), rows) for n, x in (("q", q), ("k", k), ("v", v))}
+    if packed:
+        arrays["cu_seqlens_q"] = packed.cut * ranks
+        given |= {"max_seqlen_q": call.longest * ranks, "max_seqlen_k": call.longest * ranks}
+    o, lse = call.attend(arrays, given, [*range(ranks)])
+    o, lse = exchanged(held.parts(o, rows), rows, heads), exchanged(held.parts(lse, -1), -1, -2)
+    return packed.results(o, lse) if packed else (o, lse)
 
 
-def all_gather(
-    q: Any, k: Any, v: Any, axis_name: Any, held: Held, causal: bool, options: dict[str, Any]
-) -> tuple[Any, Any]:
-    """O and LSE of this device's rows over all keys, which every device gets.
+def all_gather(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+    """O and LSE of this device's rows over all keys, which every device gets."""
+    held, rows = call.held, call.rows_axis(q)
+    k, v = (
+        held.whole(jax.lax.all_gather(x, call.axis_name, axis=rows % x.ndim, tiled=True), rows)
+        for x in (k, v)
+    )
+    if call.packed:
+        return call.packed.results(*_of_packed(q, k, v, call, call.packed))
+    if call.options.get("alibi_slopes") is not None:
+        return _by_stretches(q, k, v, call)
+    return _all_at_once(q, k, v, call)
+
+
+def _own(table: Any, call: Call) -> Any:
+    """What a table has for this device."""
+    return jnp.asarray(table, jnp.int32)[jax.lax.axis_index(call.axis_name)]
+
+
+def _all_at_once(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+    """One call of all rows of a part.
 
     why spans: which keys a row sees differs from device to device, and a program is the same on all.
     """
-    given = dict(options)
-    mask, window = given.pop("mask", None), given.pop("window", None)
-    if given.get("alibi_slopes") is not None:
-        raise UnsupportedError(
-            "alibi_slopes is not supported for an all-gather in JAX.", hint='schedule="alltoall"'
-        )
-    rows = _axis(q, options)
-    k, v = (
-        held.whole(jax.lax.all_gather(x, axis_name, axis=rows % x.ndim, tiled=True), rows) for x in (k, v)
-    )
-    mine = jnp.asarray(held.rows, jnp.int32)[jax.lax.axis_index(axis_name)]
-    band = resolve_band(causal, window, None, False, held.length, held.length)
+    held, given = call.held, dict(call.options)
+    mask, window, causal = given.pop("mask", None), given.pop("window", None), given.pop("causal")
+    mine = _own(held.rows, call)
     masks = [] if mask is None else [_of_rows(mask, mine, held.length)]
-    if not band.open or held.length < held.rows.size:
-        masks.append(_seen(mine, band, held.length))
-    o, lse = attention(q, k, v, mask=tuple(masks) or None, return_lse=True, **given)
-    # Of a row that sees no key lse is that of the sinks, which must get no gradient of rows that are none.
-    return o, jnp.where(mine < held.length, lse, 0) if held.length < held.rows.size else lse
+    band = resolve_band(causal, window, None, False, held.length, held.length)
+    if not (band.open and held.divides):
+        masks.append(Spans(seen(mine, jnp.arange(held.length), band, held.length)))
+    given["mask"] = tuple(masks) or None
+    return call.attend({"q": q, "k": k, "v": v}, given, [2 * r for r in range(call.ranks)])
 
 
-def _seen(mine: Any, band: Band, length: int) -> Spans:
-    """The keys of each row that lie in the band; none for what is no row of the whole."""
-    starts = jnp.zeros_like(mine) if band.left is None else mine - band.left
-    stops = jnp.full_like(mine, length) if band.right is None else mine + band.right + 1
-    bounds = jnp.where((mine < length)[:, None], jnp.stack([starts, stops], -1).clip(0, length), 0)
-    return Spans(bounds[None, None, :, None])
+def _by_stretches(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+    """A call for each stretch of a part, at a position that the program is told when it runs.
+
+    why not always: on a GPU the host waits for the stream to read it.
+    """
+    held, axis = call.held, call.rows_axis(q)
+    mask = call.options.get("mask")
+    o: Any = None
+    lse: Any = None
+    for n, (first, places) in enumerate(held.stretches()):
+        start, place = _own(first, call), _own(places, call)
+        part = jnp.take(q, place, axis=axis, mode="fill", fill_value=0)
+        given = {**call.options, "align": start}
+        if mask is not None:
+            given["mask"] = _of_rows(mask, start + jnp.arange(len(place)), held.length)
+        numbers = [2 * r + n for r in range(call.ranks)]
+        of_stretch = call.attend({"q": part, "k": k, "v": v}, given, numbers)
+        if o is None:
+            o, lse = (
+                jnp.zeros_like(x, shape=(*x.shape[: x.ndim + a], q.shape[axis], *x.shape[x.ndim + a + 1 :]))
+                for x, a in zip(of_stretch, (axis, -1), strict=True)
+            )
+        o, lse = (
+            whole.at[(..., place) + (slice(None),) * (-1 - a)].set(x, mode="drop")
+            for whole, x, a in zip((o, lse), of_stretch, (axis, -1), strict=True)
+        )
+    return o, lse
+
+
+def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any, Any]:
+    """One call of packed sequences; with causal one of each stretch, whose keys end where it ends."""
+    ranks, longest, cut = call.ranks, call.longest, packed.cut
+    keys = {"k": k, "v": v, "cu_seqlens_k": cut * ranks}
+    given = {**call.options, "max_seqlen_q": longest, "max_seqlen_k": longest * ranks}
+    if packed.cut_half is None:
+        return call.attend({"q": q, "cu_seqlens_q": cut, **keys}, given, [2 * r for r in range(ranks)])
+    given |= {"max_seqlen_q": -(-longest // 2), "align": "bottom_right"}
+    rank, each = jax.lax.axis_index(call.axis_name), jnp.diff(packed.cut_half)
+    found = []
+    for late, rows in enumerate((packed.early, packed.late)):
+        end = 2 * ranks - rank if late else rank + 1
+        arrays = {"q": jnp.take(q, rows, axis=-3), "cu_seqlens_q": packed.cut_half, **keys}
+        # why the least: of an odd number of rows, whose result is NaN, halves may be longer than all of it.
+        given["seqused_k"] = jnp.minimum(each * end, jnp.diff(cut) * ranks).astype(jnp.int32)
+        o, lse = call.attend(arrays, given, [2 * r + late for r in range(ranks)])
+        found.append((beside(o, -3, bool(late), 0, packed), beside(lse, -1, bool(late), 0, packed)))
+    (o, lse), (late_o, late_lse) = found
+    return o + late_o, lse + late_lse
 
 
 def _of_rows(mask: Any, mine: Any, length: int) -> Any:

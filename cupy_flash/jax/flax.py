@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +13,9 @@ import jax.numpy as jnp
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .functional import attention
+from .ring import ring_attention
 
-__all__ = ["attention_fn"]
+__all__ = ["attention_fn", "ring_attention_fn"]
 
 
 def attention_fn(
@@ -80,6 +84,86 @@ def attention_fn(
     >>> cupy_flash.jax.attention_fn(*[jnp.ones((2, 3, 9, 4, 8))] * 3).shape  # two axes of a batch
     (2, 3, 9, 4, 8)
     """
+    given = {"causal": is_causal, "align": "top_left"}
+    if bias is not None:
+        given["bias"] = _one_batch(_over(bias, query.shape[:-3]), 3)
+    return _attend(
+        functools.partial(attention, **given), query, key, value, mask, dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision,
+        module=module,
+    )  # fmt: skip
+
+
+def ring_attention_fn(axis_name: Any, *, causal: bool = False, **options: Any) -> Callable[..., Any]:
+    """An `attention_fn` for modules inside `jax.shard_map`, which cuts the sequence along a mesh axis.
+
+    Parameters
+    ----------
+    axis_name, **options
+        As in `ring_attention`: schedule, parts, seqlen, window, softcap, sinks and others. Layout, dropout,
+        seed and mask come from the module.
+    causal : bool
+        The attention is causal, as it also is where the module says so.
+
+    Returns
+    -------
+    callable
+        It takes what `attention_fn` takes, of this device's rows, and returns theirs. A mask is that of the
+        whole sequence, for schedules that take one. Each device drops weights of its own.
+
+    Raises
+    ------
+    UnsupportedError
+        By what is returned: a bias, and a module to sow weights in.
+    InvalidArgumentsError
+        As in `ring_attention` and `attention_fn`.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, numpy as np, cupy_flash.jax
+    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",))
+    >>> cut = jax.sharding.PartitionSpec(None, "rows")
+    >>> attend = cupy_flash.jax.ring_attention_fn("rows", causal=True)
+    >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=cut, out_specs=cut)
+    >>> attend(*[jnp.ones((2, 16, 4, 8))] * 3).shape
+    (2, 16, 4, 8)
+    """
+    signature = inspect.signature(attention_fn)
+
+    # why its signature: flax hands over the arguments that it finds there.
+    @functools.wraps(attention_fn)
+    def attend(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named)
+        given.apply_defaults()
+        if given.arguments.pop("bias") is not None:
+            raise UnsupportedError(
+                "bias is not supported over a sequence in parts.",
+                hint='a mask of the whole sequence, with schedule="alltoall" or "allgather"; or alibi_slopes',
+            )
+        for without_effect in ("broadcast_dropout", "force_fp32_for_softmax"):
+            del given.arguments[without_effect]
+        is_causal = given.arguments.pop("is_causal") or causal
+        over_parts = functools.partial(ring_attention, axis_name=axis_name, causal=is_causal, **options)
+        return _attend(over_parts, **given.arguments)
+
+    return attend
+
+
+def _attend(
+    attend: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    *,
+    dropout_rng: Any,
+    dropout_rate: float,
+    deterministic: bool,
+    dtype: Any,
+    precision: Any,
+    module: Any,
+) -> Any:
+    """A call by the rules of flax."""
     if module is not None:
         raise UnsupportedError(
             "attention weights are never stored, so none can be sown.", hint="sow_weights=False"
@@ -93,11 +177,10 @@ def attention_fn(
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     batch = query.shape[:-3]
     q, k, v = (_one_batch(jnp.asarray(x, dtype), 3) for x in (query, key, value))
-    kept, added = (None if x is None else _one_batch(_over(x, batch), 3) for x in (mask, bias))
+    kept = None if mask is None else _one_batch(_over(mask, batch), 3).astype(bool)
     exact = dtype == jnp.float32 and _is_highest(precision)
-    o = attention(
-        q, k, v, bias=added, mask=None if kept is None else kept.astype(bool), causal=is_causal,
-        align="top_left", dropout=dropout, seed=dropout_rng if dropout else None, layout="bshd",
+    o = attend(
+        q, k, v, mask=kept, dropout=dropout, seed=dropout_rng if dropout else None, layout="bshd",
         precision="ieee" if exact else None,
     )  # fmt: skip
     return o.reshape(*batch, *o.shape[-3:])

@@ -50,6 +50,8 @@ def attention(
         As in `cupy_flash.attention`. As arrays they may be traced. scale has a gradient; asking for that of
         softcap raises. The host reads them in every call, and waits for them on a GPU. A scale for each head,
         of shape (heads_q,) or (batch, heads_q), is multiplied into q, which is rounded to its dtype.
+    align : {"top_left", "bottom_right"}, int or Array of int of shape (), optional
+        As in `cupy_flash.attention`. As an array it may be traced: the host reads it, as it reads scale.
     seed : int, Array of int of shape (), or key of `jax.random`, optional
         As in `cupy_flash.attention`. It may be traced, and a new one does not recompile: the host reads it in
         every call, and waits for it on a GPU. A key of any kind gives 64 random bits; an integer drops the

@@ -13,21 +13,55 @@ from ..call.given import Options
 from ..call.head_scale import scale_shape
 from ..call.values import finite_number
 from ..errors import InvalidArgumentsError
-from .run import NUMBERS
+from ..parallel.group import seed_step
 
-__all__ = ["numbers_apart", "scale_apart"]
+__all__ = ["next_seed", "numbers_apart", "scale_apart", "seed_apart"]
 
 
 def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
-    """Put a scale and a softcap that are JAX arrays, and every seed, among the arrays; the rest is static."""
-    scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in NUMBERS)
-    words = None if options.seed is None else _words(options.seed)
+    """Put numbers that are JAX arrays, and every seed, among the arrays; the rest is static."""
+    scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in ("scale", "softcap"))
+    return seed_apart(arrays, _align_apart(arrays, options))._replace(scale=scale, softcap=softcap)
+
+
+def seed_apart(arrays: dict[str, Any], options: Options) -> Options:
+    """Put a seed among the arrays, unless its words are there."""
+    words = None if options.seed is None or "seed" in arrays else _words(options.seed)
     if words is not None:
         # why signed: no array of ours has unsigned words.
         arrays["seed"] = jax.lax.bitcast_convert_type(words, jnp.int32)
-        # As calls that are alike have it: any one.
-        options = options._replace(seed=0)
-    return options._replace(scale=scale, softcap=softcap)
+    # As calls that are alike have it: any one.
+    return options._replace(seed=0) if "seed" in arrays else options
+
+
+def next_seed(seed: Any, numbers: list[int], axis_name: Any) -> Any:
+    """The words of the seed of a device's own call, as `parallel.group.dropping` has it; None of None.
+
+    numbers: that of the call on each device.
+    """
+    if seed is None:
+        return None
+    steps = np.array([seed_step(number) for number in numbers], np.uint64)
+    table = np.stack([steps & 0xFFFFFFFF, steps >> 32], -1).astype(np.uint32)
+    low, high = jax.lax.bitcast_convert_type(seed, jnp.uint32)
+    step_low, step_high = jnp.asarray(table)[jax.lax.axis_index(axis_name)]
+    total = low + step_low
+    words = jnp.stack([total, high + step_high + (total < low)])  # of 32 bits: JAX may have none of 64
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _align_apart(arrays: dict[str, Any], options: Options) -> Options:
+    """Put a position that is a JAX array among the arrays."""
+    align = options.align
+    if not isinstance(align, jax.Array):
+        return options
+    if align.shape or not jnp.issubdtype(align.dtype, jnp.integer):
+        raise InvalidArgumentsError(
+            f"align is a JAX array of {align.dtype.name} of shape {align.shape}.",
+            hint="one integer, the key position of query 0",
+        )
+    arrays["align"] = align.astype(jnp.int32)
+    return options._replace(align=0)
 
 
 def scale_apart(arrays: dict[str, Any], options: Options) -> Options:

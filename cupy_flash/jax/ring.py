@@ -12,15 +12,17 @@ import jax.numpy as jnp
 
 from ..call.checks import flag
 from ..call.given import Options, split
+from ..call.masks import Band, resolve_band
 from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
-from ..errors import UnsupportedError
 from ..merge import united
 from ..parallel.parts import Pair, Whole, check_parts, halves
 from ..parallel.schedules import check as check_schedule
 from .call import alike, backward, forward, results_of
-from .exchange import Held, all_gather, all_to_all
+from .exchange import Call, all_gather, all_to_all
 from .functional import check
+from .held import Held, Packed, beside, seen
+from .numbers import next_seed, seed_apart
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +42,10 @@ class _Around(NamedTuple):
     bands : tuple of (Options or None, Options or None), optional
         Of contiguous parts, for each step: how a device calls keys that come from nearer the front, its own
         included, and those from further back. None: it sees none of them.
+    length : int
+        Of a whole that does not divide.
+    band : Band
+        Of it.
     """
 
     axis_name: Any
@@ -48,6 +54,8 @@ class _Around(NamedTuple):
     steps: tuple[int, ...]
     longest: int | None = None
     bands: tuple[tuple[Options | None, Options | None], ...] | None = None
+    length: int = 0
+    band: Band = Band()
 
     def ranks(self) -> int:
         """Devices on the ring."""
@@ -62,56 +70,50 @@ class _Around(NamedTuple):
         """The options of one call."""
         return self.options._replace(causal=causal)
 
+    def beside(self, step: int, apart: _Apart) -> dict[str, Any]:
+        """Arrays of a call over the keys that have come so far: sinks are keys of the first one."""
+        ranks = self.ranks()
+        owners = [(r - step) % ranks for r in range(ranks)]
+        found = {"sinks": apart.sinks if step == 0 else None}
+        found["seed"] = next_seed(
+            apart.seed, [r * ranks + owner for r, owner in enumerate(owners)], self.axis_name
+        )
+        if apart.rows is not None:
+            rank = jax.lax.axis_index(self.axis_name)
+            mine, theirs = apart.rows[rank], apart.rows[jnp.asarray(owners)[rank]]
+            found["spans"] = seen(mine, theirs, self.band, self.length)
+        return {name: x for name, x in found.items() if x is not None}
+
     def axis(self, x: Any) -> int:
         """The axis of rows in q, k, v and o; in lse it is the last."""
         return -3 if self.options.layout == "bshd" and x.ndim > 2 else -2
 
 
-class _Packed(NamedTuple):
-    """Where packed sequences of a part begin, and where their two stretches are."""
+class _Apart(NamedTuple):
+    """Arrays of a call beside q, k and v.
 
-    cut: Any
-    cut_half: Any
-    early: Any
-    late: Any
+    Attributes
+    ----------
+    sinks : array, optional
+    seed : array of int32, optional
+        Words of the seed of the whole.
+    packed : Packed, optional
+    rows : array of int32, shape (devices, rows of a part), optional
+        Of `Held`, where the length does not divide.
+    """
 
-    @classmethod
-    def of(cls, cut: Any, rows: int, causal: bool) -> _Packed:
-        """From the offsets of a part of so many rows; stretches where it is causal."""
-        if not causal:
-            return cls(cut, None, None, None)
-        cut_half, row = cut // 2, jnp.arange(rows // 2, dtype=cut.dtype)
-        # Of the rows of all early stretches, row r is r - cut_half[n] rows behind cut[n]; late ones so far
-        # behind the middle.
-        n = jnp.clip(jnp.searchsorted(cut_half, row, side="right") - 1, 0, max(cut.shape[0] - 2, 0))
-        return cls(cut, cut_half, row + cut_half[n], row + cut_half[jnp.minimum(n + 1, cut.shape[0] - 1)])
-
-    def poison(self) -> Any:
-        """0, or NaN where a sequence has an odd number of rows. why: nobody reads them before it runs."""
-        odd = self.cut % 2 if self.cut_half is not None else 0
-        return jnp.where(jnp.any(odd), jnp.nan, 0.0)
-
-    def there(self, rows: int) -> Any:
-        """Whether each row is of a sequence."""
-        return jnp.arange(rows) < self.cut[-1]
+    sinks: Any = None
+    seed: Any = None
+    packed: Packed | None = None
+    rows: Any = None
 
 
-def _stretch(x: Any, axis: int, late: bool, packed: _Packed | None) -> Any:
+def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
     """One of the two stretches of a part."""
     if packed is not None:
         return jnp.take(x, packed.late if late else packed.early, axis=axis)
     rows = halves(x.shape[axis])[late]
     return jax.lax.slice_in_dim(x, rows.start, rows.stop, axis=axis % x.ndim)
-
-
-def _beside(x: Any, axis: int, late: bool, fill: float, packed: _Packed | None) -> Any:
-    """One stretch as a part, the other one filled."""
-    other = jnp.full_like(x, fill)
-    whole = jnp.concatenate((other, x) if late else (x, other), axis=axis)
-    if packed is None:
-        return whole
-    rows = packed.late if late else packed.early
-    return jnp.full_like(whole, fill).at[(..., rows) + (slice(None),) * (-1 - axis)].set(x)
 
 
 def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, options: Options) -> Any:
@@ -179,12 +181,13 @@ def _in_band(
     return _by_origin(around, step, seen(near), seen(far), operands)
 
 
-def _part(
-    around: _Around, step: int, q: Any, k: Any, v: Any, sinks: Any, packed: _Packed | None
-) -> tuple[Any, Any]:
-    """O and LSE over the keys that have come `step` devices far; sinks are keys of the first step."""
-    axis = around.axis(q)
-    own = {} if sinks is None or step else {"sinks": sinks}
+def _part(around: _Around, step: int, q: Any, k: Any, v: Any, apart: _Apart) -> tuple[Any, Any]:
+    """O and LSE over the keys that have come `step` devices far."""
+    axis, packed = around.axis(q), apart.packed
+    own = around.beside(step, apart)
+    if apart.rows is not None:
+        o, lse = _attend(around, {"q": q, "k": k, "v": v, **own}, None, around.of(False))
+        return o, lse
     if around.bands is not None:
 
         def call(options: Options, q: Any, k: Any, v: Any) -> Any:
@@ -202,28 +205,27 @@ def _part(
         o, lse = _attend(around, {"q": q, "k": k, "v": v, **own}, cuts, around.of(around.causal))
         return o, lse
 
-    def early(q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
+    def early(q: Any, k: Any, v: Any, packed: Packed | None) -> tuple[Any, Any]:
         k, v = (_stretch(x, axis, False, packed) for x in (k, v))
         cuts = None if packed is None else (packed.cut, packed.cut_half)
-        o, lse = _attend(around, {"q": q, "k": k, "v": v}, cuts, around.of(False))
+        o, lse = _attend(around, {"q": q, "k": k, "v": v, **own}, cuts, around.of(False))
         return o, lse
 
-    def late(q: Any, k: Any, v: Any, packed: _Packed | None) -> tuple[Any, Any]:
+    def late(q: Any, k: Any, v: Any, packed: Packed | None) -> tuple[Any, Any]:
         cuts = None if packed is None else (packed.cut_half, packed.cut)
         late_q = _stretch(q, axis, True, packed)
-        o, lse = _attend(around, {"q": late_q, "k": k, "v": v}, cuts, around.of(False))
-        return _beside(o, axis, True, 0, packed), _beside(lse, -1, True, -jnp.inf, packed)
+        o, lse = _attend(around, {"q": late_q, "k": k, "v": v, **own}, cuts, around.of(False))
+        return beside(o, axis, True, 0, packed), beside(lse, -1, True, -jnp.inf, packed)
 
     o, lse = _by_origin(around, step, early, late, (q, k, v, packed))
     return o, lse
 
 
-def _shares(
-    around: _Around, step: int, arrays: tuple[Any, ...], sinks: Any, packed: _Packed | None
-) -> tuple[Any, ...]:
+def _shares(around: _Around, step: int, arrays: tuple[Any, ...], apart: _Apart) -> tuple[Any, ...]:
     """What the keys that have come `step` devices far give to the gradients of q, k and v; then of sinks."""
-    axis = around.axis(arrays[0])
-    own = {} if sinks is None or step else {"sinks": sinks}
+    axis, packed = around.axis(arrays[0]), apart.packed
+    own = around.beside(step, apart)
+    wanted = [name for name in ("q", "k", "v", "sinks") if name in "qkv" or name in own]
 
     def all_of_it(arrays: Any, cuts: Any, options: Options) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse = arrays
@@ -233,7 +235,7 @@ def _shares(
             inputs = {name: x for name, x in given.items() if name not in results}
             o, lse, do, dlse = (given[name] for name in results)
             grads = backward(inputs, o, lse, do, dlse, options, longest, unrounded)
-            return tuple(_wide(grads[name]) for name in ("q", "k", "v", *own))
+            return tuple(_wide(grads[name]) for name in wanted)
 
         results = {"o": o, "lse": lse, "do": do, "dlse": dlse}
         shares: tuple[Any, ...] = _unrounded(run, {**given, **results})
@@ -244,7 +246,7 @@ def _shares(
         k, v = (_stretch(x, axis, False, packed) for x in (k, v))
         cuts = None if packed is None else (packed.cut, packed.cut_half)
         dq, dk, dv = all_of_it((q, k, v, *rest), cuts, around.of(False))
-        return dq, *(_beside(x, axis, False, 0, packed) for x in (dk, dv))
+        return dq, *(beside(x, axis, False, 0, packed) for x in (dk, dv))
 
     def late(*given: Any) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse, packed = given
@@ -252,9 +254,11 @@ def _shares(
         lse, dlse = (_stretch(x, -1, True, packed) for x in (lse, dlse))
         cuts = None if packed is None else (packed.cut_half, packed.cut)
         dq, dk, dv = all_of_it((q, k, v, o, lse, do, dlse), cuts, around.of(False))
-        return _beside(dq, axis, True, 0, packed), dk, dv
+        return beside(dq, axis, True, 0, packed), dk, dv
 
     shares: tuple[Any, ...]
+    if apart.rows is not None:
+        return all_of_it(arrays, None, around.of(False))
     if around.bands is not None:
 
         def nothing(*arrays: Any) -> tuple[Any, ...]:
@@ -275,36 +279,32 @@ def _wide(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _ring(q: Any, k: Any, v: Any, sinks: Any, packed: _Packed | None, around: _Around) -> tuple[Any, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
     swapped, steps = around.axis(q) == -3, around.steps
-    o, lse = _part(around, 0, q, k, v, sinks, packed)
+    o, lse = _part(around, 0, q, k, v, apart)
     for before, step in itertools.pairwise(steps):
         k, v = around.pass_on((k, v), step - before)
-        part, part_lse = _part(around, step, q, k, v, sinks, packed)
+        part, part_lse = _part(around, step, q, k, v, apart)
         o, lse = united(jnp, ((o, lse), (part, part_lse)), swapped)
-    if packed is not None:
-        there = packed.there(o.shape[0])
-        o = jnp.where(there[:, None, None], o + packed.poison(), 0)
-        lse = jnp.where(there, lse + packed.poison(), 0)
+    if apart.packed is not None:
+        o, lse = apart.packed.results(o, lse)
     return o.astype(q.dtype), lse
 
 
-def _ring_forward(
-    q: Any, k: Any, v: Any, sinks: Any, packed: _Packed | None, around: _Around
-) -> tuple[Any, Any]:
-    o, lse = _ring(q, k, v, sinks, packed, around)
-    return (o, lse), (q, k, v, o, lse, sinks, packed)
+def _ring_forward(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
+    o, lse = _ring(q, k, v, apart, around)
+    return (o, lse), (q, k, v, o, lse, apart)
 
 
 def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, o, lse, sinks, packed = saved
+    q, k, v, o, lse, apart = saved
     home = (q, k, v)
     sums = [jnp.zeros_like(_wide(x)) for x in home]
     dsinks = None
     for step, then in itertools.pairwise((*around.steps, around.ranks())):
-        shares = _shares(around, step, (q, k, v, o, lse, *cotangents), sinks, packed)
-        if step == 0 and sinks is not None:
+        shares = _shares(around, step, (q, k, v, o, lse, *cotangents), apart)
+        if step == 0 and apart.sinks is not None:
             dsinks, shares = shares[-1], shares[:-1]
         if then < around.ranks():
             k, v = around.pass_on((k, v), then - step)
@@ -312,29 +312,24 @@ def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, .
         if len(around.steps) > 1:
             sums[1:] = around.pass_on(tuple(sums[1:]), then - step)
     dq, dk, dv = (x.astype(like.dtype) for x, like in zip(sums, home, strict=True))
-    return dq, dk, dv, dsinks, None
+    return dq, dk, dv, _Apart(dsinks)
 
 
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _bands(
-    ranks: int, rows: int, causal: bool, options: Options, parts: str | None
-) -> tuple[tuple[int, ...], tuple[tuple[Options | None, Options | None], ...] | None]:
-    """`steps` and `bands` of `_Around`, which are the same for all devices: parts have one length here."""
-    given = {"parts": parts, "seqlen": None, "window": options.window, "align": None}
-    whole = [Whole(r, ranks, (rows, rows), causal, given) for r in range(ranks)]
-    if causal and parts != "contiguous":
-        return whole[0].steps, None
+def _bands(whole: list[Whole], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
+    """`bands` of `_Around`, which are the same for all devices: parts have one length here."""
 
     def called(found: Pair | None) -> Options | None:
         if found is None:
             return None
         return options._replace(causal=found.causal, window=found.window, align=found.align)
 
-    near = [called(whole[step].pair(0)) for step in whole[0].steps]
-    far = [called(whole[0].pair((ranks - step) % ranks)) for step in whole[0].steps]
-    return whole[0].steps, tuple(zip(near, far, strict=True))
+    ranks, steps = len(whole), whole[0].steps
+    near = [called(whole[step].pair(0)) for step in steps]
+    far = [called(whole[0].pair((ranks - step) % ranks)) for step in steps]
+    return tuple(zip(near, far, strict=True))
 
 
 @takes(ShardOptions)
@@ -377,13 +372,17 @@ def ring_attention(
         contiguous parts only, and with causal they must be named.
     seqlen : int, optional
         Length of the whole sequence where it does not divide. Every part is as long as the longest then: rows
-        of no sequence lie behind the others, and their results are 0. Not with a ring. Default: the rows of a
-        part times the number of devices.
+        of no sequence lie behind the others, and their results are 0. Default: the rows of a part times the
+        number of devices.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         Of the whole sequence, the same on all devices; not with a ring. An all-gather takes no blocks, and no
         spans of queries.
-    sinks : Array, shape (heads_q,), optional
-        Of all heads, the same on all devices.
+    sinks, alibi_slopes : Array, shape (heads_q,), optional
+        Of all heads, the same on all devices; slopes not with a ring. In an all-gather the host reads where
+        a device's rows begin, and on a GPU waits for the stream to do so.
+    seed : int, Array of int of shape (), or key of `jax.random`, optional
+        As in `attention`. Each device drops weights of its own; of one integer, by a ring and an all-to-all
+        whose length divides, those that are dropped over torch and MPI.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.
@@ -403,46 +402,68 @@ def ring_attention(
     schedule = "ring" if schedule is None else schedule
     plan = {"schedule": schedule, "parts": parts, "seqlen": seqlen}
     check_schedule({**options, **plan}, packed=cu_seqlens is not None)
-    if cu_seqlens is not None and schedule != "ring":
-        raise UnsupportedError(
-            f'cu_seqlens is not supported with schedule="{schedule}" here.', hint='schedule="ring"'
-        )
-    ranks = int(jax.lax.psum(1, axis_name))
-    given, packed, longest = {"q": q, "k": k, "v": v}, None, None
-    rows = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
-    if schedule != "ring":
-        arrays, values = split(options)
-        # Masks have the shape of the whole, and the call checks them there.
-        of_parts = {name: x for name, x in arrays.items() if name in PER_HEAD}
-        check({**given, **of_parts}, values._replace(score=None))
-        check_parts(q.shape[rows], k.shape[rows])
-        held = Held.of(ranks, q.shape[rows], causal, parts, seqlen)
-        run = all_to_all if schedule == "alltoall" else all_gather
-        o, lse = run(q, k, v, axis_name, held, causal, {**options})
-        return (o, lse) if return_lse else o
-    if seqlen is not None:
-        raise UnsupportedError(
-            "seqlen is not supported for a ring in JAX.", hint='schedule="alltoall" or "allgather"'
-        )
-    sinks = options.pop("sinks", None)
-    own = {} if sinks is None else {"sinks": jnp.asarray(sinks)}
-    if cu_seqlens is None:
-        values = Options(**options)
-        check({**given, **own}, values)
-        check_parts(q.shape[rows], k.shape[rows])
-        steps, bands = _bands(ranks, q.shape[rows], causal, values, parts)
-    else:
-        values = Options(**{**options, "layout": "bshd"})
+    ranks, packed, longest = int(jax.lax.psum(1, axis_name)), None, None
+    given = {"q": q, "k": k, "v": v}
+    if cu_seqlens is not None:
+        options["layout"] = "bshd"
+        given["cu_seqlens_q"] = jnp.asarray(cu_seqlens)
         longest = q.shape[0] if max_seqlen is None else max_seqlen
-        cut = jnp.asarray(cu_seqlens)
-        check({**given, **own, "cu_seqlens_q": cut}, values, (longest, longest))
-        check_parts(q.shape[-3], k.shape[-3])
+    axis = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
+    arrays, values = split(options)
+    # Masks have the shape of the whole, and the call checks them there.
+    given |= {name: jnp.asarray(x) for name, x in arrays.items() if name in PER_HEAD}
+    values = seed_apart(given, values._replace(score=None))
+    check(given, values, None if longest is None else (longest, longest))
+    check_parts(q.shape[axis], k.shape[axis])
+    rows = q.shape[axis]
+    if longest is None:
+        held = Held.of(ranks, rows, causal, parts, seqlen)
+    else:
         if causal:
-            halves(q.shape[0])
-        *_, cut = alike(q, k, v, cut)
-        packed = _Packed.of(cut, q.shape[0], causal)
-        steps, bands = tuple(range(ranks)), None
-    around = _Around(axis_name, causal, values._replace(window=None), steps, longest, bands)
-    q, k, v, *of_heads = alike(q, k, v, *own.values())
-    o, lse = _ring(q, k, v, of_heads[0] if of_heads else None, packed, around)
+            halves(rows)
+        q, k, v, cut = alike(q, k, v, given["cu_seqlens_q"])
+        held, packed = Held.packed(ranks, rows, cut, causal), Packed.of(cut, rows, causal)
+    of_call = {name: x for name, x in options.items() if name != "seed"} | {"causal": causal}
+    call = Call(axis_name, held, of_call, given.get("seed"), packed, longest or 0)
+
+    def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        if schedule == "ring":
+            return _by_ring(q, k, v, call, values, parts, given.get("sinks"))
+        return (all_to_all if schedule == "alltoall" else all_gather)(q, k, v, call)
+
+    if held.divides:
+        o, lse = attend(q, k, v)
+    else:
+        # Rows that are none of the whole are 0: a weight of 0 times NaN is NaN, in gradients too.
+        there = jnp.asarray(held.rows < held.length)[jax.lax.axis_index(axis_name)]
+        of_rows = jnp.expand_dims(there, range(1, -axis))
+        o, lse = attend(*(jnp.where(of_rows, x, 0) for x in (q, k, v)))
+        o, lse = jnp.where(of_rows, o, 0), jnp.where(there, lse, 0)
     return (o, lse) if return_lse else o
+
+
+def _by_ring(
+    q: Any, k: Any, v: Any, call: Call, values: Options, parts: str | None, sinks: Any
+) -> tuple[Any, Any]:
+    """O and LSE of this device's rows."""
+    held, causal = call.held, call.options["causal"]
+    steps, band, bands, rows, longest = tuple(range(call.ranks)), Band(), None, None, None
+    if call.packed is not None:
+        longest = call.longest
+    else:
+        counts = (held.rows < held.length).sum(1).tolist()
+        given = {"parts": parts, "seqlen": held.length, "window": values.window, "align": None}
+        whole = [Whole(r, call.ranks, (n, n), causal, given) for r, n in enumerate(counts)]
+        steps = whole[0].steps
+        band = resolve_band(causal, values.window, None, False, held.length, held.length)
+        if not held.divides:
+            rows = jnp.asarray(held.rows, jnp.int32)
+        elif not (causal and held.zigzag):
+            bands = _bands(whole, values)
+    plain = values._replace(window=None)
+    around = _Around(call.axis_name, causal, plain, steps, longest, bands, held.length, band)
+    of_all = {name: x for name, x in (("sinks", sinks), ("seed", call.seed)) if x is not None}
+    q, k, v, *own = alike(q, k, v, *of_all.values())
+    apart = _Apart(packed=call.packed, rows=rows, **dict(zip(of_all, own, strict=True)))
+    o, lse = _ring(q, k, v, apart, around)
+    return o, lse

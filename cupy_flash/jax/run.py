@@ -27,12 +27,11 @@ from ..dispatch.memo import lifted
 from ..errors import UnsupportedError
 from ..varlen import check_packing, pack
 
-__all__ = ["NUMBERS", "READ", "Cached", "Config", "described", "held", "run"]
+__all__ = ["READ", "Cached", "Config", "described", "held", "run", "values_of"]
 
-# Options that may be traced: arrays of one number, which the host reads when the program runs.
-NUMBERS = ("scale", "softcap")
-# All that the host reads; a seed is two words, the lower one first, as JAX may have no integers of 64 bits.
-READ = (*NUMBERS, "seed")
+# Options that may be traced: arrays of one number, which the host reads when the program runs. A seed is two
+# words, the lower one first, as JAX may have no integers of 64 bits.
+READ = ("scale", "softcap", "align", "seed")
 
 
 class Cached(NamedTuple):
@@ -128,14 +127,17 @@ def run(
         residues = tuple([p % 64 for p in pointers])
         driver = driver_of(device, "jax")
         environment = chosen_by_environment(driver, device)
-        known = {
-            name: held(pointers[i], own[i], dtypes[i], device, driver, stream)
-            for i, name in enumerate(config.names)
-            if name in READ
-        }
-        seed = int.from_bytes(bytes(known.pop("seed", b"")), "little")
-        read = tuple((name, float(x[0])) for name, x in known.items())
-        backend, problem, places = _ready(config, own, residues, device, driver, environment, read)
+        read = values_of(
+            {
+                name: held(pointers[i], own[i], dtypes[i], device, driver, stream)
+                for i, name in enumerate(config.names)
+                if name in READ
+            }
+        )
+        seed = read.pop("seed", 0)
+        backend, problem, places = _ready(
+            config, own, residues, device, driver, environment, tuple(read.items())
+        )
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
@@ -168,10 +170,12 @@ def _as_given(views: dict[str, ArrayView], problem: Problem) -> dict[str, ArrayV
     return {"cache_batch_idx" if name == "block_table" else name: x for name, x in views.items()}
 
 
-def _with_numbers(options: Options, read: dict[str, float]) -> Options:
-    return options._replace(
-        scale=read.get("scale", options.scale), softcap=read.get("softcap", options.softcap)
-    )
+def values_of(known: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """What the host has read, as the values of options."""
+    return {
+        name: int.from_bytes(x.tobytes(), "little") if name == "seed" else x[0].item()
+        for name, x in known.items()
+    }
 
 
 def held(
@@ -219,7 +223,7 @@ def _ready(
         for shape, dtype, pointer in zip(shapes, config.of_buffers()[1], residues, strict=True)
     ]
     given = {name: x for name, x in zip(config.names, buffers, strict=False) if name not in READ}
-    options = _with_numbers(config.options, dict(read))
+    options = config.options._replace(**dict(read))
     problem, views = described(
         config.direction, given, options, config.longest, config.cached, config.unrounded
     )

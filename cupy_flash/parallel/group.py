@@ -16,7 +16,7 @@ from ..call.values import checked_seed
 from ..errors import UnsupportedError
 from .agreement import Agreement
 
-__all__ = ["Asked", "Link", "Round", "all_done", "at", "dropping", "row_axis", "terms_of"]
+__all__ = ["Asked", "Link", "Round", "all_done", "at", "dropping", "row_axis", "seed_step", "terms_of"]
 
 
 class Link(Protocol):
@@ -156,8 +156,13 @@ def dropping(options: dict[str, Any], number: int) -> dict[str, Any]:
     """
     if not options["dropout"]:
         return options
+    return {**options, "seed": (checked_seed(options["seed"]) + seed_step(number)) % 2**64}
+
+
+def seed_step(number: int) -> int:
+    """What is added to the seed, modulo 2**64, in the call that has this number."""
     step = 0x9E3779B97F4A7C15  # of Weyl's sequence: odd, so that no two numbers have one seed
-    return {**options, "seed": (checked_seed(options["seed"]) + number * step) % 2**64}
+    return number * step % 2**64
 
 
 # Options that are not of a process's own rows.

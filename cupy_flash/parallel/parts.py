@@ -32,6 +32,7 @@ __all__ = [
     "Whole",
     "check_parts",
     "halves",
+    "order_of",
     "packed_halves",
     "packed_positions",
     "packed_starts",
@@ -113,7 +114,7 @@ def positions(
     length = integer(seqlen)
     if length is None or length < 0:
         raise InvalidArgumentsError(f"seqlen is {seqlen!r}.", hint="an integer, at least 0")
-    zigzag = _order_of(parts, flag(causal, "causal")) == "zigzag"
+    zigzag = order_of(parts, flag(causal, "causal")) == "zigzag"
     return _rows_of(stretches(rank, ranks, length, zigzag))
 
 
@@ -128,7 +129,7 @@ def _check_rank(rank: Any, ranks: Any) -> None:
         )
 
 
-def _order_of(parts: Any, causal: bool) -> str:
+def order_of(parts: Any, causal: bool) -> str:
     """How a sequence is cut into parts: "zigzag" or "contiguous"."""
     if parts is None:
         return "zigzag" if causal else "contiguous"
@@ -237,7 +238,7 @@ class Split:
     """
 
     def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, parts: Any, seqlen: Any):
-        self.order = _order_of(parts, causal)
+        self.order = order_of(parts, causal)
         self.lengths = (rows[0] * ranks, rows[1] * ranks) if seqlen is None else _lengths(seqlen)
         if self.order == "zigzag" and seqlen is None and ranks > 1:
             for held in rows:

@@ -14,15 +14,7 @@ from cupy_flash.parallel import allgather, alltoall, mpi
 from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
-from tests.schedule_cases import SCHEDULES, Case, random_case, seeds_of
-
-
-def run(case, comm):
-    """What a process returns of a case."""
-    x, options = case.part(comm.rank, comm.Get_size())
-    o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **options)
-    grads = ring_attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, comm, dlse=x["dlse"], **options)
-    return {"o": o, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv, "dsinks": grads.dsinks}
+from tests.schedule_cases import SCHEDULES, Case, random_case, run_over_mpi, seeds_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -31,7 +23,7 @@ def test_random_calls(ranks, pytestconfig):
     for seed in seeds_of(pytestconfig.option.sample, 150):
         case = random_case(np.random.default_rng(seed), ranks)
         try:
-            case.check(in_threads(ranks, functools.partial(run, case)))
+            case.check(in_threads(ranks, functools.partial(run_over_mpi, case)))
         except Exception as error:
             raise AssertionError(f"random_case(np.random.default_rng({seed}), {ranks}) is {case}") from error
 
@@ -40,7 +32,7 @@ def check_over_mpi(comm):
     """The same random calls in each process, the results compared in the first one."""
     for seed in range(30):
         case = random_case(np.random.default_rng(seed), comm.size)
-        everyone = comm.gather(run(case, comm))
+        everyone = comm.gather(run_over_mpi(case, comm))
         if comm.rank == 0:
             case.check(everyone)
 
@@ -48,7 +40,7 @@ def check_over_mpi(comm):
 def test_all_to_all_has_the_bits_of_one_process():
     options = {"schedule": "alltoall", "causal": True, "reproducible": "batch", "window": (7, 0)}
     case = Case((23, 23), heads=(8, 4), dtype="float32", options={**options, "seqlen": 23}, extra=("sinks",))
-    ours = case.united(in_threads(4, functools.partial(run, case)))
+    ours = case.united(in_threads(4, functools.partial(run_over_mpi, case)))
     x, how = case.arrays, {**case.one, **case.given, "reproducible": "batch"}
     if "numpy" in cupy_flash.explain(x["q"], x["k"], x["v"], **case.one):
         pytest.skip("without the CPU core nothing is batch-invariant: scripts/build_cpu.py")
@@ -82,10 +74,10 @@ def loss_of(case, results):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_process_drops_weights_of_its_own(schedule, causal, packed):
     ranks, case = 4, dropping(schedule, causal, packed)
-    ours = case.united(in_threads(ranks, functools.partial(run, case)))
-    again = case.united(in_threads(ranks, functools.partial(run, case)))
+    ours = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
+    again = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
     case.options |= {"dropout": 0.0}
-    whole = case.united(in_threads(ranks, functools.partial(run, case)))
+    whole = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
     assert all(np.array_equal(ours[name], again[name]) for name in ours)
     np.testing.assert_allclose(ours["lse"], whole["lse"])
     left, weights = (np.moveaxis(x["o"], -2, -3) if packed else x["o"][0] for x in (ours, whole))
@@ -106,14 +98,14 @@ def test_every_process_drops_weights_of_its_own(schedule, causal, packed):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_drop_what_the_call_dropped(schedule, causal, packed):
     ranks, case = 2, dropping(schedule, causal, packed)
-    grads = case.united(in_threads(ranks, functools.partial(run, case)))
+    grads = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
     for name in "qkv":
         x = case.arrays[name].copy()
         step = 1e-5 * np.random.default_rng(1).standard_normal(x.shape)
         losses = []
         for sign in (1, -1):
             case.arrays[name] = x + sign * step
-            losses.append(loss_of(case, in_threads(ranks, functools.partial(run, case))))
+            losses.append(loss_of(case, in_threads(ranks, functools.partial(run_over_mpi, case))))
         case.arrays[name] = x
         wanted = (losses[0] - losses[1]) / 2
         np.testing.assert_allclose((grads[f"d{name}"] * step).sum(), wanted, rtol=1e-5, err_msg=name)
@@ -123,7 +115,7 @@ def test_one_process_drops_what_attention_drops():
     for schedule in SCHEDULES:
         case = dropping(schedule, False, False)
         x = case.arrays
-        ours = case.united(in_threads(1, functools.partial(run, case)))
+        ours = case.united(in_threads(1, functools.partial(run_over_mpi, case)))
         assert np.array_equal(ours["o"], cupy_flash.attention(x["q"], x["k"], x["v"], **DROPPING))
 
 
@@ -146,6 +138,37 @@ def test_dropout_wants_a_schedule_and_one_seed():
     assert "process 1" in differ
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_processes_with_other_seeds_are_told(schedule):
+    """All of them, in both passes, before anything is sent; the group works on."""
+
+    def call(comm):
+        x, one_seed = dropping(schedule, True, False).part(comm.rank, 2)
+        other_seeds = one_seed | {"seed": 7 + comm.rank}
+        operands = x["q"], x["k"], x["v"]
+        told = []
+        with pytest.raises(InvalidArgumentsError) as error:
+            ring_attention(*operands, comm, **other_seeds)
+        told.append(str(error.value))
+        assert comm.sent == 0
+        o, lse = ring_attention(*operands, comm, **one_seed)
+        sent = comm.sent
+        with pytest.raises(InvalidArgumentsError) as error:
+            ring_attention_backward(x["do"], *operands, o, lse, comm, **other_seeds)
+        told.append(str(error.value))
+        assert comm.sent == sent
+        ring_attention_backward(x["do"], *operands, o, lse, comm, **one_seed)
+        return told
+
+    everyone = in_threads(2, call)
+    assert everyone[0] == everyone[1]
+    for text in everyone[0]:
+        assert re.search(
+            r"different calls: seed\.\n(.|\n)*seed +7 +process 0\n(.|\n)*seed +8 +process 1\n", text
+        ), text
+        assert "Try: the same arguments" in text
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("schedule", ["ring", "allgather"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -163,7 +186,7 @@ def test_partial_results_are_not_rounded(dtype, schedule, causal):
         x["do"], x["q"], x["k"], x["v"], o, lse, dlse=x["dlse"], causal=causal
     )
     one = {"o": o, **grads._asdict()}
-    ours = case.united(in_threads(4, functools.partial(run, case)))
+    ours = case.united(in_threads(4, functools.partial(run_over_mpi, case)))
 
     def error(results):
         found = [np.square(results[name].astype(np.float64) - exact[name]).mean() for name in names]
@@ -174,7 +197,7 @@ def test_partial_results_are_not_rounded(dtype, schedule, causal):
 
 def test_an_all_gather_adds_up_gradients_in_the_order_of_processes():
     case = Case(options={"schedule": "allgather"}, dtype="float32", heads=(2, 2), rows=(32, 32))
-    results = in_threads(4, functools.partial(run, case))
+    results = in_threads(4, functools.partial(run_over_mpi, case))
     shares, x = [], case.arrays
     for rank, result in enumerate(results):
         part, _ = case.part(rank, 4)
@@ -375,7 +398,7 @@ def test_an_exception_leaves_no_message_under_way(monkeypatch, module, at, rank,
     monkeypatch.setattr(module, name, fails)
 
     def call(comm):
-        wanted = run(case, comm)
+        wanted = run_over_mpi(case, comm)
         x, options = case.part(comm.rank, 3)
         failing.add(threading.get_ident()) if comm.rank == rank else None
 
@@ -422,7 +445,7 @@ def test_memory_is_reserved_before_the_first_message(monkeypatch, schedule):
     monkeypatch.setattr(mpi._Link, "reserve", reserve)
 
     def call(comm):
-        wanted = run(case, comm)
+        wanted = run_over_mpi(case, comm)
         x, options = case.part(comm.rank, 2)
         if comm.rank:
             failing.add(threading.get_ident())

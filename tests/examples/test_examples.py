@@ -103,6 +103,22 @@ def test_ring_two_processes():
     assert len(re.findall(r"process [01] holds 32 of 64 rows", done.stdout)) == 2
 
 
+@pytest.mark.jax
+@pytest.mark.slow
+def test_context_parallel_jax():
+    needs("jax")
+    command = [sys.executable, str(EXAMPLES / "context_parallel_jax.py"), "--steps", "40", "--length", "32"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)  # by which tests of JAX make devices
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    ((devices, error),) = re.findall(r"(\d) devices; .* by (\S+) at most", done.stdout)
+    first, last = map(float, re.findall(r"loss (\S+)", done.stdout))
+    assert devices == "4"
+    assert float(error) < 1e-5
+    assert last < 0.5 * first
+
+
 def test_attention_picture(tmp_path):
     needs("matplotlib")
     assert run("attention_picture", "--out", str(tmp_path / "a.png")).read_bytes()[1:4] == b"PNG"

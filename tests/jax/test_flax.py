@@ -1,10 +1,12 @@
 """attention_fn, called as flax's modules call theirs, beside flax's rules written down.
 
-flax itself is not needed: what it is held to is the contract of `flax.linen.dot_product_attention` and the
-keywords that `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention` pass.
+flax itself is needed only for its modules over a sequence in parts. All else is held to the contract of
+`flax.linen.dot_product_attention` and the keywords that `flax.linen.MultiHeadDotProductAttention` and
+`flax.nnx.MultiHeadAttention` pass.
 """
 
 import inspect
+from functools import partial
 
 import pytest
 
@@ -15,6 +17,7 @@ import numpy as np
 
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.parallel import positions
 
 pytestmark = pytest.mark.jax
 
@@ -94,3 +97,109 @@ def test_weights_cannot_be_sown():
     q, k, v = normal((7, 4, 8), (7, 4, 8), (7, 4, 8))
     with pytest.raises(UnsupportedError, match=r"none can be sown(.|\n)*sow_weights=False"):
         cf.attention_fn(q, k, v, module=object())
+
+
+RANKS, ROWS = 4, 16
+ORDER = np.concatenate([positions(rank, RANKS, ROWS, causal=True) for rank in range(RANKS)])
+
+
+def in_parts(function, *, weights=False):
+    """A function of arrays (..., rows, heads, features) or, with weights first, (batch, rows, features)."""
+    if len(jax.devices()) < RANKS:
+        pytest.skip("needs four devices: XLA_FLAGS=--xla_force_host_platform_device_count=4")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:RANKS]), ("rows",))
+    axis = -2 if weights else -3
+    held = jax.sharding.PartitionSpec(None, "rows")
+    everywhere = (jax.sharding.PartitionSpec(),) * weights
+
+    @jax.jit
+    def run(*arrays):
+        fixed, cut = arrays[:weights], [jnp.take(x, ORDER, axis) for x in arrays[weights:]]
+        specs = (*everywhere, *(held for _ in cut))
+        o = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=held)(*fixed, *cut)
+        return jnp.take(o, np.argsort(ORDER), axis)
+
+    return run
+
+
+def test_parts_take_what_flax_passes():
+    assert inspect.signature(cf.ring_attention_fn("rows")) == inspect.signature(cf.attention_fn)
+
+
+def test_parts_give_what_one_device_gives():
+    q, k, v = normal((2, 16, 8, 8), (2, 16, 4, 8), (2, 16, 4, 6))
+    (kept,) = normal((2, 1, 16, 16))
+    mask = (kept > -1) | jnp.eye(16, dtype=bool)  # of the whole, in its order
+    said = {"deterministic": True, "dropout_rate": 0.3, "broadcast_dropout": True, "dtype": jnp.float32}
+    for made, called, given in (
+        ({"causal": True}, {}, {}),
+        ({"schedule": "alltoall"}, {"is_causal": True}, {"mask": mask}),
+    ):
+        attend = cf.ring_attention_fn("rows", **made)
+        ours = in_parts(
+            lambda *x, attend=attend, called=called, given=given: attend(*x, **called, **given, **said)
+        )(q, k, v)
+        np.testing.assert_allclose(ours, cf.attention_fn(q, k, v, is_causal=True, **given), atol=1e-5)
+
+
+def test_parts_drop_by_the_key():
+    q, k, v = normal((1, 16, 4, 8), (1, 16, 4, 8), (1, 16, 4, 8))
+    attend = cf.ring_attention_fn("rows", causal=True)
+
+    def part(q, k, v, key):
+        return attend(q, k, v, dropout_rng=key, dropout_rate=0.5)
+
+    first, again, other = (in_parts(partial(part, key=jax.random.key(n)))(q, k, v) for n in (1, 1, 2))
+    assert jnp.array_equal(first, again)
+    assert not jnp.array_equal(first, other)
+    assert not jnp.array_equal(first, in_parts(attend)(q, k, v))
+
+
+def test_what_parts_refuse():
+    q = jnp.ones((1, 16, 4, 8))
+    for made, given, error, message in (
+        (
+            {},
+            {"bias": jnp.ones((16, 16))},
+            UnsupportedError,
+            "bias is not supported over a sequence in parts",
+        ),
+        ({}, {"mask": jnp.ones((16, 16))}, UnsupportedError, "mask is not supported for a ring"),
+        ({"schedule": "alltoall"}, {"mask": jnp.ones((4, 4))}, InvalidArgumentsError, "mask"),
+        ({}, {"module": object()}, UnsupportedError, "sow_weights=False"),
+        ({}, {"dropout_rate": 0.5}, InvalidArgumentsError, "no dropout_rng"),
+        ({"colour": 1}, {}, InvalidArgumentsError, "no option .colour."),
+    ):
+        attend = partial(cf.ring_attention_fn("rows", **made), **given)
+        with pytest.raises(error, match=message):
+            in_parts(attend)(q, q, q)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_flax_modules_in_parts(kind):
+    """Results and gradients of the weights, of a module of one device and of the same one in parts."""
+    pytest.importorskip("flax", reason="flax is not installed: pip install flax")
+    from flax import linen, nnx
+
+    (x,) = normal((2, ROWS, 32))
+    ours, theirs = {"attention_fn": cf.ring_attention_fn("rows", causal=True)}, {}
+    mask = jnp.tril(jnp.ones((ROWS, ROWS)))[None, None]
+    if kind == "linen":
+        modules = [linen.MultiHeadDotProductAttention(num_heads=4, **how) for how in (ours, theirs)]
+        weights = modules[1].init(jax.random.key(0), x)
+        applied = [module.apply for module in modules]
+    else:
+        how = {"num_heads": 4, "in_features": 32, "decode": False}
+        split = [
+            nnx.split(nnx.MultiHeadAttention(**how, **more, rngs=nnx.Rngs(0)), nnx.Param, ...)
+            for more in (ours, theirs)
+        ]
+        weights = split[0][1]
+        applied = [
+            lambda weights, x, graph=graph, rest=rest, **more: nnx.merge(graph, weights, rest)(x, **more)
+            for graph, _, rest in split
+        ]
+    parts, whole = in_parts(applied[0], weights=True), partial(applied[1], mask=mask)
+    np.testing.assert_allclose(parts(weights, x), whole(weights, x), atol=1e-5)
+    found, wanted = (jax.grad(lambda w, f=f: jnp.sin(f(w, x)).sum())(weights) for f in (parts, whole))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), found, wanted)

@@ -13,7 +13,8 @@ import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, Spans, UnsupportedError
 from cupy_flash.parallel import packed_positions, positions
 
-from ..schedule_cases import MASKS, SCHEDULES, Case, seeds_of
+from ..communicator import in_threads
+from ..schedule_cases import MASKS, SCHEDULES, Case, run_over_mpi, seeds_of
 
 pytestmark = pytest.mark.jax
 RANKS = 4
@@ -82,16 +83,19 @@ def test_parts_that_cannot_be_halved_are_refused(mesh):
         partial(cf.ring_attention, axis_name="rows", causal=True), mesh=mesh, in_specs=cut, out_specs=cut
     )
     with pytest.raises(InvalidArgumentsError, match="holds 3 rows"):
-        ring(*qkv(seqlen=12))
+        jax.jit(ring)(*qkv(seqlen=12))
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences(mesh, causal):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_packed_sequences(mesh, schedule, causal):
     """Of each a device has its share, rows of none behind them; other lengths compile nothing."""
     spare, traces = 2, 0
     rows = jax.sharding.PartitionSpec("rows")
-    sinks = jnp.linspace(-1.0, 1.0, 4)
+    sinks = jnp.linspace(-1.0, 1.0, 8)
     options = {"causal": causal, "softcap": 3.0, "sinks": sinks, "return_lse": True}
+    if schedule == "alltoall":
+        options |= {"window": (5, 2), "alibi_slopes": jnp.linspace(0.1, 1.0, 8)}
 
     @jax.jit
     @partial(
@@ -101,7 +105,8 @@ def test_packed_sequences(mesh, causal):
     def ring(q, k, v, cut):
         nonlocal traces
         traces += 1
-        return cf.ring_attention(q, k, v, "rows", cu_seqlens=cut, max_seqlen=16, **options)
+        how = {"schedule": schedule, "cu_seqlens": cut, "max_seqlen": 16, **options}
+        return cf.ring_attention(q, k, v, "rows", **how)
 
     def loss(function, *arrays):
         o, lse = function(*arrays)
@@ -113,7 +118,7 @@ def test_packed_sequences(mesh, causal):
         keys = jax.random.split(jax.random.key(0), 3)
         whole = [
             jax.random.normal(key, (cut[-1], heads, dim))
-            for key, (heads, dim) in zip(keys, ((4, 8), (2, 8), (2, 6)), strict=True)
+            for key, (heads, dim) in zip(keys, ((8, 8), (4, 8), (4, 6)), strict=True)
         ]
 
         def in_parts(*arrays, cut=cut, order=order):
@@ -140,14 +145,17 @@ def test_packed_sequences(mesh, causal):
     assert traces == 1
 
 
-def test_packed_parts_that_are_no_zigzag(mesh):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_packed_parts_that_are_no_zigzag(mesh, schedule):
     """Lengths are values, which a program cannot refuse: nothing is computed of them."""
     rows = jax.sharding.PartitionSpec("rows")
-    ring = jax.shard_map(
-        lambda q, cut: cf.ring_attention(q, q, q, "rows", cu_seqlens=cut, causal=True),
+    ring = jax.jit(jax.shard_map(
+        lambda q, cut: cf.ring_attention(
+            q, q, q, "rows", cu_seqlens=cut, causal=True, schedule=schedule
+        ),
         mesh=mesh, in_specs=(rows, jax.sharding.PartitionSpec()), out_specs=rows,
-    )  # fmt: skip
-    q = jnp.ones((4 * RANKS, 2, 8))
+    ))  # fmt: skip
+    q = jnp.ones((4 * RANKS, 4, 8))
     assert jnp.isnan(ring(q, jnp.array([0, 1, 4], jnp.int32))).all()
     assert not jnp.isnan(ring(q, jnp.array([0, 2, 4], jnp.int32))).any()
     with pytest.raises(InvalidArgumentsError, match="holds 3 rows"):
@@ -197,7 +205,7 @@ def test_what_a_schedule_does_not_take(mesh):
 
     def call(arrays, **given):
         function = partial(cf.ring_attention, axis_name="rows", **given)
-        return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows)(*arrays)
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows))(*arrays)
 
     with pytest.raises(InvalidArgumentsError, match=r"2 heads of k do not divide over 4 devices\.\nTry: sch"):
         call(qkv(), schedule="alltoall")
@@ -215,22 +223,25 @@ def test_what_a_schedule_does_not_take(mesh):
         call(qkv(), mask=jnp.ones((16, 16), bool))
     with pytest.raises(InvalidArgumentsError, match="takes contiguous parts, which must be named"):
         call(qkv(), causal=True, window=(3, 0))
-    with pytest.raises(UnsupportedError, match="seqlen is not supported for a ring in JAX"):
-        call(qkv(), seqlen=15)
-    with pytest.raises(UnsupportedError, match="alibi_slopes is not supported for an all-gather in JAX"):
-        call(qkv(), schedule="allgather", alibi_slopes=jnp.ones(4))
+    with pytest.raises(UnsupportedError, match="alibi_slopes is not supported for a ring"):
+        call(qkv(), alibi_slopes=jnp.ones(4))
+    with pytest.raises(InvalidArgumentsError, match="there is no seed"):
+        call(qkv(), dropout=0.5)
     with pytest.raises(UnsupportedError, match="Spans of queries are not supported for an all-gather in JAX"):
         call(qkv(), schedule="allgather", mask=Spans(jnp.zeros((1, 1, 1, 16, 2), jnp.int32)))
     with pytest.raises(InvalidArgumentsError, match="a device holds 4 rows; of 9 one holds 3 at most"):
         call(qkv(), schedule="allgather", seqlen=9)
+    with pytest.raises(InvalidArgumentsError, match="a device holds 4 rows; of 20 one holds 5 at most"):
+        call(qkv(), seqlen=20)
     with pytest.raises(UnsupportedError, match="window is not supported for a ring of packed sequences"):
         cf.ring_attention(
             *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), window=(3, 0)
         )
-    for schedule in ("alltoall", "allgather"):
-        packed = partial(cf.ring_attention, axis_name="rows", schedule=schedule)
-        with pytest.raises(UnsupportedError, match=f'cu_seqlens is not supported with schedule="{schedule}"'):
-            packed(*[jnp.ones((4, 4, 8))] * 3, cu_seqlens=jnp.array([0, 4], jnp.int32))
+    with pytest.raises(UnsupportedError, match="mask is not supported for an all-to-all of packed sequences"):
+        cf.ring_attention(
+            *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), schedule="alltoall",
+            mask=jnp.ones((16, 16), bool),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -270,7 +281,7 @@ def random_call(rng):
         parts = "contiguous"
     rows = 2 * RANKS * int(rng.integers(1, 6))
     seqlen = None
-    if not is_ring and rng.integers(2):
+    if rng.integers(2):
         rows = seqlen = int(rng.integers(1, 50))
     options = {
         "schedule": schedule,
@@ -286,7 +297,7 @@ def random_call(rng):
     extra = ["sinks"] if rng.integers(2) else []
     if not is_ring and rng.integers(2):
         extra.append([x for x in MASKS if schedule == "alltoall" or x in OF_QUERIES][rng.integers(3)])
-    if schedule == "alltoall" and rng.integers(2):
+    if not is_ring and rng.integers(2):
         extra.append(["alibi_slopes", "alibi_slopes of each sequence"][rng.integers(2)])
     return Case(
         rows=(rows, rows),
@@ -310,57 +321,102 @@ def padded(case, rank):
     widths = {name: [(0, 0)] * x.ndim for name, x in part.items()}
     for name, pads in widths.items():
         pads[case._axis(name)] = (0, max(counts) - counts[rank])
-    # Rows of none hold numbers: nothing may read them.
-    return {name: np.pad(x, widths[name], constant_values=7) for name, x in part.items()}, counts[rank]
+    # Nothing may read rows of none.
+    return {name: np.pad(x, widths[name], constant_values=np.nan) for name, x in part.items()}, counts[rank]
+
+
+def run(mesh, case):
+    """What each device returns of a case, without rows of none; these are 0."""
+    axis, of_lse = (0, 1) if case.lengths else (1 if case.bshd else 2, 2)
+    cut, cut_lse = (jax.sharding.PartitionSpec(*[None] * n, "rows") for n in (axis, of_lse))
+    everywhere = jax.sharding.PartitionSpec()
+    given = jax.tree.map(jnp.asarray, case.given)
+    sinks, options = given.pop("sinks", None), dict(case.options)
+    if case.lengths:
+        given["cu_seqlens"] = jnp.asarray(case.part(0, RANKS)[1]["cu_seqlens"])
+
+    def attend(q, k, v, sinks, given):
+        return cf.ring_attention(q, k, v, "rows", sinks=sinks, return_lse=True, **options, **given)
+
+    ring = jax.shard_map(attend, mesh=mesh, in_specs=(cut,) * 3 + (everywhere,) * 2, out_specs=(cut, cut_lse))
+    parts, counts = zip(*(padded(case, rank) for rank in range(RANKS)), strict=True)
+    whole = {
+        name: jnp.concatenate([part[name] for part in parts], of_lse if name == "dlse" else axis)
+        for name in parts[0]
+    }
+
+    @jax.jit
+    def passes(q, k, v, do, dlse, sinks, given):
+        results, pull = jax.vjp(lambda *arrays: ring(*arrays, given), q, k, v, sinks)
+        return (*results, *pull((do, dlse)))
+
+    results = passes(**whole, sinks=sinks, given=given)
+    each = [{} for _ in range(RANKS)]
+    for name, x in zip(("o", "lse", "dq", "dk", "dv"), results, strict=False):
+        of_rows = of_lse if name == "lse" else axis
+        for rank, one in enumerate(np.split(np.asarray(x), RANKS, of_rows)):
+            each[rank][name], behind = np.split(one, [counts[rank]], of_rows)
+            assert not behind.any(), "rows of none"
+    for rank, one in enumerate(each):  # shard_map has added them up
+        one["dsinks"] = None if sinks is None else np.asarray(results[-1]) * (rank == 0)
+    return each
 
 
 def test_random_calls(mesh, pytestconfig):
     """Forward and backward, held to the error budget of one device."""
-    # First sinks of an all-gather whose length does not divide: rows of none have an lse, that of the sinks.
-    for seed in (3664581718, *seeds_of(pytestconfig.option.sample, 10)):
-        case = random_call(np.random.default_rng(seed))
-        axis = 1 if case.bshd else 2
-        cut, of_lse = (jax.sharding.PartitionSpec(*[None] * n, "rows") for n in (axis, 2))
-        everywhere = jax.sharding.PartitionSpec()
-        given = jax.tree.map(jnp.asarray, case.given)
-        sinks = given.pop("sinks", None)
-
-        def attend(q, k, v, sinks, given, case=case):
-            return cf.ring_attention(q, k, v, "rows", sinks=sinks, return_lse=True, **case.options, **given)
-
-        ring = jax.shard_map(
-            attend, mesh=mesh, in_specs=(cut,) * 3 + (everywhere,) * 2, out_specs=(cut, of_lse)
-        )
-        parts, counts = zip(*(padded(case, rank) for rank in range(RANKS)), strict=True)
-        whole = {
-            name: jnp.concatenate([part[name] for part in parts], 2 if name == "dlse" else axis)
-            for name in parts[0]
-        }
-
-        @jax.jit
-        def passes(q, k, v, do, dlse, sinks, given, ring=ring):
-            results, pull = jax.vjp(lambda *arrays: ring(*arrays, given), q, k, v, sinks)
-            return (*results, *pull((do, dlse)))
-
-        results = passes(**whole, sinks=sinks, given=given)
-        found = dict(zip(("o", "lse", "dq", "dk", "dv"), results, strict=False))
-        split = {
-            name: np.split(np.asarray(x), RANKS, 2 if name == "lse" else axis) for name, x in found.items()
-        }
-        each = [
-            {
-                name: x[rank].take(range(counts[rank]), 2 if name == "lse" else axis)
-                for name, x in split.items()
-            }
-            for rank in range(RANKS)
-        ]
-        for rank, one in enumerate(each):  # shard_map has added them up
-            one["dsinks"] = None if sinks is None else np.asarray(results[-1]) * (rank == 0)
+    # Rows of none have an lse, that of the sinks, and no gradient of it; a window ends at such rows; ALiBi
+    # counts from where a stretch begins, of which the last one is short.
+    odd, sinks = {"seqlen": 13}, ("sinks",)
+    fixed = [
+        ({"schedule": "allgather"}, sinks),
+        ({"schedule": "ring", "window": (2, 4)}, sinks),
+        ({"schedule": "allgather", "causal": True}, ("alibi_slopes",)),
+    ]
+    cases = [Case((13, 13), dtype="float32", options=odd | x, extra=extra) for x, extra in fixed]
+    seeds = seeds_of(pytestconfig.option.sample, 10)
+    for case in (*cases, *(random_call(np.random.default_rng(seed)) for seed in seeds)):
         try:
-            case.check(each)
-            for name in split:
-                of_rows = 2 if name == "lse" else axis
-                behind = [np.moveaxis(x, of_rows, 0)[n:] for n, x in zip(counts, split[name], strict=True)]
-                assert not any(x.any() for x in behind), "rows of none"
+            case.check(run(mesh, case))
         except AssertionError as error:
-            raise AssertionError(f"of seed {seed}, {case.options}, {case}") from error
+            raise AssertionError(f"of {case}; of --sample the seeds {seeds}") from error
+
+
+DROPPED = {
+    "a ring": {"schedule": "ring", "causal": True},
+    "a ring with a window": {"schedule": "ring", "causal": True, "window": (7, 0), "parts": "contiguous"},
+    "a packed ring": {"schedule": "ring", "causal": True, "lengths": (32, 16)},
+    "an all-to-all": {"schedule": "alltoall", "causal": True, "seqlen": 45},
+    "a packed all-gather": {"schedule": "allgather", "causal": True, "lengths": (32, 16)},
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+def test_dropout_drops_what_it_drops_over_mpi(mesh, kind):
+    options = {"dropout": 0.3, "seed": 2**64 - 3, **DROPPED[kind]}
+    lengths, rows = options.pop("lengths", ()), options.get("seqlen", 48)
+    case = Case((rows, rows), lengths, batch=1, heads=(8, 4), dtype="float32", options=options)
+    over_mpi = case.united(in_threads(RANKS, partial(run_over_mpi, case)))
+    ours = case.united(run(mesh, case))
+    for name, wanted in over_mpi.items():
+        np.testing.assert_allclose(ours[name], wanted, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "ring"}, {"schedule": "allgather", "causal": True}])
+def test_dropout_where_the_length_does_not_divide(mesh, options):
+    """Gradients are those of what the call dropped, by differences; about the share is dropped."""
+    options = {"dropout": 0.3, "seed": jax.random.key(3), "seqlen": 21, **options}
+    case = Case((21, 21), batch=1, dims=(8, 21), dtype="float32", options=options)
+    case.arrays["v"][...] = np.eye(21)  # o is what is left of the weights
+    left = case.united(run(mesh, case))
+    case.options = {**options, "dropout": 0.0}
+    weights = case.united(run(mesh, case))
+    np.testing.assert_allclose(left["lse"], weights["lse"], atol=1e-5)
+    kept = left["o"][weights["o"] > 0] / weights["o"][weights["o"] > 0]
+    np.testing.assert_allclose(kept[kept > 0], 1 / 0.7, rtol=1e-5)
+    assert 0.25 < (kept == 0).mean() < 0.35
+    x, scores = case.arrays, weights["o"]
+    dropped = (left["o"] > 0) / 0.7
+    exact = np.einsum("bhqd,bhkd->bhqk", x["do"], x["v"]) * dropped
+    exact = scores * (exact - np.sum(exact * scores, -1, keepdims=True) + x["dlse"][..., None]) * 8**-0.5
+    np.testing.assert_allclose(left["dq"], exact @ x["k"], atol=1e-4)
+    np.testing.assert_allclose(left["dk"], np.swapaxes(exact, -1, -2) @ x["q"], atol=1e-4)

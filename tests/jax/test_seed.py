@@ -113,3 +113,23 @@ def test_packed_sequences_take_keys():
 def test_what_is_no_seed(seed, message):
     with pytest.raises(InvalidArgumentsError, match=message + r"(.|\n)*Try: "):
         dropped(seed=seed)
+
+
+def test_a_position_may_be_traced_too():
+    """One compilation serves every position of the first query, in all derivatives."""
+    slopes, traced = jnp.linspace(0.1, 0.4, 2), []
+
+    def results(q, align):
+        traced.append(align)
+        attend = partial(cf.attention, q[:, :, :5], K, causal=True, align=align, alibi_slopes=slopes)
+        o, pull = jax.vjp(attend, V)
+        return o, *pull(o), jax.jvp(attend, (V,), (V,))[1]
+
+    in_program = jax.jit(results)
+    found = [in_program(Q, jnp.int32(align)) for align in (0, 3, 12)]
+    assert len(traced) == 1
+    for ours, align in zip(found, (0, 3, 12), strict=True):
+        for a, b in zip(ours, results(Q, align), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(InvalidArgumentsError, match="align is a JAX array of float32"):
+        results(Q, jnp.float32(1))

@@ -87,7 +87,7 @@ def process(rank, ranks):
             for ours, theirs in zip(trained(steps, seqlen, mesh, schedule), wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
             assert functional.scaled_dot_product_attention is own
-    check_sharded()
+    check_sharded(code_of("sharded")["sharded"])
     check_decode(rank, ranks)
     check_buffers(mesh)
     check_refusals(mesh, own)
@@ -102,9 +102,9 @@ def code_of(name):
     return defined
 
 
-def check_sharded():
+def check_sharded(sharded):
     """Weights sharded over all processes, sequences over two of them, as the page has it."""
-    recipe, seqlen = code_of("sharded"), 16
+    step, seqlen = code_of("sharded_step")["sharded_step"], 16
     torch.manual_seed(1)
     batches = torch.randint(WORDS, (5, 4, seqlen + 1))
     alone, model = (Model(seqlen).double() for _ in range(2))
@@ -116,11 +116,11 @@ def check_sharded():
         loss.backward()
         optimizer.step()
     before = [x.detach().clone() for x in model.parameters()]
-    cp, share = recipe["sharded"](model, 2, 2)
+    cp, share = sharded(model, 2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for tokens in batches:
         own = tokens[2 * share : 2 * share + 2]
-        recipe["sharded_step"](model, optimizer, own[:, :-1].clone(), own[:, 1:].clone(), cp)
+        step(model, optimizer, own[:, :-1].clone(), own[:, 1:].clone(), cp)
     for x, wanted, first in zip(model.parameters(), alone.parameters(), before, strict=True):
         torch.testing.assert_close(x.full_tensor(), wanted, rtol=0, atol=1e-9)
         assert not torch.equal(wanted, first)
@@ -205,3 +205,12 @@ def check_refusals(mesh, own):
 
 def test_a_model_trained_in_parts(tmp_path):
     in_processes(4, process, tmp_path, seconds=120)
+
+
+def process_of_accelerate(rank, ranks):
+    check_sharded(code_of("on_its_mesh")["on_its_mesh"])
+
+
+def test_the_mesh_of_accelerate(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    in_processes(4, process_of_accelerate, tmp_path, seconds=120)

@@ -213,6 +213,21 @@ def check_when_calls_are_compared(rank, ranks):
         ring_attention(q, q, q, agreement=True)
 
 
+def check_seeds(rank, ranks):
+    """Other seeds are told; where only the first of calls alike is compared, of that one alone."""
+    x, how = torch.ones(1, 1, 6, 8), {"schedule": "ring", "dropout": 0.5}
+    told = r"different calls: seed\.(.|\n)*process 0(.|\n)*process 1"
+    for agreement in ("call", "signature"):
+        for _ in range(2):  # a call that was refused is none that all agreed on
+            with pytest.raises(InvalidArgumentsError, match=told):
+                ring_attention(x, x, x, seed=rank, agreement=agreement, **how)
+        ring_attention(x, x, x, seed=7, agreement=agreement, **how)
+    ring_attention(x, x, x, seed=rank, agreement="signature", **how)
+    with pytest.raises(InvalidArgumentsError, match=told):
+        ring_attention(x, x, x, seed=rank, agreement="call", **how)
+    ring_attention(x, x, x, seed=rank, **{**how, "dropout": 0.0})  # it drops nothing
+
+
 def check_what_is_sent(rank, ranks):
     """Gradients of k and v travel in float32, if somebody asks for them."""
     real, sent = dist.batch_isend_irecv, []
@@ -260,6 +275,7 @@ def process(rank, ranks):
         check_retries(rank, ranks)
         check_disagreement(rank, ranks)
         check_when_calls_are_compared(rank, ranks)
+        check_seeds(rank, ranks)
     q = torch.ones(1, 1, 6, 8, requires_grad=True)
     if ranks == 4:  # two rings of two
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
