@@ -225,7 +225,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
 
     // [D1]
     const RowBlock block = RowBlock::of(blockIdx.x, p.shape, p.splits, kRows);
-    const int32_t batch = block.batch, kv_head = block.kv_head, split = block.split, rows_here = block.rows;
+    const int32_t batch = block.batch, kv_head = block.kv_head, split = block.split;
 
     // [D2]
     const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
@@ -241,11 +241,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
 
     const bool parted = p.partial_o != nullptr;
     if (parted && first_step >= end_step) {
-        const int32_t row = threadIdx.x;
-        if (row < rows_here)
-            st_global(
-                p.partial_lse + block.part_row(p.shape, block.row(row)),
-                -kInfinity);
+        store_empty_part(p, block);
         return;
     }
 

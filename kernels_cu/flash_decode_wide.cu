@@ -146,16 +146,12 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
     const Band band(p.score, sequence);
     const int32_t first_query = block.first_query(), last_query = block.last_query();
-    const Range keys = band.keys_of(first_query, last_query + 1);
-    const int32_t steps = cdiv(keys.end, kBlockN) - keys.first / kBlockN;
     // why: a part of fewer rings costs merging and gains nothing.
-    const int32_t per_split = larger(cdiv(steps, p.splits), 2 * kStages);
-    const int32_t first_step = keys.first / kBlockN + smaller(block.split, cdiv(steps, per_split)) * per_split;
-    const int32_t count = larger(0, smaller(first_step + per_split, keys.first / kBlockN + steps) - first_step);
+    const KeySteps steps = KeySteps::of<kBlockN>(block, band, p.splits, 2 * kStages);
+    const int32_t first_step = steps.first, count = steps.count;
     const bool parted = p.partial_o != nullptr;
     if (parted && count == 0) {
-        const int32_t row = threadIdx.x;
-        if (row < rows_here) st_global(p.partial_lse + block.part_row(p.shape, block.row(row)), -kInfinity);
+        store_empty_part(p, block);
         return;
     }
 

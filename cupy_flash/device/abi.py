@@ -165,6 +165,7 @@ STRUCTS = {
     "Cache": CACHE,
     "Rotary": ROTARY,
     "DecodeParams": DECODE,
+    "HopperDecodeParams": _with_maps(DECODE, "k_map"),
     "Scales": SCALES,
     "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
     "Fp8ForwardParams": np.dtype([("call", FORWARD), *FP8_FIELDS]),

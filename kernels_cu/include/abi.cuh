@@ -267,3 +267,9 @@ struct DecodeParams {
     Shape shape;    // seqlen_k is the capacity of the cache
     Score score;
 };
+
+// What the Hopper kernel takes: how bulk copies see the cache of keys, as (dim, key of a slot, head, slot).
+struct HopperDecodeParams {
+    TensorMap k_map;
+    DecodeParams call;
+};

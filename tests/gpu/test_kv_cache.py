@@ -34,6 +34,22 @@ CASES = [
         new=2,
     ),
     KvCase(latent=True, head_dims=(576, 512), heads=(128, 1), kind="paged", page=7, room=700, splits=3),
+    *(
+        KvCase(
+            latent=True,
+            head_dims=(576, 512),
+            heads=(heads, 1),
+            queries=queries,
+            causal=True,
+            kind=kind,
+            page=64,
+            lengths=(4096, 77, 0),
+            room=4096,
+            new=queries,
+            sinks=True,
+        )
+        for heads, queries, kind in ((64, 1, "paged"), (128, 2, "paged"), (20, 4, "contiguous"))
+    ),
     KvCase(kind="paged", page=64, lengths=(8192, 77, 3000), room=8192, heads=(32, 4), head_dims=(128, 128)),
     *(
         KvCase(

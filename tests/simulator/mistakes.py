@@ -11,6 +11,7 @@ __all__ = [
     "FLASH_BACKWARD_SM90",
     "FLASH_BACKWARD_WIDE",
     "FLASH_DECODE_IN_ORDER",
+    "FLASH_DECODE_LATENT_SM90",
     "FLASH_FORWARD_FP8",
     "FLASH_FORWARD_SM90",
     "FLASH_FORWARD_WIDE",
@@ -229,6 +230,28 @@ FLASH_DECODE_WIDE = (
             "highest[half] = fmaxf(highest[half], s.row_max[w][row])", "(void)w"),
     Mistake("some of the features", _DECODE_WIDE, "rS[0][n][0] += x.x, ", ""),
     Mistake("sinks in every part", _DECODE_WIDE, "p.score.sinks && !parted", "p.score.sinks"),
+)  # fmt: skip
+
+# Of columns that two warpgroups share, and of keys that are not there.
+_LATENT_SM90 = "flash_decode_latent_sm90.cu"
+FLASH_DECODE_LATENT_SM90 = (
+    Mistake("no wait for keys", _LATENT_SM90,
+            "s.ring.wait(at);\n        wgmma_fence_operand(rS);", "wgmma_fence_operand(rS);"),
+    Mistake("keys freed by one warpgroup", _LATENT_SM90, "s.ring.init(2);", "s.ring.init(1);"),
+    Mistake("keys without a page seen", _LATENT_SM90, "nowhere ? 0 : seen.end", "seen.end"),
+    Mistake("every row sees what the first does", _LATENT_SM90,
+            "band.keys_of(work.block.row(row).query)", "band.keys_of(work.block.row(0).query)"),
+    Mistake("the end of the keys forgotten", _LATENT_SM90, " || key + kBlockN > whole_end", ""),
+    Mistake("numbers behind the last key times 0", _LATENT_SM90, "if (rows < kBlockN) {", "if (false) {"),
+    Mistake("numbers behind the last key times 0 in one half", _LATENT_SM90,
+            "if (rows < kBlockN) {", "if (rows < kBlockN && warpgroup == 0) {"),
+    Mistake("the first values for both halves", _LATENT_SM90,
+            "values(s.keys[0], warpgroup * kHalf)", "values(s.keys[0], 0)"),
+    Mistake("the other half not rescaled", _LATENT_SM90,
+            "Softmax::rescale_o(as_tile(half_of_o.o), 0, factor);", ""),
+    Mistake("every part from the first key", _LATENT_SM90,
+            "(steps.first + step) * kBlockN", "step * kBlockN"),
+    Mistake("sinks in every part", _LATENT_SM90, "p.score.sinks && !p.partial_o", "p.score.sinks"),
 )  # fmt: skip
 
 # Of what gives other bits, or keys that are not there.

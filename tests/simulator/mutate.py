@@ -197,6 +197,15 @@ SUBJECTS = {
         ),
         mistakes.FLASH_DECODE_WIDE,
     ),
+    "flash_decode_latent_sm90": Subject(
+        "kernels_cu/flash_decode_latent_sm90.cu",
+        (
+            "tests/simulator/test_decode_latent_sm90.py",
+            "-k",
+            "cases[odd_rows] or cases[parts] or behind_the_last or (hostile and 2147483647)",
+        ),
+        mistakes.FLASH_DECODE_LATENT_SM90,
+    ),
     "flash_decode_in_order": Subject(
         "kernels_cu/flash_decode_in_order.cu",
         (
@@ -335,6 +344,16 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "__syncwarp()",
         2,
     ): "no schedule stops a warp between a load and an arrival",
+    (
+        "flash_decode_latent_sm90.cu",
+        "bar_sync(kQLoaded, kConsumers)",
+        1,
+    ): "every schedule writes all of Q before the first keys have come; a race to ThreadSanitizer",
+    (
+        "flash_decode_latent_sm90.cu",
+        "bar_sync(kVCleared + warpgroup, 128)",
+        1,
+    ): "the product, a collective of the warpgroup, comes before it reads",
     (
         "flash_forward_wide_sm90.cu",
         "bar_sync(kPEmpty, 256)",

@@ -13,7 +13,7 @@ from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Plan, along_x, blocks_of, laid_out
-from . import decode, flash, hopper, order, simple
+from . import decode, decode_latent, flash, hopper, order, simple
 
 __all__ = ["NAME", "plan", "refusals", "variants"]
 
@@ -31,6 +31,9 @@ _GAIN = {"hopper": 6.0, "flash": 2.5}
 # and 16 keys decode takes 1792 cycles of it and 300 of barriers, flash_forward_wide 1300 and 215. By wgmma an
 # H200 has 516 TFLOP/s, and by these 2100 cycles it would have 230.
 _GAIN_WIDE = {"hopper": 2.3, "flash": 1.4}
+# The same of flash_decode_latent_sm90, which multiplies tiles of 64 x 64 by wgmma, as the forward pass of
+# hopper does; that of flash is as far behind as above.
+_GAIN_LATENT = {"hopper": 1.0, "flash": 0.6}
 # Tiles of 16 queries that decode gets through while a cache is gathered: it is read and written once.
 _GATHER_TILES = 3
 # Dtypes in which a stored key times its scale would be rounded. (Decode rounds 4-bit codes too.)
@@ -119,6 +122,7 @@ def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
     tiles = p.batch * heads * blocks_of(p.seqlen_q << first.head_bits, tile)
     waves = blocks_of(tiles, arch.multiprocessors)
     gains = _GAIN_WIDE if decode.is_wide(p) else _GAIN
+    gains = _GAIN_LATENT if variant.source == decode_latent.SOURCE else gains
     steps = tile * decode.keys_seen(p) / (pairs_per_step * gains[computed.family])
     cost = waves * (steps + decode.BLOCK_COST)
     assert p.cache is not None

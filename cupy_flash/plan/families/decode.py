@@ -9,7 +9,7 @@ from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
 from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
-from . import decode_wide, flash
+from . import decode_latent, decode_wide, flash
 
 __all__ = [
     "BLOCK_COST",
@@ -175,6 +175,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
                 in_order = None if stored else _in_order(dtype, head_dim, arch)
                 yield from (v for v in (_decode(dtype, stored, head_dim, arch), in_order) if v is not None)
     yield from decode_wide.variants(arch)
+    yield from decode_latent.variants(arch)
 
 
 def refused_codes(p: Problem) -> list[str]:
@@ -276,7 +277,7 @@ def keys_seen(p: Problem) -> int:
 
 def keys_of_step(variant: Variant) -> int:
     """Keys that a block reads at a time."""
-    if variant.source == decode_wide.SOURCE:
+    if variant.source in (decode_wide.SOURCE, decode_latent.SOURCE):
         return variant.tile[1]
     return STEP_KEYS * variant.threads // 32
 
@@ -344,7 +345,8 @@ def cheapest(problem: Problem, arch: Arch) -> tuple[Variant, Splits]:
 def _kernel(p: Problem, arch: Arch) -> Variant:
     assert p.cache is not None
     if is_wide(p):
-        return decode_wide.kernel(p, arch)
+        by_wgmma = decode_wide.of_latents(p) and not decode_latent.refusals(p, arch)
+        return decode_latent.kernel(p) if by_wgmma else decode_wide.kernel(p, arch)
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     head_dim = next(d for d in HEAD_DIMS if max(p.head_dim, p.head_dim_v) <= d)
     dtype = _PRODUCTS[p.dtype]
@@ -390,4 +392,13 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         shape = (splits.parts, p.batch, p.heads_q, p.seqlen_q)
         parts += [("partial_o", "float32", (*shape, p.head_dim_v)), ("partial_lse", "float32", shape)]
         launches += along_x(_combine(_PRODUCTS[p.dtype], p.head_dim_v), rows)
-    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=(splits.line(),))
+    notes = [splits.line(), *_skipped(p, arch)]
+    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=tuple(notes))
+
+
+def _skipped(p: Problem, arch: Arch) -> list[str]:
+    """Why latents on Hopper stay with mma.sync."""
+    if arch.capability != 90 or not decode_wide.of_latents(p):
+        return []
+    stem = decode_latent.SOURCE.removesuffix(".cu")
+    return [f"skipped   {stem}: {reason}" for reason in decode_latent.refusals(p, arch)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
 
-__all__ = ["HEAD_DIM_V", "LATENT", "SOURCE", "blocks_held", "kernel", "refusals", "variants"]
+__all__ = ["HEAD_DIM_V", "LATENT", "SOURCE", "blocks_held", "kernel", "of_latents", "refusals", "variants"]
 
 SOURCE = "flash_decode_wide.cu"
 LATENT, HEAD_DIM, HEAD_DIM_V = 576, 512, 512
@@ -87,7 +87,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
             yield _variant(dtype, stored, HEAD_DIM, cell)
 
 
-def _of_latents(p: Problem) -> bool:
+def of_latents(p: Problem) -> bool:
     """Whether values are read out of keys; of narrower latents they are read beside them."""
     return p.cache is not None and p.cache.latent and p.head_dim > HEAD_DIM
 
@@ -96,7 +96,7 @@ def kernel(p: Problem, arch: Arch) -> Variant:
     """The one for a problem that is not refused: the smallest tile that holds all rows, or the largest."""
     assert p.cache is not None
     rows = p.heads_q // p.heads_k * p.seqlen_q
-    head_dim = LATENT if _of_latents(p) else HEAD_DIM
+    head_dim = LATENT if of_latents(p) else HEAD_DIM
     cells = _cells(head_dim, arch)
     cell = next((cell for cell in cells if rows <= cell.rows), cells[-1])
     stored = "" if p.cache.dtype == p.dtype else _STORED[p.cache.dtype]
@@ -107,20 +107,20 @@ def refusals(p: Problem, arch: Arch) -> list[str]:
     """Why these kernels, of all of decode, cannot answer a problem of a head dim above 256."""
     assert p.cache is not None
     widest, reasons = max(p.head_dim, p.head_dim_v), []
-    what = "latents" if _of_latents(p) else f"keys of head_dim {widest}"
-    stored = p.cache.dtype == p.dtype or (not _of_latents(p) and p.cache.dtype in _STORED)
-    if _of_latents(p) and (p.head_dim != LATENT or p.head_dim_v > HEAD_DIM_V):
+    what = "latents" if of_latents(p) else f"keys of head_dim {widest}"
+    stored = p.cache.dtype == p.dtype or (not of_latents(p) and p.cache.dtype in _STORED)
+    if of_latents(p) and (p.head_dim != LATENT or p.head_dim_v > HEAD_DIM_V):
         reasons.append(
             f"reads latents of {LATENT} numbers with values of at most {HEAD_DIM_V}, "
             f"not {p.head_dim} with {p.head_dim_v}"
         )
-    elif not _of_latents(p) and widest > HEAD_DIM:
+    elif not of_latents(p) and widest > HEAD_DIM:
         reasons.append(f"head_dim {widest} is above {HEAD_DIM}")
     if arch.capability < 80:
         reasons.append(f"{what} need the asynchronous copies of sm_80")
     if p.dtype not in _PRODUCTS or not stored:
         reasons.append(f"reads {what} of float16 and bfloat16 like q, not {p.cache.dtype} for {p.dtype}")
-    if p.spans and _of_latents(p):
+    if p.spans and of_latents(p):
         reasons.append("does not support Spans over latents")
     if p.reproducible:
         reasons.append(f"splits {what} by the batch and the GPU, and adds in another order than a prompt")

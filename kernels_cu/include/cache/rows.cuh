@@ -48,6 +48,27 @@ struct RowBlock {
     }
 };
 
+// The keys of a block in steps of kBlockN: its part of those that its rows see.
+struct KeySteps {
+    int32_t first, count;    // step i begins at key (first + i) * kBlockN
+
+    // least: steps of a part, but of the last one.
+    template <int kBlockN>
+    CF_DEVICE static KeySteps of(const RowBlock& block, const Band& band, int32_t splits, int32_t least) {
+        const Range keys = band.keys_of(block.first_query(), block.last_query() + 1);
+        const int32_t begin = keys.first / kBlockN, steps = cdiv(keys.end, kBlockN) - begin;
+        const int32_t of_part = larger(cdiv(steps, splits), least);
+        const int32_t first = begin + smaller(block.split, cdiv(steps, of_part)) * of_part;
+        return {first, larger(0, smaller(first + of_part, begin + steps) - first)};
+    }
+};
+
+// Of a part without keys: flash_combine reads no O of it. By the threads of a block, at least one for each row.
+CF_DEVICE void store_empty_part(const DecodeParams& p, const RowBlock& block) {
+    const int32_t row = threadIdx.x;
+    if (row < block.rows) st_global(p.partial_lse + block.part_row(p.shape, block.row(row)), -kInfinity);
+}
+
 // The last keys, as many as there are queries, are drafts, which the queries in their spans see. Of a warp's 16 rows from
 // row_first on; first_key: of column 0 of this thread.
 template <int kN>

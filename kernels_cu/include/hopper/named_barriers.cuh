@@ -5,12 +5,13 @@
 enum ForwardBarrier : int {
     kWarpScheduler = 1,    // 1 to 3, one per consumer warpgroup: its turn to issue products
     kVCleared =
-        4,    // rows of V past the last key are zeros; flash_forward_wide_sm90: 4 and 5, one per warpgroup
+        4,    // rows of V past the last key are zeros; where warpgroups share columns of O: 4 and 5, one per warpgroup
     kSkipped =
         6,    // 6 to 8, one per consumer warpgroup: all of its warps know that a K or V to skip has come
     kPFull =
-        9,    // P and its rescale factors are visible to the second warpgroup of flash_forward_wide_sm90,
-    kPEmpty = 10,    // which has read them
+        9,    // P and its rescale factors are visible to the second of the warpgroups that share columns of O,
+    kPEmpty = 10,     // which has read them
+    kQLoaded = 11,    // consumers have written Q themselves
 };
 enum BackwardBarrier : int {
     kCleared = 1,       // rows of a pair of tiles past the end of a sequence are zeros

@@ -104,6 +104,7 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper_wide(dtype)
             yield _wide(dtype, hopper, "flash_forward_wide_sm90.cu", 576)
             yield _hopper_spans(dtype)
+            yield _hopper_latents(dtype)
         yield _float8(hopper, "flash_forward_fp8_sm90.cu")
         yield _halves()
     if "fp8" in architecture(target).families:
@@ -438,6 +439,17 @@ def _latents(dtype: str) -> Call:
         kind="paged", new=1, splits=2,
     )  # fmt: skip
     return Call(f"latents-{dtype}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
+
+
+def _hopper_latents(dtype: str) -> Call:
+    """The same of two tiles of rows, 40 heads of two drafts, in pages of 64."""
+    kernels = {("flash_append.cu", "", dtype), ("flash_decode_latent_sm90.cu", "", dtype),
+               ("flash_combine.cu", "", dtype)}  # fmt: skip
+    case = KvCase(
+        dtype=_NUMPY[dtype], latent=True, head_dims=(576, 512), heads=(40, 1), queries=2, causal=True,
+        lengths=(37, 300), room=320, kind="paged", page=64, new=2, splits=2,
+    )  # fmt: skip
+    return Call(f"hopper-latents-{dtype}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
 
 
 def _in_order(dtype: str) -> Call:
