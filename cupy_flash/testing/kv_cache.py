@@ -2,8 +2,8 @@
 
 The rules beyond those of `reference`: where keys lie (`gather`), which of them a query names (`selected`),
 what appending stores (`append`), where queries stand (the last one on the last key), what rotation does
-(`rotate`). Entries of a table
-that lead outside the cache hide their keys; lengths beyond its room are cut to it.
+(`rotate`). Entries of a table that lead outside the cache hide their keys; lengths beyond its room are cut
+to it.
 """
 
 from __future__ import annotations

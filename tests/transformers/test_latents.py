@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import cupy_flash.torch as cf
 from cupy_flash import LatentCache
+from tests.transformers.absorbed import absorbed
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
@@ -34,23 +35,6 @@ def layer():
     return made, deepseek.DeepseekV3RotaryEmbedding(config)
 
 
-def absorbed(attention, hidden, rotation, latents, length):
-    """The layer over latents: kv_b_proj is part of q and of o; one new latent of each token is stored."""
-    batch, tokens = hidden.shape[:2]
-    q = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(hidden)))
-    q = q.view(batch, tokens, HEADS, NOPE + ROPE).transpose(1, 2)
-    new, k_rope = attention.kv_a_proj_with_mqa(hidden).split([RANK, ROPE], -1)
-    q_rope, k_rope = deepseek.apply_rotary_pos_emb_interleave(q[..., NOPE:], k_rope[:, None], *rotation)
-    of_keys, of_values = attention.kv_b_proj.weight.view(HEADS, NOPE + VALUES, RANK).split([NOPE, VALUES], 1)
-    q = torch.cat((torch.einsum("bhtn,hnr->bhtr", q[..., :NOPE], of_keys), q_rope), -1)
-    k = torch.cat((attention.kv_a_layernorm(new)[:, None], k_rope), -1)
-    o = cf.attention_with_kv_cache(
-        q, LatentCache(latents, RANK), k=k, cache_seqlens=length, causal=True, scale=attention.scaling
-    )
-    o = torch.einsum("bhtr,hvr->bthv", o, of_values)
-    return attention.o_proj(o.reshape(batch, tokens, HEADS * VALUES))
-
-
 @torch.no_grad()
 def test_absorbed_form_is_the_layer():
     """A prompt, then tokens one by one, and two drafts at once."""
@@ -62,6 +46,13 @@ def test_absorbed_form_is_the_layer():
         seen = torch.ones(tokens, length + tokens, dtype=torch.bool).tril(length)
         mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
         expected, _ = attention(hidden, rotation, mask, past_key_values=cache)
-        actual = absorbed(attention, hidden, rotation, latents, length)
+
+        def attend(q, new, length=length):
+            return cf.attention_with_kv_cache(
+                q, LatentCache(latents, RANK), k=new, cache_seqlens=length, causal=True,
+                scale=attention.scaling,
+            )  # fmt: skip
+
+        actual = absorbed(attention, hidden, rotation, attend)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         length += tokens

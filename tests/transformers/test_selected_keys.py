@@ -16,6 +16,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 import cupy_flash.torch as cf
 import cupy_flash.transformers
 from cupy_flash import LatentCache, UnsupportedError
+from tests.transformers.absorbed import absorbed
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
@@ -28,25 +29,6 @@ TINY = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     "mlp_layer_types": ["dense", "sparse"],
 }  # fmt: skip
-
-
-def absorbed(attention, hidden, rotation, latents, length, indices):
-    """The layer over latents, of which each query reads those that it selects."""
-    batch, tokens = hidden.shape[:2]
-    q = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(hidden)))
-    q = q.view(batch, tokens, HEADS, NOPE + ROPE).transpose(1, 2)
-    new, k_rope = attention.kv_a_proj_with_mqa(hidden).split([RANK, ROPE], -1)
-    q_rope, k_rope = deepseek.apply_rotary_pos_emb_interleave(q[..., NOPE:], k_rope[:, None], *rotation)
-    of_keys, of_values = attention.kv_b_proj.weight.view(HEADS, NOPE + VALUES, RANK).split([NOPE, VALUES], 1)
-    q = torch.cat((torch.einsum("bhtn,hnr->bhtr", q[..., :NOPE], of_keys), q_rope), -1)
-    stop = length + tokens
-    latents[:, :, length:stop] = torch.cat((attention.kv_a_layernorm(new)[:, None], k_rope), -1)
-    o = cf.attention_with_kv_cache(
-        q, LatentCache(latents, RANK), cache_seqlens=stop, indices=indices, causal=True,
-        scale=attention.scaling,
-    )  # fmt: skip
-    o = torch.einsum("bhtr,hvr->bthv", o, of_values)
-    return attention.o_proj(o.reshape(batch, tokens, HEADS * VALUES))
 
 
 @torch.no_grad()
@@ -68,7 +50,15 @@ def test_absorbed_form_is_the_layer():
         seen = torch.ones(tokens, length + tokens, dtype=torch.bool).tril(length)
         mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None].expand(2, -1, -1, -1)
         expected, _ = attention(hidden, rotation, mask, past_key_values=cache)
-        actual = absorbed(attention, hidden, rotation, latents, length, found[-1])
+
+        def attend(q, new, stop=length + tokens):
+            latents[:, :, stop - q.shape[2] : stop] = new
+            return cf.attention_with_kv_cache(
+                q, LatentCache(latents, RANK), cache_seqlens=stop, indices=found[-1], causal=True,
+                scale=attention.scaling,
+            )  # fmt: skip
+
+        actual = absorbed(attention, hidden, rotation, attend)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         length += tokens
 
