@@ -157,12 +157,15 @@ def test_a_release_asks_for_the_cpu_core_where_it_is_compiled(system, name, mach
     assert core.marker.evaluate({"platform_system": system, "platform_machine": machine}) == compiled
 
 
+PASSED = "build/passed.txt"
+OPTIONS_OF_CI = f"--write-passed={PASSED}", f"--push --without={PASSED}"
+
+
 def test_ci_runs_the_commands_of_the_readme():
     """The plain one first, in a new environment: what CI alone has, a newcomer lacks."""
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    passed = "build/passed.txt"
-    commands = [f"time scripts/test --write-passed {passed}", f"time scripts/test --push --without {passed}"]
-    assert lines[-3:] == [f"rm -rf .venv {passed}", *commands]
+    commands = [f"time scripts/test {options}" for options in OPTIONS_OF_CI]
+    assert lines[-3:] == [f"rm -rf .venv {PASSED}", *commands]
     for name in ("README.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text()
         assert "\nscripts/test  " in text
@@ -193,22 +196,27 @@ def test_n(n): assert n == 1
 
 
 def test_what_passed_is_not_repeated_but_for_frameworks(tmp_path):
-    """In CI's second run; what failed or was skipped in the first is repeated."""
-    (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "test_it.py").write_text(TESTS_OF_EVERY_END)
-    file = tmp_path / "passed.txt"
+    """In CI's second run, by its own options; what failed or was skipped in the first is repeated."""
+    for folder in ("cases", "build"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["cases"]\n')
+    (tmp_path / "cases" / "conftest.py").write_text("from tests.conftest import *\n")
+    (tmp_path / "cases" / "test_it.py").write_text(TESTS_OF_EVERY_END)
 
-    def run(*options):
-        words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "test_it.py", *options]
+    def run(options):
+        words = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--sample=word"]
+        words += options.replace("--push", "--in-turn").split()
         found = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(words, cwd=tmp_path, env=found, capture_output=True, text=True, check=False)
-        return {*re.findall(r"^test_it.py::(\S+) [A-Z]", done.stdout, re.MULTILINE)}
+        return {*re.findall(r"^cases/test_it.py::(\S+) [A-Z]", done.stdout, re.MULTILINE)}
 
+    first, second = OPTIONS_OF_CI
     every = {"test_passes", "test_fails", "test_skips", "test_errs", "test_torch", "test_n[1]", "test_n[2]"}
-    assert run("--write-passed", file) == every
+    assert run(first) == every
     passed = {"test_n[1]", "test_passes", "test_torch"}
-    assert file.read_text().split() == [f"test_it.py::{name}" for name in sorted(passed)]
-    assert run("--without", file) == every - passed | {"test_torch"}
+    assert (tmp_path / PASSED).read_text().split() == [f"cases/test_it.py::{name}" for name in sorted(passed)]
+    assert run(second) == every - passed | {"test_torch"}
+    assert run(first) == every, "the file is there already"
 
 
 def test_every_address_has_one_owner():
