@@ -260,6 +260,40 @@ void cluster_wait(Site site) {
 
 // ---- the life of a thread
 
+// Fibers that blocks share, in sets: a new one is 0.8 MB that ThreadSanitizer clears. A fiber keeps its clock, so a
+// block looks as if it came after the last one of its set, and no race between these two is told. why several sets:
+// blocks that follow one another differ. why the launch counts: those that share one differ from launch to launch.
+struct Fibers {
+    std::vector<void*> of_thread;
+    bool taken = false;
+};
+#if defined(__SANITIZE_THREAD__)
+static Fibers sets[8];
+static size_t launches, blocks_started;
+
+static Fibers* free_set(size_t threads) {
+    const size_t n = std::clamp<size_t>(1024 / threads, 4, std::size(sets));
+    const size_t first = blocks_started + blocks_started / n * launches;
+    blocks_started++;
+    for (size_t i = 0; i < n; i++)
+        if (Fibers& set = sets[(first + i) % n]; !set.taken) return &set;
+    return nullptr;
+}
+
+static void give_fiber(Thread& t) {
+    if (t.fiber_is_own) __tsan_destroy_fiber(t.tsan);
+    t.fiber_is_own = !block.fibers;
+    const auto create = [] { return __tsan_create_fiber(__tsan_switch_to_fiber_no_sync); };
+    if (t.fiber_is_own) {
+        t.tsan = create();
+        return;
+    }
+    std::vector<void*>& of_thread = block.fibers->of_thread;
+    if (size_t(t.id) == of_thread.size()) of_thread.push_back(create());
+    t.tsan = of_thread[size_t(t.id)];
+}
+#endif
+
 SIM_NEVER_RETURNS static void thread_main() {
     entered(block.launcher);
     acquire(&block.launcher);
@@ -282,37 +316,29 @@ SIM_NEVER_RETURNS static void thread_main() {
         if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
         for (int i = 0; i < block.total(); i++) block.threads[i].additions.complete_all();
         block.left = Left::ended;
+        if (block.fibers) block.fibers->taken = false;
         switch_context(t, block.launcher, true);
     }
     resume(next_thread(), true);
     abort();
 }
 
-#if defined(__SANITIZE_THREAD__)
-// Fibers that launches share: a new one is 0.8 MB that ThreadSanitizer clears. why no two threads of a launch
-// share one: a fiber keeps its clock, so that the second would be ordered after the block of the first, and no
-// race between them be told. Launches are ordered anyway.
-static std::vector<void*> fibers;
-static size_t threads_started;    // of the launch
-constexpr size_t kMostFibers = 1024;
-
-static void give_fiber(Thread& t) {
-    if (t.fiber_is_own) __tsan_destroy_fiber(t.tsan);
-    t.fiber_is_own = threads_started >= kMostFibers;
-    if (threads_started >= fibers.size() || t.fiber_is_own)
-        t.tsan = __tsan_create_fiber(__tsan_switch_to_fiber_no_sync);
-    else t.tsan = fibers[threads_started];
-    if (threads_started == fibers.size() && !t.fiber_is_own) fibers.push_back(t.tsan);
-    threads_started++;
-}
-#endif
-
 void start_launch() {
 #if defined(__SANITIZE_THREAD__)
-    threads_started = 0;
-    if (block.failed) fibers.clear();    // they stand where the last launch was given up
+    launches++, blocks_started = 0;
+    for (Fibers& set : sets) {
+        if (block.failed) set.of_thread.clear();    // they stand where the last launch was given up
+        set.taken = false;
+    }
 #endif
     block.failed = false;
+}
+
+void take_fibers() {
+#if defined(__SANITIZE_THREAD__)
+    block.fibers = free_set(size_t(block.total()));
+    if (block.fibers) block.fibers->taken = true;
+#endif
 }
 
 void start_thread(Thread& t) {

@@ -136,6 +136,7 @@ struct Block {
     uint3 index = {};                        // blockIdx of the first block
     Left left = Left::ended;                 // why it gave way to the launcher
     Context launcher;
+    struct Fibers* fibers = nullptr;    // ThreadSanitizer's; null: each thread has its own
     Thread* running = nullptr;
     void (*body)(const void*) = nullptr;
     const void* params = nullptr;

@@ -11,6 +11,7 @@ void set_seed(uint64_t seed);
 void show_thread(int id);    // sets threadIdx
 Thread& next_thread();
 void start_launch();
+void take_fibers();    // ThreadSanitizer's, of a block's threads
 void start_thread(Thread& t);
 void check_alive(int rank, Site site);    // a block of the cluster
 

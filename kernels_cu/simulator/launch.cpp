@@ -52,6 +52,7 @@ static void start_block(uint3 index, size_t shared_bytes, int ranks) {
     for (int rank = 0; rank < ranks; rank++)
         memset(b.dirty + size_t(rank) * kWindow / 16, 0, (shared_bytes + 15) / 16 * sizeof b.dirty[0]);
     b.unfenced_barriers.clear();
+    take_fibers();
     for (int i = 0; i < b.total(); i++) {
         b.threads[i].rank = i / b.size;
         start_thread(b.threads[i]);

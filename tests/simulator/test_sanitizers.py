@@ -63,7 +63,7 @@ def test_address_sanitizer_names_the_line(mode: int, says: str) -> None:
 
 
 def test_thread_sanitizer_names_the_line() -> None:
-    races = [(6, 1), (7, 1), (8, 2), (10, 1), (11, 1)]
+    races = [(6, 1), (7, 1), (8, 2), (10, 1), (11, 1), (15, 16)]
     done = sanitized.run("thread", _FAULT.format(cases=races))  # it goes on after a report
     assert done.returncode == 66, done.stderr[-3000:]
     assert "data race" in done.stderr, done.stderr[-3000:]
