@@ -19,7 +19,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "duration"):
-                seconds[report.nodeid.rpartition(".py")[0].rpartition("/")[0]] += report.duration
+                seconds[report.nodeid.partition("::")[0].rpartition("/")[0]] += report.duration
             for name, one in getattr(report, "user_properties", ()):
                 if name.startswith(_PREFIX):
                     counted[name.removeprefix(_PREFIX)].add(one)

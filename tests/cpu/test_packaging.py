@@ -17,7 +17,7 @@ import zipfile
 import pytest
 from packaging.requirements import Requirement
 
-from cupy_flash.cpu.core import build
+from cupy_flash.cpu.core import build, sources
 from cupy_flash.cpu.core import locate as library
 from cupy_flash.cpu.core.isa import host, runnable
 from cupy_flash.cubins import locate, nvrtc, sass
@@ -190,7 +190,7 @@ def test_errs(late): pass
 @pytest.mark.torch
 def test_torch(): pass
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, 2], ids=["1", "a/b.py"])
 def test_n(n): assert n == 1
 """
 
@@ -208,10 +208,11 @@ def test_what_passed_is_not_repeated_but_for_frameworks(tmp_path):
         words += options.replace("--push", "--in-turn").split()
         found = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(words, cwd=tmp_path, env=found, capture_output=True, text=True, check=False)
+        assert re.findall(r"^(\S+): \d+ s$", done.stdout, re.MULTILINE) == ["cases"]
         return {*re.findall(r"^cases/test_it.py::(\S+) [A-Z]", done.stdout, re.MULTILINE)}
 
     first, second = OPTIONS_OF_CI
-    every = {"test_passes", "test_fails", "test_skips", "test_errs", "test_torch", "test_n[1]", "test_n[2]"}
+    every = {"test_passes", "test_fails", "test_skips", "test_errs", "test_torch", "test_n[1]", "test_n[a/b.py]"}
     assert run(first) == every
     passed = {"test_n[1]", "test_passes", "test_torch"}
     assert (tmp_path / PASSED).read_text().split() == [f"cases/test_it.py::{name}" for name in sorted(passed)]
@@ -535,8 +536,8 @@ def requirements_of(wheel):
     return [Requirement(one) for one in asked if "extra ==" not in one]
 
 
-# What scripts/test compiles anyway, and what compiles fastest.
-ARCHS = {12: "sm_80", 13: "sm_75"}
+# What scripts/test compiles anyway, and what has the fewest kernels of its own.
+ARCHS = {12: "sm_80", 13: "sm_89"}
 
 
 @pytest.fixture(scope="module")
@@ -553,7 +554,7 @@ def wheels(tmp_path_factory):
 @pytest.mark.skipif(host().platform != "linux-x86_64", reason="the wheel that is built is for x86-64 Linux")
 def test_the_wheel_of_the_cpu_core(tmp_path):
     """It has a platform, brings every instruction set, and is found where it is installed."""
-    run("scripts/build_wheels.py", "--cpu", "linux-x86_64", "--cpu", "windows-x86_64", "--out", tmp_path)
+    run("scripts/build_wheels.py", "--cpu", "linux-x86_64", "--out", tmp_path)
     core = tmp_path / f"cupy_flash-{__version__}-py3-none-any.whl"
     wheel = tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-manylinux2014_x86_64.whl"
     folder = "cupy_flash_cpu/_core/linux-x86_64/"
@@ -561,8 +562,6 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
     parts = ("", "_functions", "_second_order", "_statistics")
     libraries = {f"{isa}{part}.so" for isa in ("v2", "v3", "v4") for part in parts}
     assert held == {"manifest.json", "v4_amx.so", "v4_bfloat16.so", *libraries}
-    windows = names_in(tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-win_amd64.whl")
-    assert {f"cupy_flash_cpu/_core/windows-x86_64/{name}" for name in held} <= windows
     assert not [name for name in names_in(core) if name.endswith(".so")]
     others = tmp_path / f"cupy_flash_cpu-{__version__}-py3-none-any.whl"
     assert not [name for name in names_in(others) if "_core" in name]
@@ -587,6 +586,21 @@ def test_the_wheel_of_the_cpu_core(tmp_path):
         env={**os.environ, "PYTHONPATH": path},
     )
     assert found.stdout.strip() == "cupy-flash-cpu", found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn(8)
+@needs_build
+@pytest.mark.parametrize("target", ["linux-aarch64", "macos-aarch64", "windows-x86_64"])
+def test_the_wheel_of_the_cpu_core_for_others(target, tmp_path):
+    """It brings every library of every instruction set of its processors."""
+    run("scripts/build_wheels.py", "--cpu", target, "--out", tmp_path)
+    held = set().union(*(names_in(wheel) for wheel in tmp_path.glob("cupy_flash_cpu-*.whl")))
+    folder = f"cupy_flash_cpu/_core/{target}/"
+    isas = build.libraries_of(target)
+    libraries = {f"{sources.library_name(isa, part)}.so" for isa in isas for part in sources.parts(isa)}
+    wanted = {f"{folder}{name}" for name in ("manifest.json", *libraries)}
+    assert {name for name in held if "/_core/" in name} == wanted
 
 
 @pytest.mark.slow

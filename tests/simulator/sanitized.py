@@ -23,6 +23,15 @@ _OPTIONS = {
 }
 
 
+# why no numbers: the same cases have them without a sanitizer. NumPy's temporaries would take a quarter of
+# the time, for each is mapped anew and has shadows.
+_NO_NUMBERS = """
+from cupy_flash import testing
+testing.assert_within_budget = lambda *arrays, **options: None
+testing.error_budget_with_kv_cache = lambda *arrays, **options: []
+"""
+
+
 def _library(name: str) -> str:
     found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True)
     return found.stdout.strip()
@@ -54,7 +63,7 @@ def run(sanitizer: str, code: str, timeout: int = 600) -> subprocess.CompletedPr
         "CUPY_FLASH_SIMULATOR_SANITIZE": sanitizer,
         "OPENBLAS_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", _NO_NUMBERS + code]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
