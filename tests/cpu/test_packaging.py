@@ -212,7 +212,7 @@ def test_what_passed_is_not_repeated_but_for_frameworks(tmp_path):
         return {*re.findall(r"^cases/test_it.py::(\S+) [A-Z]", done.stdout, re.MULTILINE)}
 
     first, second = OPTIONS_OF_CI
-    every = {"test_passes", "test_fails", "test_skips", "test_errs", "test_torch", "test_n[1]", "test_n[a/b.py]"}
+    every = {f"test_{end}" for end in ("passes", "fails", "skips", "errs", "torch", "n[1]", "n[a/b.py]")}
     assert run(first) == every
     passed = {"test_n[1]", "test_passes", "test_torch"}
     assert (tmp_path / PASSED).read_text().split() == [f"cases/test_it.py::{name}" for name in sorted(passed)]
