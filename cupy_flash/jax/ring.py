@@ -23,6 +23,7 @@ from .exchange import Call, all_gather, all_to_all
 from .functional import check
 from .held import Held, Packed, beside, seen
 from .numbers import next_seed, seed_apart
+from .primitives import missing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -281,8 +282,24 @@ def _wide(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
+_SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="alltoall" or "allgather"')
+
+
+def _once(one_pass: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass whose derivative says that there is none, and not what JAX says of callbacks."""
+    function = jax.custom_jvp(one_pass, nondiff_argnums=(0,))
+
+    @function.defjvp
+    def _derivative(around: _Around, primals: Any, tangents: Any) -> Any:
+        results = function(around, *primals)
+        leaves, form = jax.tree.flatten(results)
+        return results, jax.tree.unflatten(form, missing(_SECOND, jax.tree.leaves(tangents), leaves) or ())
+
+    return function
+
+
+@_once
+def _results(around: _Around, q: Any, k: Any, v: Any, apart: _Apart) -> tuple[Any, Any]:
     swapped, steps = around.axis(q) == -3, around.steps
     o, lse = _part(around, 0, q, k, v, apart)
     for before, step in itertools.pairwise(steps):
@@ -294,12 +311,8 @@ def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, 
     return o.astype(q.dtype), lse
 
 
-def _ring_forward(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
-    o, lse = _ring(q, k, v, apart, around)
-    return (o, lse), (q, k, v, o, lse, apart)
-
-
-def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+@_once
+def _gradients(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     q, k, v, o, lse, apart = saved
     home = (q, k, v)
     sums = [jnp.zeros_like(_wide(x)) for x in home]
@@ -317,7 +330,20 @@ def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, .
     return dq, dk, dv, _Apart(dsinks)
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
+    o, lse = _results(around, q, k, v, apart)
+    return o, lse
+
+
+def _ring_forward(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
+    o, lse = _results(around, q, k, v, apart)
+    return (o, lse), (q, k, v, o, lse, apart)
+
+
+_ring.defvjp(_ring_forward, _gradients)
+# why jit: outside of one JAX refuses forward mode in words that nobody understands.
+_compiled_ring = jax.jit(_ring, static_argnums=(4,))
 
 
 def _bands(whole: list[Whole], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
@@ -396,8 +422,8 @@ def ring_attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError
-        As in `attention`, while tracing; also an odd number of rows with causal, and heads that do not divide
-        over the devices with schedule "alltoall".
+        As in `attention`, while tracing; also an odd number of rows with causal, heads that do not divide
+        over the devices with schedule "alltoall", and a second derivative with schedule "ring".
     """
     causal = flag(options.pop("causal", False), "causal")
     schedule = "ring" if schedule is None else schedule
@@ -470,5 +496,5 @@ def _by_ring(
     of_all = {name: x for name, x in (("sinks", sinks), ("seed", call.seed)) if x is not None}
     q, k, v, *own = alike(q, k, v, *of_all.values())
     apart = _Apart(packed=call.packed, rows=rows, **dict(zip(of_all, own, strict=True)))
-    o, lse = _ring(q, k, v, apart, around)
+    o, lse = _compiled_ring(q, k, v, apart, around)
     return o, lse
