@@ -167,8 +167,8 @@ def seeds_of(word, count):
     return np.random.SeedSequence([*word.encode()]).generate_state(count).tolist()
 
 
-def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
-    """A call that some schedule takes, uneven lengths, GQA and all options included."""
+def random_case(rng, ranks, dtypes=("float64", "float32", "float16"), named=False):
+    """A call that some schedule takes, uneven lengths, GQA and all options included; named: it says which."""
 
     def chosen(values, share=1.0):
         return values[rng.integers(len(values))] if rng.random() < share else None
@@ -193,7 +193,7 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
     if rng.random() < 0.2:
         lengths = tuple(int(n) * 2 * ranks for n in rng.integers(0, 5, rng.integers(1, 4)))
         if sum(lengths):
-            options["schedule"] = chosen(["ring", None]) if schedule == "ring" else schedule
+            options["schedule"] = chosen(["ring", None]) if schedule == "ring" and not named else schedule
             return Case(lengths=lengths, options=options, extra=tuple(filter(None, extra)), **shape)
     q_rows, k_rows = (int(rng.integers(1, 40)) for _ in "qk")
     options["layout"] = chosen(["bhsd", "bshd"])
@@ -215,7 +215,7 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16")):
     if (schedule != "ring" or not (causal or window)) and options["parts"] is None:
         options["parts"] = chosen(["zigzag"], 0.3)
     options["seqlen"] = (q_rows, k_rows)
-    if schedule == "ring" or options["parts"]:
+    if not named and (schedule == "ring" or options["parts"]):
         options["schedule"] = chosen([schedule, None])
     return Case(rows=(q_rows, k_rows), options=options, extra=tuple(filter(None, extra)), **shape)
 

@@ -599,7 +599,7 @@ class RingGradientOptions(_LseGradient, RingOptions, total=False):
 
 
 class ShardOptions(
-    _Band, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, total=False
+    _Aligned, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, total=False
 ):
     """Those of parts inside JAX's shard_map."""
 

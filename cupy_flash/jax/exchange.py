@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ..call.blocks import BlockMask
-from ..call.compound import Spans
-from ..call.masks import resolve_band
+from ..call.compound import Spans, masks_of
+from ..call.masks import Band
 from ..call.options import PER_HEAD
-from ..errors import InvalidArgumentsError, UnsupportedError
+from ..errors import InvalidArgumentsError
 from .functional import attend_to
 from .held import Held, Packed, beside, seen
 from .numbers import next_seed
@@ -25,7 +25,9 @@ class Call(NamedTuple):
     Attributes
     ----------
     axis_name : str
-    held : Held
+    queries, keys : Held
+    band : Band
+        Of the whole; of packed sequences the options say it.
     options : dict of str to object
         But for the seed.
     seed : array of int32, optional
@@ -36,7 +38,9 @@ class Call(NamedTuple):
     """
 
     axis_name: Any
-    held: Held
+    queries: Held
+    keys: Held
+    band: Band
     options: dict[str, Any]
     seed: Any = None
     packed: Packed | None = None
@@ -45,7 +49,12 @@ class Call(NamedTuple):
     @property
     def ranks(self) -> int:
         """Devices along the axis."""
-        return int(self.held.rows.shape[0])
+        return int(self.queries.rows.shape[0])
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys of the whole."""
+        return self.queries.length, self.keys.length
 
     def rows_axis(self, q: Any) -> int:
         """That of rows; in lse it is the last."""
@@ -62,7 +71,7 @@ class Call(NamedTuple):
 
 def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     """O and LSE of this device's rows: rows are exchanged for heads, and the results back."""
-    ranks, held, options, packed = call.ranks, call.held, call.options, call.packed
+    ranks, options, packed = call.ranks, call.options, call.packed
     rows = call.rows_axis(q)
     heads = -2 if rows == -3 else -3
     for name, x in (("q", q), ("k", k)):
@@ -99,20 +108,22 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     given = {**options, "mask": own_mask(options.get("mask"))}
     if ranks > 1:
         given |= {n: own_heads(jnp.asarray(x), -1) for n in PER_HEAD if (x := options.get(n)) is not None}
-    arrays = {n: held.whole(exchanged(x, heads, rows), rows) for n, x in (("q", q), ("k", k), ("v", v))}
+    travelling = (("q", q, call.queries), ("k", k, call.keys), ("v", v, call.keys))
+    arrays = {name: held.whole(exchanged(x, heads, rows), rows) for name, x, held in travelling}
     if packed:
         arrays["cu_seqlens_q"] = packed.cut * ranks
         given |= {"max_seqlen_q": call.longest * ranks, "max_seqlen_k": call.longest * ranks}
     o, lse = call.attend(arrays, given, [*range(ranks)])
-    o, lse = exchanged(held.parts(o, rows), rows, heads), exchanged(held.parts(lse, -1), -1, -2)
+    o, lse = call.queries.parts(o, rows), call.queries.parts(lse, -1)
+    o, lse = exchanged(o, rows, heads), exchanged(lse, -1, -2)
     return packed.results(o, lse) if packed else (o, lse)
 
 
 def all_gather(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     """O and LSE of this device's rows over all keys, which every device gets."""
-    held, rows = call.held, call.rows_axis(q)
+    rows = call.rows_axis(q)
     k, v = (
-        held.whole(jax.lax.all_gather(x, call.axis_name, axis=rows % x.ndim, tiled=True), rows)
+        call.keys.whole(jax.lax.all_gather(x, call.axis_name, axis=rows % x.ndim, tiled=True), rows)
         for x in (k, v)
     )
     if call.packed:
@@ -132,13 +143,12 @@ def _all_at_once(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 
     why spans: which keys a row sees differs from device to device, and a program is the same on all.
     """
-    held, given = call.held, dict(call.options)
-    mask, window, causal = given.pop("mask", None), given.pop("window", None), given.pop("causal")
-    mine = _own(held.rows, call)
-    masks = [] if mask is None else [_of_rows(mask, mine, held.length)]
-    band = resolve_band(causal, window, None, False, held.length, held.length)
-    if not (band.open and held.divides):
-        masks.append(Spans(seen(mine, jnp.arange(held.length), band, held.length)))
+    queries, band = call.queries, call.band
+    given = {name: x for name, x in call.options.items() if name not in ("causal", "window", "align")}
+    mask, mine = given.pop("mask", None), _own(queries.rows, call)
+    masks = [*masks_of(None if mask is None else _of_rows(mask, mine, call))]
+    if not ((band.open and queries.divides) or any(isinstance(x, Spans) for x in masks)):
+        masks.append(Spans(seen(mine, jnp.arange(call.keys.length), band, call.lengths)))
     given["mask"] = tuple(masks) or None
     return call.attend({"q": q, "k": k, "v": v}, given, [2 * r for r in range(call.ranks)])
 
@@ -148,16 +158,16 @@ def _by_stretches(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 
     why not always: on a GPU the host waits for the stream to read it.
     """
-    held, axis = call.held, call.rows_axis(q)
+    queries, axis = call.queries, call.rows_axis(q)
     mask = call.options.get("mask")
     o: Any = None
     lse: Any = None
-    for n, (first, places) in enumerate(held.stretches()):
+    for n, (first, places) in enumerate(queries.stretches()):
         start, place = _own(first, call), _own(places, call)
         part = jnp.take(q, place, axis=axis, mode="fill", fill_value=0)
-        given = {**call.options, "align": start}
+        given = {**call.options, "align": start + call.band.offset}
         if mask is not None:
-            given["mask"] = _of_rows(mask, start + jnp.arange(len(place)), held.length)
+            given["mask"] = _of_rows(mask, start + jnp.arange(len(place)), call)
         numbers = [2 * r + n for r in range(call.ranks)]
         of_stretch = call.attend({"q": part, "k": k, "v": v}, given, numbers)
         if o is None:
@@ -193,17 +203,38 @@ def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any,
     return o + late_o, lse + late_lse
 
 
-def _of_rows(mask: Any, mine: Any, length: int) -> Any:
+def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
     """What a mask of the whole says of some of its queries."""
     if type(mask) in (tuple, list):
-        return tuple(_of_rows(x, mine, length) for x in mask)
-    x, axis = (mask.bounds, -3) if isinstance(mask, Spans) else (mask, -2)
-    x = jnp.asarray(x)
-    if isinstance(mask, Spans) and x.shape[axis] != length:
-        raise UnsupportedError(
-            "Spans of queries are not supported for an all-gather in JAX.",
-            hint='schedule="alltoall", or spans of keys',
-        )
-    if x.ndim >= -axis and x.shape[axis] != 1:
-        x = jnp.take(x, mine, axis=axis, mode="clip")
-    return Spans(x) if isinstance(mask, Spans) else x
+        return tuple(_of_rows(x, mine, call) for x in mask)
+    if isinstance(mask, Spans):
+        return _spans_of_rows(jnp.asarray(mask.bounds), mine, call)
+    x = jnp.asarray(mask)
+    if x.ndim < 2 or x.shape[-2] == 1:
+        return x
+    if x.shape[-2] != call.queries.length:
+        raise _other_lengths("mask", x, call)
+    return jnp.take(x, mine, axis=-2, mode="clip")
+
+
+def _spans_of_rows(bounds: Any, mine: Any, call: Call) -> Spans:
+    """Spans of some of the queries, which see keys in the band only. why: two spans do not combine."""
+    (queries, keys), band = call.lengths, call.band
+    if bounds.shape[-3:-1] == (queries, 1):
+        bounds = jnp.take(bounds, mine, axis=-3, mode="clip")
+        limits = seen(mine, jnp.arange(keys), band, (queries, keys))
+    elif bounds.shape[-3:-1] == (1, keys):  # of queries, which are in one order in a part and in the whole
+        bounds = jnp.searchsorted(mine, bounds).astype(bounds.dtype)
+        from_keys = Band(-band.offset, band.right, band.left)
+        limits = seen(jnp.arange(keys), mine, from_keys, (keys, queries)).swapaxes(-3, -2)
+    else:
+        raise _other_lengths("mask.bounds", bounds, call)
+    return Spans(jnp.clip(bounds, limits[..., :1], limits[..., 1:]))
+
+
+def _other_lengths(name: str, x: Any, call: Call) -> InvalidArgumentsError:
+    queries, keys = call.lengths
+    return InvalidArgumentsError(
+        f"{name} has shape {x.shape}, and the whole sequence {queries} queries and {keys} keys.",
+        hint="the mask of the whole sequence, on every device",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +16,7 @@ __all__ = ["Held", "Packed", "beside", "seen"]
 
 
 class Held(NamedTuple):
-    """Rows of the whole.
+    """Rows of the whole, of queries or of keys.
 
     Attributes
     ----------
@@ -31,8 +32,8 @@ class Held(NamedTuple):
     zigzag: bool
 
     @classmethod
-    def of(cls, ranks: int, rows: int, causal: bool, parts: Any, seqlen: int | None) -> Held:
-        """Parts of so many rows, those of the whole before the others."""
+    def of(cls, ranks: int, rows: int, causal: bool, parts: Any, seqlen: int | None, what: str) -> Held:
+        """Parts of so many rows, those of the whole before the others; what: queries or keys."""
         length = ranks * rows if seqlen is None else seqlen
         each = [positions(r, ranks, length, causal, parts=parts) for r in range(ranks)]
         zigzag = order_of(parts, causal) == "zigzag"
@@ -40,7 +41,7 @@ class Held(NamedTuple):
             halves(rows)
         if (most := max(map(len, each))) != rows:
             raise InvalidArgumentsError(
-                f"a device holds {rows} rows; of {length} one holds {most} at most.",
+                f"a device holds {rows} {what}; of {length} one holds {most} at most.",
                 hint=f"{most} rows on every device, those that are none of its own at the end",
             )
         padded = [np.pad(x, (0, rows - len(x)), constant_values=length) for x in each]
@@ -70,6 +71,13 @@ class Held(NamedTuple):
         # why NumPy: XLA would sort constants while it compiles.
         order = np.argsort(rows, kind="stable") if isinstance(rows, np.ndarray) else jnp.argsort(rows)
         return jnp.take(x, order[: self.length], axis=axis)
+
+    def own(self, x: Any, axis: int, axis_name: Any) -> Any:
+        """The rows of this device, with 0 for those that are none of the whole."""
+        if self.divides:
+            return x
+        there = jnp.asarray(self.rows < self.length)[jax.lax.axis_index(axis_name)]
+        return jnp.where(jnp.expand_dims(there, range(1, -axis)), x, 0)
 
     def parts(self, x: Any, axis: int) -> Any:
         """The rows of all devices, from the whole; 0 where there is none."""
@@ -136,22 +144,30 @@ def beside(x: Any, axis: int, late: bool, fill: float, packed: Packed | None) ->
     return jnp.full_like(whole, fill).at[(..., rows) + (slice(None),) * (-1 - axis)].set(x)
 
 
-def seen(mine: Any, keys: Any, band: Band, length: int) -> Any:
+def seen(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) -> Any:
     """Bounds of the keys that each row of a part sees; none for what is no row of the whole.
 
     Parameters
     ----------
-    mine, keys : array of int
-        Rows of the whole, ascending; `length` where there is none.
+    mine, theirs : array of int
+        Queries and keys by their rows of the whole, ascending; its length where there is none.
     band : Band
-        Of the whole, whose queries are its keys.
+        Of the whole.
+    lengths : (int, int)
+        Queries and keys of the whole.
     """
+    queries, keys = lengths
+
+    def further(by: int) -> Any:
+        return mine + min(max(by, -queries), keys)  # more makes no difference, and may be no int32
 
     def before(row: Any, side: str) -> Any:
-        return jnp.searchsorted(keys, row, side=side).astype(jnp.int32)
+        return jnp.searchsorted(theirs, row, side=side).astype(jnp.int32)
 
-    starts = jnp.zeros_like(mine) if band.left is None else before(mine - band.left, "left")
-    last = length - 1 if band.right is None else jnp.minimum(mine + band.right, length - 1)
+    starts = jnp.zeros_like(mine, jnp.int32)
+    if band.left is not None:
+        starts = before(further(band.offset - band.left), "left")
+    last = keys - 1 if band.right is None else jnp.minimum(further(band.offset + band.right), keys - 1)
     stops = jnp.broadcast_to(before(last, "right"), mine.shape)
-    bounds = jnp.where((mine < length)[:, None], jnp.stack([starts, stops], -1), 0)
+    bounds = jnp.where((mine < queries)[:, None], jnp.stack([starts, stops], -1), 0)
     return bounds[None, None, :, None]

@@ -35,7 +35,7 @@ from .directed import directed
 from .ffi import exporting
 from .run import Cached
 
-__all__ = ["attention", "attention_over_cache"]
+__all__ = ["attention", "attention_over_cache", "missing"]
 
 
 class _How(NamedTuple):
@@ -276,7 +276,7 @@ def _hvp_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
     once = None
     if moved:
         once = _bind(_hvp_p, how._replace(along=tuple(moved)), *residuals, *moved.values())
-    thrice = _missing(_THIRD, (*still[: len(how.names)], *still[-2:]), results)
+    thrice = missing(_THIRD, (*still[: len(how.names)], *still[-2:]), results)
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     return results, _added(once, thrice) or zeros
 
@@ -304,7 +304,7 @@ def _bend(*_: Any, how: _How) -> Any:
 
 def _bend_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
     results = _bind(_bend_p, how, *primals)
-    return results, _missing(_THIRD, tangents, results)
+    return results, missing(_THIRD, tangents, results)
 
 
 def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
@@ -342,7 +342,7 @@ def _cache_shapes(*avals: Any, how: _How) -> list[Any]:
 
 def _cache_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
     results = _bind(_cache_p, how, *primals)
-    return results, _missing(_OF_CACHE, tangents, results)
+    return results, missing(_OF_CACHE, tangents, results)
 
 
 # ---------------------------------------------------------------------------------------------- missing
@@ -358,7 +358,7 @@ _OF_CACHE = (
 )
 
 
-def _missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | None:
+def missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | None:
     """Tangents of the results that nobody can compute; None if all that they would come from are 0."""
     given = [x for x in tangents if not (_is_zero(x) or x.dtype == jax.dtypes.float0)]
     if not given:
@@ -379,14 +379,14 @@ def _missing_compute(*_: Any, why: tuple[str, str], kinds: Any) -> Any:
 
 def _missing_jvp(primals: Any, tangents: Any, *, why: Any, kinds: Any) -> Any:
     results = _missing_p.bind(*primals, why=why, kinds=kinds)
-    return results, _missing(why, tangents, results)
+    return results, missing(why, tangents, results)
 
 
 def _missing_transpose(cotangents: Any, *args: Any, why: Any, kinds: Any) -> list[Any]:
     del kinds
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     avals = [args[i].aval for i in linear]
-    found = _missing(why, cotangents, avals) or map(ad.Zero, avals)
+    found = missing(why, cotangents, avals) or map(ad.Zero, avals)
     grads: list[Any] = [None] * len(args)
     for i, x in zip(linear, found, strict=True):
         grads[i] = x

@@ -16,13 +16,14 @@ from ..call.masks import Band, resolve_band
 from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
 from ..merge import united
-from ..parallel.parts import Pair, Whole, check_parts, halves
+from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from .call import alike, backward, forward, results_of
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
 from .held import Held, Packed, beside, seen
 from .numbers import next_seed, seed_apart
+from .primitives import missing
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,8 +43,8 @@ class _Around(NamedTuple):
     bands : tuple of (Options or None, Options or None), optional
         Of contiguous parts, for each step: how a device calls keys that come from nearer the front, its own
         included, and those from further back. None: it sees none of them.
-    length : int
-        Of a whole that does not divide.
+    lengths : (int, int)
+        Queries and keys of the whole.
     band : Band
         Of it.
     """
@@ -54,7 +55,7 @@ class _Around(NamedTuple):
     steps: tuple[int, ...]
     longest: int | None = None
     bands: tuple[tuple[Options | None, Options | None], ...] | None = None
-    length: int = 0
+    lengths: tuple[int, int] = (0, 0)
     band: Band = Band()
 
     def ranks(self) -> int:
@@ -80,8 +81,9 @@ class _Around(NamedTuple):
         )
         if apart.rows is not None:
             rank = jax.lax.axis_index(self.axis_name)
-            mine, theirs = apart.rows[rank], apart.rows[jnp.asarray(owners)[rank]]
-            found["spans"] = seen(mine, theirs, self.band, self.length)
+            queries, keys = apart.rows
+            theirs = keys[jnp.asarray(owners)[rank]]
+            found["spans"] = seen(queries[rank], theirs, self.band, self.lengths)
         return {name: x for name, x in found.items() if x is not None}
 
     def axis(self, x: Any) -> int:
@@ -98,8 +100,9 @@ class _Apart(NamedTuple):
     seed : array of int32, optional
         Words of the seed of the whole.
     packed : Packed, optional
-    rows : array of int32, shape (devices, rows of a part), optional
-        Of `Held`, where the length does not divide.
+    rows : (array of int32, array of int32), shapes (devices, rows of a part), optional
+        Queries and keys of `Held`, where each device calls in a way of its own: where a length does not
+        divide, and where queries do not stand at keys of the same numbers.
     """
 
     sinks: Any = None
@@ -279,8 +282,24 @@ def _wide(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
+_SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="alltoall" or "allgather"')
+
+
+def _once(one_pass: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass whose derivative says that there is none, and not what JAX says of callbacks."""
+    function = jax.custom_jvp(one_pass, nondiff_argnums=(0,))
+
+    @function.defjvp
+    def _derivative(around: _Around, primals: Any, tangents: Any) -> Any:
+        results = function(around, *primals)
+        leaves, form = jax.tree.flatten(results)
+        return results, jax.tree.unflatten(form, missing(_SECOND, jax.tree.leaves(tangents), leaves) or ())
+
+    return function
+
+
+@_once
+def _results(around: _Around, q: Any, k: Any, v: Any, apart: _Apart) -> tuple[Any, Any]:
     swapped, steps = around.axis(q) == -3, around.steps
     o, lse = _part(around, 0, q, k, v, apart)
     for before, step in itertools.pairwise(steps):
@@ -292,12 +311,8 @@ def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, 
     return o.astype(q.dtype), lse
 
 
-def _ring_forward(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
-    o, lse = _ring(q, k, v, apart, around)
-    return (o, lse), (q, k, v, o, lse, apart)
-
-
-def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+@_once
+def _gradients(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     q, k, v, o, lse, apart = saved
     home = (q, k, v)
     sums = [jnp.zeros_like(_wide(x)) for x in home]
@@ -315,7 +330,20 @@ def _ring_backward(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, .
     return dq, dk, dv, _Apart(dsinks)
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
+    o, lse = _results(around, q, k, v, apart)
+    return o, lse
+
+
+def _ring_forward(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
+    o, lse = _results(around, q, k, v, apart)
+    return (o, lse), (q, k, v, o, lse, apart)
+
+
+_ring.defvjp(_ring_forward, _gradients)
+# why jit: outside of one JAX refuses forward mode in words that nobody understands.
+_compiled_ring = jax.jit(_ring, static_argnums=(4,))
 
 
 def _bands(whole: list[Whole], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
@@ -343,7 +371,7 @@ def ring_attention(
     max_seqlen: int | None = None,
     schedule: Literal["ring", "alltoall", "allgather"] | None = None,
     parts: Literal["zigzag", "contiguous"] | None = None,
-    seqlen: int | None = None,
+    seqlen: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     **options: Unpack[ShardOptions],
 ) -> Any:
@@ -353,7 +381,7 @@ def ring_attention(
     ----------
     q, k, v : Array
         This device's parts, of one length on all devices: the rows that `cupy_flash.parallel.positions`
-        names, in that order. The whole sequence attends to itself.
+        names, in that order. There may be other numbers of queries than of keys.
     axis_name : str
         Of the mesh axis that `jax.shard_map` cuts the sequence along.
     cu_seqlens : Array of int32, shape (sequences + 1,), optional
@@ -368,15 +396,14 @@ def ring_attention(
         sequences with its share of the heads, and results are as reproducible as those of one; or keys and
         values to all devices at once. Default: "ring".
     parts : {"zigzag", "contiguous"}, optional
-        Which rows a device holds. Default: zigzag with causal, else contiguous. A ring takes a window over
-        contiguous parts only, and with causal they must be named.
-    seqlen : int, optional
+        Which rows a device holds. Default: zigzag with causal, else contiguous. A ring takes a window, and
+        causal with unequal lengths, over contiguous parts only, and with causal they must be named.
+    seqlen : int, or (int, int) of queries and of keys, optional
         Length of the whole sequence where it does not divide. Every part is as long as the longest then: rows
         of no sequence lie behind the others, and their results are 0. Default: the rows of a part times the
         number of devices.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
-        Of the whole sequence, the same on all devices; not with a ring. An all-gather takes no blocks, and no
-        spans of queries.
+        Of the whole sequence, the same on all devices; not with a ring. An all-gather takes no blocks.
     sinks, alibi_slopes : Array, shape (heads_q,), optional
         Of all heads, the same on all devices; slopes not with a ring. In an all-gather the host reads where
         a device's rows begin, and on a GPU waits for the stream to do so.
@@ -395,8 +422,8 @@ def ring_attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError
-        As in `attention`, while tracing; also an odd number of rows with causal, and heads that do not divide
-        over the devices with schedule "alltoall".
+        As in `attention`, while tracing; also an odd number of rows with causal, heads that do not divide
+        over the devices with schedule "alltoall", and a second derivative with schedule "ring".
     """
     causal = flag(options.pop("causal", False), "causal")
     schedule = "ring" if schedule is None else schedule
@@ -413,32 +440,36 @@ def ring_attention(
     # Masks have the shape of the whole, and the call checks them there.
     given |= {name: jnp.asarray(x) for name, x in arrays.items() if name in PER_HEAD}
     values = seed_apart(given, values._replace(score=None))
-    check(given, values, None if longest is None else (longest, longest))
-    check_parts(q.shape[axis], k.shape[axis])
-    rows = q.shape[axis]
+    rows, band = (q.shape[axis], k.shape[axis]), Band()
     if longest is None:
-        held = Held.of(ranks, rows, causal, parts, seqlen)
+        # why another band: as masks are, that of the call is one of the whole.
+        check(given, values._replace(window=None, align="top_left"))
+        lengths = (None, None) if seqlen is None else lengths_of(seqlen)
+        queries, keys = (
+            Held.of(ranks, n, causal, parts, length, what)
+            for n, length, what in zip(rows, lengths, ("queries", "keys"), strict=True)
+        )
+        alibi = "alibi_slopes" in given
+        band = resolve_band(causal, values.window, values.align, alibi, queries.length, keys.length)
     else:
+        check(given, values, (longest, longest))
+        check_parts(*rows)
         if causal:
-            halves(rows)
+            halves(rows[0])
         q, k, v, cut = alike(q, k, v, given["cu_seqlens_q"])
-        held, packed = Held.packed(ranks, rows, cut, causal), Packed.of(cut, rows, causal)
+        queries = keys = Held.packed(ranks, rows[0], cut, causal)
+        packed = Packed.of(cut, rows[0], causal)
     of_call = {name: x for name, x in options.items() if name != "seed"} | {"causal": causal}
-    call = Call(axis_name, held, of_call, given.get("seed"), packed, longest or 0)
+    call = Call(axis_name, queries, keys, band, of_call, given.get("seed"), packed, longest or 0)
 
     def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         if schedule == "ring":
             return _by_ring(q, k, v, call, values, parts, given.get("sinks"))
         return (all_to_all if schedule == "alltoall" else all_gather)(q, k, v, call)
 
-    if held.divides:
-        o, lse = attend(q, k, v)
-    else:
-        # Rows that are none of the whole are 0: a weight of 0 times NaN is NaN, in gradients too.
-        there = jnp.asarray(held.rows < held.length)[jax.lax.axis_index(axis_name)]
-        of_rows = jnp.expand_dims(there, range(1, -axis))
-        o, lse = attend(*(jnp.where(of_rows, x, 0) for x in (q, k, v)))
-        o, lse = jnp.where(of_rows, o, 0), jnp.where(there, lse, 0)
+    # Rows that are none of the whole are 0: a weight of 0 times NaN is NaN, in gradients too.
+    o, lse = attend(queries.own(q, axis, axis_name), *(keys.own(x, axis, axis_name) for x in (k, v)))
+    o, lse = queries.own(o, axis, axis_name), queries.own(lse, -1, axis_name)
     return (o, lse) if return_lse else o
 
 
@@ -446,24 +477,24 @@ def _by_ring(
     q: Any, k: Any, v: Any, call: Call, values: Options, parts: str | None, sinks: Any
 ) -> tuple[Any, Any]:
     """O and LSE of this device's rows."""
-    held, causal = call.held, call.options["causal"]
-    steps, band, bands, rows, longest = tuple(range(call.ranks)), Band(), None, None, None
+    queries, keys, band, causal = call.queries, call.keys, call.band, call.options["causal"]
+    steps, bands, rows, longest = tuple(range(call.ranks)), None, None, None
     if call.packed is not None:
         longest = call.longest
     else:
-        counts = (held.rows < held.length).sum(1).tolist()
-        given = {"parts": parts, "seqlen": held.length, "window": values.window, "align": None}
-        whole = [Whole(r, call.ranks, (n, n), causal, given) for r, n in enumerate(counts)]
+        counts = zip(*((held.rows < held.length).sum(1).tolist() for held in (queries, keys)), strict=True)
+        given = {"parts": parts, "seqlen": call.lengths, "window": values.window, "align": values.align}
+        whole = [Whole(r, call.ranks, each, causal, given) for r, each in enumerate(counts)]
         steps = whole[0].steps
-        band = resolve_band(causal, values.window, None, False, held.length, held.length)
-        if not held.divides:
-            rows = jnp.asarray(held.rows, jnp.int32)
-        elif not (causal and held.zigzag):
+        same_places = queries.length == keys.length and band.offset == 0
+        if not (queries.divides and keys.divides and (band.open or same_places)):
+            rows = tuple(jnp.asarray(held.rows, jnp.int32) for held in (queries, keys))
+        elif not (causal and queries.zigzag):
             bands = _bands(whole, values)
-    plain = values._replace(window=None)
-    around = _Around(call.axis_name, causal, plain, steps, longest, bands, held.length, band)
+    plain = values._replace(window=None, align=None)
+    around = _Around(call.axis_name, causal, plain, steps, longest, bands, call.lengths, band)
     of_all = {name: x for name, x in (("sinks", sinks), ("seed", call.seed)) if x is not None}
     q, k, v, *own = alike(q, k, v, *of_all.values())
     apart = _Apart(packed=call.packed, rows=rows, **dict(zip(of_all, own, strict=True)))
-    o, lse = _ring(q, k, v, apart, around)
+    o, lse = _compiled_ring(q, k, v, apart, around)
     return o, lse

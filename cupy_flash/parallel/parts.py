@@ -10,6 +10,7 @@ each is cut so by itself. With a sliding window contiguous parts are as even, an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -32,6 +33,7 @@ __all__ = [
     "Whole",
     "check_parts",
     "halves",
+    "lengths_of",
     "order_of",
     "packed_halves",
     "packed_positions",
@@ -239,7 +241,7 @@ class Split:
 
     def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, parts: Any, seqlen: Any):
         self.order = order_of(parts, causal)
-        self.lengths = (rows[0] * ranks, rows[1] * ranks) if seqlen is None else _lengths(seqlen)
+        self.lengths = (rows[0] * ranks, rows[1] * ranks) if seqlen is None else lengths_of(seqlen)
         if self.order == "zigzag" and seqlen is None and ranks > 1:
             for held in rows:
                 halves(held)
@@ -286,13 +288,7 @@ def _rows_of(held: tuple[range, ...]) -> np.ndarray[Any, Any]:
 
 
 class Whole:
-    """Parts of one sequence, or of a batch.
-
-    Attributes
-    ----------
-    steps : tuple of int
-        How far the keys have come which some process has something to do with, its own first.
-    """
+    """Parts of one sequence, or of a batch."""
 
     def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, options: dict[str, Any]):
         self._rank, self._ranks = rank, ranks
@@ -303,11 +299,15 @@ class Whole:
         self._band = resolve_band(causal, window, align, False, *split.lengths)
         _check_order(split.order, parts, causal, self._band, split.lengths)
         self._queries, self._keys = split.queries, split.keys
-        everyone = range(ranks)
-        self.steps = tuple(
+
+    @functools.cached_property
+    def steps(self) -> tuple[int, ...]:
+        """How far the keys have come which some process has something to do with, its own first."""
+        everyone = range(self._ranks)
+        return tuple(
             step
             for step in everyone
-            if step == 0 or any(self._pair(r, (r - step) % ranks) is not None for r in everyone)
+            if step == 0 or any(self._pair(r, (r - step) % self._ranks) is not None for r in everyone)
         )
 
     def rows(self, owner: int) -> int:
@@ -343,7 +343,7 @@ class Whole:
         return {**band, **dropping(self._options, todo.number)}
 
 
-def _lengths(seqlen: Any) -> tuple[int, int]:
+def lengths_of(seqlen: Any) -> tuple[int, int]:
     """Queries and keys of the whole sequence."""
     both = seqlen if isinstance(seqlen, (tuple, list)) and len(seqlen) == 2 else (seqlen, seqlen)
     queries, keys = (integer(n) for n in both)

@@ -1,5 +1,6 @@
 """Ring attention inside shard_map: four devices that hold parts, beside one that holds the whole."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -12,9 +13,10 @@ import numpy as np
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, Spans, UnsupportedError
 from cupy_flash.parallel import packed_positions, positions
+from cupy_flash.parallel.traffic import sent
 
 from ..communicator import in_threads
-from ..schedule_cases import MASKS, SCHEDULES, Case, run_over_mpi, seeds_of
+from ..schedule_cases import SCHEDULES, Case, random_case, run_over_mpi, seeds_of
 
 pytestmark = pytest.mark.jax
 RANKS = 4
@@ -227,12 +229,26 @@ def test_what_a_schedule_does_not_take(mesh):
         call(qkv(), alibi_slopes=jnp.ones(4))
     with pytest.raises(InvalidArgumentsError, match="there is no seed"):
         call(qkv(), dropout=0.5)
-    with pytest.raises(UnsupportedError, match="Spans of queries are not supported for an all-gather in JAX"):
-        call(qkv(), schedule="allgather", mask=Spans(jnp.zeros((1, 1, 1, 16, 2), jnp.int32)))
-    with pytest.raises(InvalidArgumentsError, match="a device holds 4 rows; of 9 one holds 3 at most"):
+    for shape in ((1, 4, 2), (4, 1, 2)):
+        with pytest.raises(InvalidArgumentsError, match="the whole sequence 16 queries and 16 keys"):
+            call(qkv(), schedule="allgather", mask=Spans(jnp.zeros(shape, jnp.int32)))
+    with pytest.raises(InvalidArgumentsError, match=r"mask has shape \(32, 16\), and the whole seq"):
+        call(qkv(), schedule="allgather", mask=jnp.ones((32, 16), bool))
+    with pytest.raises(InvalidArgumentsError, match="a device holds 4 queries; of 9 one holds 3 at most"):
         call(qkv(), schedule="allgather", seqlen=9)
-    with pytest.raises(InvalidArgumentsError, match="a device holds 4 rows; of 20 one holds 5 at most"):
-        call(qkv(), seqlen=20)
+    with pytest.raises(InvalidArgumentsError, match="a device holds 4 keys; of 20 one holds 5 at most"):
+        call(qkv(), seqlen=(16, 20))
+    with pytest.raises(InvalidArgumentsError, match="seqlen is 16"):
+        call(qkv(), seqlen=16.0)
+    fewer = [qkv(8)[0], *qkv()[1:]]
+    with pytest.raises(InvalidArgumentsError, match="causal with 8 queries and 16 keys is ambiguous"):
+        call(fewer, causal=True, parts="contiguous")
+    with pytest.raises(InvalidArgumentsError, match="8 queries and 16 keys takes contiguous parts, which"):
+        call(fewer, causal=True, align="bottom_right")
+    with pytest.raises(InvalidArgumentsError, match="causal with an offset takes no zigzag"):
+        call(qkv(), causal=True, align=3, parts="zigzag")
+    with pytest.raises(InvalidArgumentsError, match="align is 'middle'"):
+        call(qkv(), causal=True, align="middle", schedule="allgather")
     with pytest.raises(UnsupportedError, match="window is not supported for a ring of packed sequences"):
         cf.ring_attention(
             *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), window=(3, 0)
@@ -242,6 +258,87 @@ def test_what_a_schedule_does_not_take(mesh):
             *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), schedule="alltoall",
             mask=jnp.ones((16, 16), bool),
         )  # fmt: skip
+
+
+def bytes_sent(program):
+    """What the collectives of a program send from one device to others."""
+    shares = {"ppermute": 1, "all_gather": RANKS - 1, "all_to_all": 1 - 1 / RANKS}
+    shares["reduce_scatter"] = shares["all_to_all"]
+    total = 0
+    for equation in program.eqns:
+        operands = sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+        total += shares.get(equation.primitive.name, 0) * operands
+        for parameter in equation.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            total += bytes_sent(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+@pytest.mark.parametrize(
+    ("schedule", "window", "steps"),
+    [
+        ("ring", None, 4),
+        ("ring", (8, 0), 2),
+        ("ring", (8, 8), 3),
+        ("alltoall", None, 4),
+        ("allgather", None, 4),
+    ],
+)
+def test_what_is_sent(mesh, schedule, window, steps):
+    """What docs/parallel.md says; nothing for the gradients of k and v where nobody wants them."""
+    q, k, v = (jnp.ones((1, 4, 8 * RANKS, dim), jnp.float16) for dim in (8, 8, 6))
+    do, cut = v, jax.sharding.PartitionSpec(None, None, "rows")
+    how = {"axis_name": "rows", "schedule": schedule, "window": window, "parts": "contiguous"}
+    attend = jax.shard_map(partial(cf.ring_attention, **how), mesh=mesh, in_specs=cut, out_specs=cut)
+
+    def passes(q, k, v, do):
+        return jax.vjp(attend, q, k, v)[1](do)
+
+    def gradient_of_q(q, k, v, do):
+        return jax.vjp(lambda q: attend(q, k, v), q)[1](do)
+
+    part = {"Q": 512, "O": 384, "L": 128, "KV": 896, "KV32": 2 * 896}
+    forward = sent(schedule, "forward", RANKS, part, steps)
+    backward = {
+        "ring": sent("ring", "backward", RANKS, part, steps),
+        "alltoall": (part["Q"] + part["KV"] + part["O"]) * (RANKS - 1) / RANKS,
+        "allgather": (RANKS - 1) * part["KV"],
+    }
+    assert bytes_sent(jax.make_jaxpr(attend)(q, k, v).jaxpr) == forward
+    assert bytes_sent(jax.make_jaxpr(passes)(q, k, v, do).jaxpr) == forward + backward[schedule]
+    lowered = jax.jit(gradient_of_q).lower(q, k, v, do).as_text()
+    if schedule == "ring":  # the keys in each pass
+        assert lowered.count("stablehlo.collective_permute") == 2 * 2 * (steps - 1)
+    assert "reduce_scatter" not in lowered
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_second_derivatives(mesh, schedule):
+    """Those of one device, in forward mode over reverse; a ring says that it has none."""
+    arrays = [jax.random.normal(jax.random.key(n), (1, 4, 8, 4)) for n in range(3)]
+    cut = jax.sharding.PartitionSpec(None, None, "rows")
+    how = {"axis_name": "rows", "schedule": schedule, "causal": True, "parts": "contiguous"}
+    parts = jax.shard_map(partial(cf.ring_attention, **how), mesh=mesh, in_specs=cut, out_specs=cut)
+
+    def curvature(attend):
+        def loss(*arrays):
+            return jnp.sin(attend(*arrays)).sum()
+
+        return jax.jvp(jax.grad(loss, argnums=(0, 1, 2)), arrays, arrays[::-1])[1]
+
+    if schedule == "ring":
+        with pytest.raises(
+            UnsupportedError, match=r"first derivatives only, in reverse mode\.\nTry: schedule"
+        ):
+            curvature(parts)
+        with pytest.raises(UnsupportedError, match="first derivatives only"):
+            jax.jvp(jax.vjp(parts, *arrays)[1], arrays[:1], arrays[:1])
+        with pytest.raises(TypeError, match="forward-mode"):  # JAX's own
+            jax.jvp(parts, arrays, arrays)
+        return
+    wanted = curvature(partial(cf.attention, causal=True))
+    for a, b in zip(jax.jit(partial(curvature, parts))(), wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -270,59 +367,23 @@ def test_partial_results_are_not_rounded(mesh, causal):
 
 
 def random_call(rng):
-    """A call that the schedule it names takes."""
-    schedule = (*SCHEDULES, None)[rng.integers(4)]
-    is_ring = schedule in ("ring", None)
-    heads_k = int(rng.integers(1, 3)) * (RANKS if schedule == "alltoall" else 1)
-    causal = bool(rng.integers(2))
-    window = [None, (3, 0), (5, None), (2, 4), (None, 6), (40, 40)][rng.integers(6)]
-    parts = [None, "contiguous", "zigzag"][rng.integers(3)]
-    if is_ring and window:
-        parts = "contiguous"
-    rows = 2 * RANKS * int(rng.integers(1, 6))
-    seqlen = None
-    if rng.integers(2):
-        rows = seqlen = int(rng.integers(1, 50))
-    options = {
-        "schedule": schedule,
-        "causal": causal,
-        "window": window,
-        "parts": parts,
-        "seqlen": seqlen,
-        "softcap": [None, 2.0][rng.integers(2)],
-        "scale": [None, 0.4][rng.integers(2)],
-        "layout": ["bhsd", "bshd"][rng.integers(2)],
-        "reproducible": [None, "run"][rng.integers(2)],
-    }
-    extra = ["sinks"] if rng.integers(2) else []
-    if not is_ring and rng.integers(2):
-        extra.append([x for x in MASKS if schedule == "alltoall" or x in OF_QUERIES][rng.integers(3)])
-    if not is_ring and rng.integers(2):
-        extra.append(["alibi_slopes", "alibi_slopes of each sequence"][rng.integers(2)])
-    return Case(
-        rows=(rows, rows),
-        batch=int(rng.integers(1, 3)),
-        heads=(heads_k * int(rng.integers(1, 4)), heads_k),
-        dims=(int(rng.integers(1, 20)), int(rng.integers(1, 20))),
-        dtype=["float32", "float16"][rng.integers(2)],
-        options=options,
-        extra=tuple(extra),
-        seed=int(rng.integers(2**31)),
-    )
-
-
-# Masks that an all-gather takes.
-OF_QUERIES = ("mask", "mask of all heads", "mask of keys", "spans of keys", "a tuple")
+    """A random call; of every other one all parts have one length."""
+    case = random_case(rng, RANKS, ("float32", "float16"), named=True)
+    if case.lengths or rng.integers(2):
+        return case
+    rows = tuple(-(-n // (2 * RANKS)) * 2 * RANKS for n in case.rows)
+    return dataclasses.replace(case, rows=rows, options={**case.options, "seqlen": None})
 
 
 def padded(case, rank):
-    """Arrays of a device with rows of none behind its own, so that all have one length; and its own."""
-    part, counts = case.part(rank, RANKS)[0], [len(case.held(r, RANKS)[0]) for r in range(RANKS)]
+    """Arrays of a device with rows of none behind its own, so that all have one length."""
+    part = case.part(rank, RANKS)[0]
     widths = {name: [(0, 0)] * x.ndim for name, x in part.items()}
     for name, pads in widths.items():
+        counts = [len(case.held(r, RANKS)[name in "kv"]) for r in range(RANKS)]
         pads[case._axis(name)] = (0, max(counts) - counts[rank])
     # Nothing may read rows of none.
-    return {name: np.pad(x, widths[name], constant_values=np.nan) for name, x in part.items()}, counts[rank]
+    return {name: np.pad(x, widths[name], constant_values=np.nan) for name, x in part.items()}
 
 
 def run(mesh, case):
@@ -339,7 +400,7 @@ def run(mesh, case):
         return cf.ring_attention(q, k, v, "rows", sinks=sinks, return_lse=True, **options, **given)
 
     ring = jax.shard_map(attend, mesh=mesh, in_specs=(cut,) * 3 + (everywhere,) * 2, out_specs=(cut, cut_lse))
-    parts, counts = zip(*(padded(case, rank) for rank in range(RANKS)), strict=True)
+    parts = [padded(case, rank) for rank in range(RANKS)]
     whole = {
         name: jnp.concatenate([part[name] for part in parts], of_lse if name == "dlse" else axis)
         for name in parts[0]
@@ -355,11 +416,16 @@ def run(mesh, case):
     for name, x in zip(("o", "lse", "dq", "dk", "dv"), results, strict=False):
         of_rows = of_lse if name == "lse" else axis
         for rank, one in enumerate(np.split(np.asarray(x), RANKS, of_rows)):
-            each[rank][name], behind = np.split(one, [counts[rank]], of_rows)
+            own = len(case.held(rank, RANKS)[name in ("dk", "dv")])
+            each[rank][name], behind = np.split(one, [own], of_rows)
             assert not behind.any(), "rows of none"
     for rank, one in enumerate(each):  # shard_map has added them up
         one["dsinks"] = None if sinks is None else np.asarray(results[-1]) * (rank == 0)
     return each
+
+
+# Of a ring of fewer queries than keys.
+FEWER = {"causal": True, "parts": "contiguous", "align": "bottom_right"}
 
 
 def test_random_calls(mesh, pytestconfig):
@@ -371,9 +437,13 @@ def test_random_calls(mesh, pytestconfig):
         ({"schedule": "allgather"}, sinks),
         ({"schedule": "ring", "window": (2, 4)}, sinks),
         ({"schedule": "allgather", "causal": True}, ("alibi_slopes",)),
+        # Keys that no device sees of its own are none of the ring's first step, whose sinks count.
+        ({"schedule": "ring", "causal": True, "parts": "contiguous", "align": -(2**39)}, sinks),
+        ({"schedule": "allgather", "causal": True}, ("spans of queries",)),
     ]
     cases = [Case((13, 13), dtype="float32", options=odd | x, extra=extra) for x, extra in fixed]
-    seeds = seeds_of(pytestconfig.option.sample, 10)
+    cases.append(Case((8, 16), dtype="float32", options=FEWER, extra=sinks))
+    seeds = seeds_of(pytestconfig.option.sample, 8)
     for case in (*cases, *(random_call(np.random.default_rng(seed)) for seed in seeds)):
         try:
             case.check(run(mesh, case))
@@ -384,6 +454,7 @@ def test_random_calls(mesh, pytestconfig):
 DROPPED = {
     "a ring": {"schedule": "ring", "causal": True},
     "a ring with a window": {"schedule": "ring", "causal": True, "window": (7, 0), "parts": "contiguous"},
+    "a ring of fewer queries": {"schedule": "ring", "rows": (24, 48), **FEWER},
     "a packed ring": {"schedule": "ring", "causal": True, "lengths": (32, 16)},
     "an all-to-all": {"schedule": "alltoall", "causal": True, "seqlen": 45},
     "a packed all-gather": {"schedule": "allgather", "causal": True, "lengths": (32, 16)},
@@ -393,8 +464,8 @@ DROPPED = {
 @pytest.mark.parametrize("kind", DROPPED)
 def test_dropout_drops_what_it_drops_over_mpi(mesh, kind):
     options = {"dropout": 0.3, "seed": 2**64 - 3, **DROPPED[kind]}
-    lengths, rows = options.pop("lengths", ()), options.get("seqlen", 48)
-    case = Case((rows, rows), lengths, batch=1, heads=(8, 4), dtype="float32", options=options)
+    lengths, rows = options.pop("lengths", ()), options.pop("rows", (options.get("seqlen", 48),) * 2)
+    case = Case(rows, lengths, batch=1, heads=(8, 4), dtype="float32", options=options)
     over_mpi = case.united(in_threads(RANKS, partial(run_over_mpi, case)))
     ours = case.united(run(mesh, case))
     for name, wanted in over_mpi.items():
