@@ -59,8 +59,7 @@ def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
         lines.append(f"  tile    {m} queries x {n} keys, head_dim up to {variant.head_dim}")
         lines.append(f"  grid    {x} x {y} x {z} blocks of {launch.block[0]} threads, {shared} shared memory")
         if located:
-            own = row.name if plan.family in row.own else row.target
-            lines.append(f"  cubin   {_cubin_line(variant, own)}")
+            lines.append(f"  cubin   {_cubin_line(variant, row.target_of(plan.family))}")
     for part in plan.workspace:
         lines.append(f"workspace {part.name} {part.dtype} {part.shape}")
     if plan.workspace:

@@ -116,6 +116,15 @@ template <class Multiply> CF_DEVICE void product(const CheckParams& p, Multiply 
     CF_UNROLL
     for (int i = 0; i < 4; i++) find(p, i, d[i]);
 }
+#if CF_CAPABILITY == 120
+// The same with scales of a and of b, words 10 and 11.
+CF_DEVICE void scaled_product(const CheckParams& p) {
+    const uint32_t of_a = given(p, 10), of_b = given(p, 11);
+    product(p, [=](float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+        mma_m16n8k32_e4m3_scaled(d, a, b[0], b[1], of_a, of_b);
+    });
+}
+#endif
 using A = const uint32_t (&)[4];
 using B = const uint32_t (&)[2];
 using D = float (&)[4];
@@ -317,6 +326,9 @@ CF_DEVICE void check_primitive(const CheckParams& p) {
                 p, s, [](WD d, uint64_t a, uint64_t b, bool add) { wgmma_m64k32_e4m3(d, a, b, add); });
             break;
         case 22: product_of_registers(p, s); break;
+#endif
+#if CF_CAPABILITY == 120
+        case 23: scaled_product(p); break;
 #endif
     }
 }

@@ -41,8 +41,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         row = catalog.architecture(arguments.arch)
-        targets = (row.target, row.name) if row.own else (row.target,)
-        every = {v: target for target in targets for v in families.variants(target)}
+        every = {v: target for target in row.targets for v in families.variants(target)}
         chosen = [v for v in every if fnmatch(v.name, arguments.pattern)]
         for variant in chosen:
             cubin = locate.locate(variant, every[variant])

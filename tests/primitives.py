@@ -198,6 +198,33 @@ def test_mma(machine: Machine, kind: int, shape: str, element: str, depth: int) 
     check_mma(machine, kind, shape, element, a, b, c)
 
 
+@pytest.mark.parametrize(("kind", "byte", "thread"), [(0, 0, 0), (1, 2, 1)])
+def test_mma_of_scaled(machine: Machine, kind: int, byte: int, thread: int) -> None:
+    """Another power of two for each row and column, and NaN for one row; other bytes and lanes hold NaN."""
+    a, b, c = integers((16, 32), 1), integers((8, 32), 2), integers((16, 8), 3)
+    rng, shape = np.random.default_rng(4), "m16n8k32 e4m3"
+    scales, held = {}, {}
+    for name, extent, lanes in (("a", 16, 2), ("b", 8, 1)):
+        exponents = rng.integers(-8, 9, extent)
+        bytes_ = np.full((32, 4), 255, np.uint8)
+        count = np.arange(32) % 4 // lanes == thread
+        bytes_[count, byte] = 127 + exponents[CUTE[f"m16n8k32 e4m3 scale of {name}"][count]]
+        scales[name], held[f"scale_{name}"] = np.exp2(exponents), bytes_.view(np.uint32).ravel()
+    lane_of_row_9 = 4 * 1 + 2 * thread + 1
+    held["scale_a"].view(np.uint8)[4 * lane_of_row_9 + byte] = 255
+    scales["a"][9] = np.nan
+    places = CUTE[f"{shape} c"].reshape(32, 4)
+    d = c.T.ravel()[places].astype(np.float32)
+    machine.launch(
+        "products_scaled", 32, 0,
+        a=fragment(f"{shape} a", a.astype(FORMATS["e4m3"]), 32, 4),
+        b=fragment(f"{shape} b", b.astype(FORMATS["e4m3"]), 32, 2),
+        **held, d=d, kind=kind,
+    )  # fmt: skip
+    wanted = (a * scales["a"][:, None]) @ (b * scales["b"][:, None]).T + c
+    np.testing.assert_array_equal(d, wanted.T.ravel()[places])
+
+
 @pytest.mark.parametrize("small", ["a", "b"])
 @pytest.mark.parametrize(("kind", "shape", "depth"), [(0, "m16n8k8", 8), (2, "m16n8k16", 16)])
 def test_mma_of_subnormal_halves(machine: Machine, kind: int, shape: str, depth: int, small: str) -> None:

@@ -113,7 +113,9 @@ def kept(arch: str) -> list[Case]:
 def write(archs: tuple[str, ...]) -> int:
     """Count anew for these architectures; rows of kernels that are no more go. Returns how many."""
     held = {tuple(row[name] for name in COLUMNS[:4]): row for row in _rows()}
-    compiled = {target: {v.name for v in variants(target)} for target, *_ in held}
+    compiled = {
+        target: {v.name for own in architecture(target).targets for v in variants(own)} for target, *_ in held
+    }
     rows = {key: row for key, row in held.items() if key[1] in compiled[key[0]]}
     count = 0
     for target in dict.fromkeys(architecture(arch).target for arch in archs):

@@ -48,6 +48,9 @@ _A100 = {"16-bit": 2048.0, "tf32": 1024.0}
 _CONSUMER = {"16-bit": 512.0, "tf32": 256.0}
 # 8-bit floats since Ada: twice 16 bits. GeForce halves both where accumulators are FP32.
 _GEFORCE = {"8-bit": 1024.0, **_CONSUMER}
+# why twice: the 8-bit kernel multiplies with scales there, at twice the rate of others, as measured on an
+# RTX 5090 (flashinfer #4149). Of the RTX PRO, which does not halve the others, nothing is known.
+_GEFORCE_50 = {**_GEFORCE, "8-bit": 2048.0}
 _ADA_PRO = {"8-bit": 2048.0, "16-bit": 1024.0, "tf32": 512.0}
 _HOPPER = {"8-bit": 8192.0, "16-bit": 4096.0, "tf32": 2048.0}
 # mma.sync reaches about 62 % of wgmma's rate on Hopper (micro-benchmarks of arXiv:2402.13499).
@@ -62,7 +65,7 @@ GPUS = (
     Gpu("L40S", "sm_89", 142, 2.52, _ADA_PRO, {}, 256, 0.86e12, 5.0e12),
     Gpu("H100", "sm_90", 132, 1.83, _HOPPER_MMA, _HOPPER, 256, 3.35e12, 5.5e12),
     Gpu("H200", "sm_90", 132, 1.83, _HOPPER_MMA, _HOPPER, 256, 4.8e12, 5.5e12),
-    Gpu("RTX 5090", "sm_120", 170, 2.41, _GEFORCE, {}, 256, 1.79e12, 7.0e12),
+    Gpu("RTX 5090", "sm_120", 170, 2.41, _GEFORCE_50, {}, 256, 1.79e12, 7.0e12),
     Gpu("RTX PRO 6000 Blackwell", "sm_120", 188, 2.62, _ADA_PRO, {}, 256, 1.79e12, 7.0e12),
 )
 

@@ -17,7 +17,7 @@ from ..call.adopt import adopt
 from ..device.run import Driver
 from ..dispatch.backends import driver_of
 from ..errors import UnsupportedError
-from ..plan.catalog import Arch, architecture
+from ..plan.catalog import architecture
 from ..plan.families import primitives
 from ..testing import Verdict
 from ..testing.kv_cache import E4M3, nearest
@@ -86,10 +86,10 @@ class Primitive:
         device, driver = view.device[1], driver_of(view.device, view.library)
         assert driver is not None
         row = architecture(driver.arch(device))
-        chosen = primitives.variant(target_of(row))
+        chosen = primitives.variant(row.targets[-1])
         kernel = driver.load(chosen, device)
         map_ = bytes(128)
-        if primitives.capability(target_of(row)) == 90:
+        if primitives.capability(row.targets[-1]) == 90:
             box = ((GIVEN, THREADS), (4 * GIVEN,), (GIVEN, THREADS // 2))
             map_ = kernel.encode_tensor_map(view.pointer, "int32", *box, 4 * GIVEN)
         # layout: as struct CheckParams of the kernel
@@ -128,11 +128,6 @@ def _within(found: np.ndarray, wanted: np.ndarray) -> Verdict:
     return Verdict("found", "", largest=float(worst), largest_allowed=_APPROXIMATION)
 
 
-def target_of(row: Arch) -> str:
-    """Whose kernel an architecture runs."""
-    return row.name if row.own else row.target
-
-
 def primitives_of(places: Sequence[Place]) -> tuple[Primitive, ...]:
     """Those that the kernels of the GPU that is there use; none of a CPU, and of a GPU without kernels."""
     if not places or not places[0].on_gpu:
@@ -148,7 +143,7 @@ def of_driver(driver: Driver | None, device: int) -> tuple[Primitive, ...]:
         row = architecture("" if driver is None else driver.arch(device))
     except UnsupportedError:
         return ()
-    own = primitives.capability(target_of(row))
+    own = primitives.capability(row.targets[-1])
     return tuple(x for x in PRIMITIVES if own >= x.since and (not x.only or own in x.only))
 
 
@@ -315,6 +310,20 @@ def _product(element: str, depth: int) -> Callable[[np.random.Generator], Number
     return numbers
 
 
+def _scaled_product(rng: np.random.Generator) -> Numbers:
+    """mma.m16n8k32 with a power of two for each row and column; other bytes and lanes hold NaN."""
+    made = _product("e4m3", 32)(rng)
+    a, b = (127 + rng.integers(-4, 5, (WARPS, extent)) for extent in (16, 8))
+    scales = np.full((WARPS, 32, 2, 4), 255, np.uint8)
+    for i in range(2):
+        scales[:, i::4, 0, 0] = a[:, 8 * i : 8 * i + 8]
+    scales[:, ::4, 1, 0] = b
+    d, c = (_words(x).view(np.float32) for x in (made.wanted, made.given[:, 6:]))
+    powers = np.exp2(_of_d(a[:, :, None] + b[:, None, :] - 254))
+    given = _words(made.given, scales.reshape(THREADS, 8))
+    return Numbers(given, _words(((d - c) * powers + c).astype(np.float32)))
+
+
 def _to_tf32(rng: np.random.Generator) -> Numbers:
     x = _floats(rng)[:, 0].copy()
     # ties, which go away from zero: the highest of the 13 bits that are lost
@@ -414,4 +423,5 @@ PRIMITIVES = (
     Primitive(20, "wgmma bf16", _warpgroup_product("bf16"), only=(90,)),
     Primitive(21, "wgmma e4m3", _warpgroup_product("e4m3"), only=(90,)),
     Primitive(22, "wgmma f16, a in registers", _product_of_registers, only=(90,)),
+    Primitive(23, "mma.m16n8k32 e4m3 with scales", _scaled_product, only=(120,)),
 )

@@ -53,7 +53,7 @@ def targets(cuda: int) -> tuple[str, ...]:
     """Everything that a release holds for a CUDA major."""
     oldest = 75 if cuda >= 13 else 0
     rows = [row for row in catalog.ARCHITECTURES if row.capability >= oldest]
-    return tuple(dict.fromkeys(name for row in rows for name in (row.target, *[row.name] * bool(row.own))))
+    return tuple(dict.fromkeys(target for row in rows for target in row.targets))
 
 
 def native_targets(arch: str) -> tuple[str, ...]:
@@ -62,9 +62,8 @@ def native_targets(arch: str) -> tuple[str, ...]:
     One, but where it has kernels of its own beside those of another target.
     """
     row = catalog.architecture(arch)
-    if row.own:
-        return row.target, row.name
-    return (row.target if locate.capability(row.target) == row.capability else row.name,)
+    of_release = locate.capability(row.target) == row.capability or row.name == row.own_target
+    return (row.target if of_release else row.name, *row.targets[1:])
 
 
 def archs_here() -> tuple[str, ...]:

@@ -125,9 +125,10 @@ def usable_sets(driver_version: int | None) -> tuple[int, ...]:
 
 
 def _targets(arch: str) -> list[str]:
-    """What runs on an architecture, best first: its own `a` target, then equal and lower minors."""
+    """What runs on an architecture, best first: its `a` target, then equal and lower minors, `f` first."""
     number = capability(arch)
-    return [f"sm_{number}a", *(f"sm_{n}" for n in range(number, number // 10 * 10 - 1, -1))]
+    minors = range(number, number // 10 * 10 - 1, -1)
+    return [f"sm_{number}a", *(f"sm_{n}{feature}" for n in minors for feature in ("f", ""))]
 
 
 # ---------------------------------------------------------------------------------------------- places
@@ -250,7 +251,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
     The first place that has one wins: CUPY_FLASH_CUBIN_DIR, the user's cache, this package, the
     checkout, the installed data packages. Within a place the driver's own CUDA major comes
     first, then the closest target: a cubin runs on its own major with an equal or higher minor,
-    an `a` target on exactly its own, and nothing runs across majors.
+    one of an `f` target too, an `a` target on exactly its own, and nothing runs across majors.
 
     Parameters
     ----------

@@ -31,7 +31,9 @@ class Arch(NamedTuple):
     families : tuple of str
         Kernel families that run on it.
     own : tuple of str
-        Those of them that are compiled for `name`, as `target` has not what they need.
+        Those of them that are compiled for `own_target`, as `target` has not what they need.
+    own_target : str
+        Empty if there are none.
     """
 
     capability: int
@@ -40,15 +42,25 @@ class Arch(NamedTuple):
     target: str
     families: tuple[str, ...]
     own: tuple[str, ...] = ()
+    own_target: str = ""
 
     @property
     def name(self) -> str:
         """For people: sm_86."""
         return f"sm_{self.capability}"
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Everything that is compiled for it."""
+        return (self.target, self.own_target) if self.own else (self.target,)
+
+    def target_of(self, family: str) -> str:
+        """What a family is compiled for."""
+        return self.own_target if family in self.own else self.target
+
 
 _KB = 1024
-# capability, shared memory of a block, multiprocessors, compiled as, families, those compiled for itself
+# capability, shared memory of a block, multiprocessors, compiled as, families, those compiled otherwise
 ARCHITECTURES = (
     Arch(61, 48 * _KB, 28, "sm_61", ("simple", "cached")),
     Arch(70, 96 * _KB, 80, "sm_70", ("simple", "cached")),
@@ -56,10 +68,11 @@ ARCHITECTURES = (
     Arch(80, 163 * _KB, 108, "sm_80", ("simple", "flash", "decode", "cached")),
     Arch(86, 99 * _KB, 84, "sm_86", ("simple", "flash", "decode", "cached")),
     Arch(87, 163 * _KB, 16, "sm_80", ("simple", "flash", "decode", "cached")),
-    Arch(89, 99 * _KB, 128, "sm_86", ("simple", "flash", "fp8", "decode", "cached"), ("fp8",)),
+    Arch(89, 99 * _KB, 128, "sm_86", ("simple", "flash", "fp8", "decode", "cached"), ("fp8",), "sm_89"),
     Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode", "cached")),
     Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode", "cached")),
-    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "fp8", "decode", "cached")),
+    # why f: block-scaled products are a feature of the family; cubins of sm_120f run on sm_120 and sm_121
+    Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "fp8", "decode", "cached"), ("fp8",), "sm_120f"),
 )
 
 

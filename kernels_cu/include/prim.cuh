@@ -12,7 +12,7 @@
 //               setmaxnreg_inc<n> setmaxnreg_dec<n>
 //               ldmatrix_x1 _x2 _x4, ldmatrix_x1_trans _x2_trans _x4_trans | stmatrix_x1 ... _x4_trans
 //               mma_m16n8k16<T> mma_m16n8k8<T> mma_m16n8k8_tf32 mma_m16n8k32_e4m3 mma_m16n8k32_s8
-//               mma_m16n8k8_f64 mma_m8n8k4_f64
+//               mma_m16n8k32_e4m3_scaled<byte, thread> mma_m16n8k8_f64 mma_m8n8k4_f64
 //   prim/copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global
 //               cp_async4 cp_async8 cp_async16 cp_async4_part cp_async16_part cp_async_commit
 //               cp_async_wait<n>

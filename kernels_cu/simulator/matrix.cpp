@@ -1,6 +1,7 @@
 // Matrix instructions of a warp.
 #include "../include/prim.cuh"
 #include "core.h"
+#include <cmath>
 
 namespace sim {
 
@@ -40,14 +41,21 @@ template <int M, int K, int N, class D, class A> void multiply(D (&d)[M][N], con
             for (int n = 0; n < N; n++) d[m][n] += a[m][k] * b[k][n];
 }
 
+// Byte `i` of a register as a scale: 2^(byte - 127), 255 is NaN.
+float ue8m0(uint32_t held, int i) {
+    const int byte = held >> 8 * i & 255;
+    return byte == 127 ? 1 : byte == 255 ? NAN : ldexpf(1, byte - 127);
+}
+
 // unpack(register, i) gives the i-th element along k of a register that holds kPack of them.
 template <int K, int kPack, class D, class F>
 void multiply_fragments(D (&d)[4], const uint32_t* a, int a_registers, const uint32_t* b, Site site,
-                        const char* name, F unpack) {
+                        const char* name, F unpack, const Scales* scales = nullptr) {
     struct Args {
         D* d;
         const uint32_t *a, *b;
-    } args{d, a, b};
+        const Scales* scales;
+    } args{d, a, b, scales};
     collective<32>(args, site, name, [&](Args*(&all)[32]) {
         using Value = decltype(unpack(0u, 0));
         Value A[16][K], B[K][8];
@@ -60,6 +68,20 @@ void multiply_fragments(D (&d)[4], const uint32_t* a, int a_registers, const uin
             for (int i = 0; i < a_registers / 2; i++)
                 for (int e = 0; e < kPack; e++) B[k0 + i * 4 * kPack + e][g] = unpack(all[t]->b[i], e);
             for (int i = 0; i < 4; i++) C[g + i / 2 * 8][c + i % 2] = all[t]->d[i];
+        }
+        if (scales) {
+            const Scales& at = *scales;
+            // why not by 1: kernels have no other scale, and these loops would take as long as the product.
+            for (int row = 0; row < 16; row++) {
+                const float f = ue8m0(all[4 * (row % 8) + 2 * at.thread_a + row / 8]->scales->a, at.byte_a);
+                if (f != 1)
+                    for (Value& x : A[row]) x *= f;
+            }
+            for (int column = 0; column < 8; column++) {
+                const float f = ue8m0(all[4 * column + at.thread_b]->scales->b, at.byte_b);
+                if (f != 1)
+                    for (auto& row : B) row[column] *= f;
+            }
         }
         multiply(C, A, B);
         for (int t = 0; t < 32; t++)
@@ -109,6 +131,10 @@ void mma(float (&d)[4], const uint32_t* a, int a_registers, const uint32_t* b, F
         if (a_registers == 2) multiply_fragments<8, 2>(d, a, 2, b, site, name, unpack);
         else multiply_fragments<16, 2>(d, a, 4, b, site, name, unpack);
     }
+}
+void mma_scaled(float (&d)[4], const uint32_t* a, const uint32_t* b, const Scales& scales, Site site) {
+    const auto unpack = [](uint32_t r, int i) { return e4m3_values[r >> 8 * i & 255]; };
+    multiply_fragments<32, 4>(d, a, 4, b, site, "mma.m16n8k32.e4m3.block_scale", unpack, &scales);
 }
 void mma_s8(int (&d)[4], const uint32_t* a, const uint32_t* b, Site site) {
     multiply_fragments<32, 4>(d, a, 4, b, site, "mma.m16n8k32.s8",

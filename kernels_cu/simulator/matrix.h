@@ -9,6 +9,12 @@ SIM_API void stmatrix(uint32_t addr, const uint32_t* r, int matrices, bool trans
 // The m16n8 products, of two or four registers of `a` and half as many of `b`.
 SIM_API void mma(float (&d)[4], const uint32_t* a, int a_registers, const uint32_t* b, Format format,
                  Site site, const char* name);
+// Of e4m3 with a scale for each row of a and column of b, as ue8m0: the byte of the register, and the lane of two.
+struct Scales {
+    uint32_t a, b;
+    int byte_a, thread_a, byte_b, thread_b;
+};
+SIM_API void mma_scaled(float (&d)[4], const uint32_t* a, const uint32_t* b, const Scales& scales, Site site);
 SIM_API void mma_s8(int (&d)[4], const uint32_t* a, const uint32_t* b, Site site);
 // Of doubles, 8 halves rows and k = 4 halves: halves^2 elements of `a` a lane, halves of `b`, twice as many of `d`.
 SIM_API void mma_f64(double* d, const double* a, const double* b, int halves, Site site, const char* name);
@@ -71,6 +77,12 @@ inline void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
 inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIM_SITE) {
     const uint32_t b[2] = {b0, b1};
     sim::mma(d, a, 4, b, sim::Format::e4m3, site, "mma.m16n8k32.e4m3");
+}
+template <int kByte = 0, int kThread = 0>
+void mma_m16n8k32_e4m3_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                              uint32_t scale_a, uint32_t scale_b, SIM_SITE) {
+    const uint32_t b[2] = {b0, b1};
+    sim::mma_scaled(d, a, b, {scale_a, scale_b, kByte, kThread, kByte, kThread}, site);
 }
 inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], double b0, double b1, SIM_SITE) {
     const double b[2] = {b0, b1};

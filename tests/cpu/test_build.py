@@ -404,13 +404,14 @@ def test_cuda_13_knows_no_old_gpus(stubs, tmp_path):
 def test_targets_of_a_release():
     assert build.targets(12)[:3] == ("sm_61", "sm_70", "sm_75")
     assert build.targets(13) == build.targets(12)[2:]
-    assert {"sm_86", "sm_89", "sm_90a"} <= {*build.targets(13)}
+    assert {"sm_86", "sm_89", "sm_90a", "sm_120", "sm_120f"} <= {*build.targets(13)}
 
 
 @pytest.mark.parametrize(
     ("arch", "targets"),
     [("sm_80", "sm_80"), ("sm_86", "sm_86"), ("sm_89", "sm_86 sm_89"), ("sm_90", "sm_90a"),
-     ("sm_90a", "sm_90a"), ("sm_103", "sm_103")],
+     ("sm_90a", "sm_90a"), ("sm_103", "sm_103"), ("sm_120", "sm_120 sm_120f"),
+     ("sm_121", "sm_121 sm_120f")],
 )  # fmt: skip
 def test_native_targets(arch, targets):
     assert build.native_targets(arch) == tuple(targets.split())

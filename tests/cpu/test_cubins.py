@@ -80,6 +80,10 @@ def package(tmp_path, monkeypatch, name="cupy_flash_cuda12x"):
         ("sm_90a", ["sm_90a"], "sm_90a"),
         ("sm_103", ["sm_100", "sm_100a"], "sm_100"),
         ("sm_121", ["sm_120"], "sm_120"),
+        # an `f` target runs on all later minors of its major
+        ("sm_120", ["sm_120", "sm_120f"], "sm_120f"),
+        ("sm_121", ["sm_120", "sm_120f"], "sm_120f"),
+        ("sm_120", ["sm_121f"], None),
         # never a higher minor, another major, or another architecture's `a` target
         ("sm_80", ["sm_86"], None),
         ("sm_86", ["sm_75", "sm_70", "sm_90"], None),

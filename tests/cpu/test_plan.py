@@ -44,7 +44,7 @@ def test_what_is_planned_is_compiled_and_fits(case, arch):
         pytest.skip("only the tensor cores of sm_80 have a kernel for 576 columns of q and k")
     if "_e4m3_" in case and case.startswith("forward") and not {"hopper", "fp8"} & {*row.families}:
         pytest.skip("no tensor core here multiplies 8-bit floats in a kernel of ours")
-    built = {*families.variants(row.target), *(families.variants(row.name) if row.own else ())}
+    built = {variant for target in row.targets for variant in families.variants(target)}
     for launch in choose(CASES[case], arch).launches:
         assert launch.variant in built
         assert launch.shared_bytes <= row.shared_bytes

@@ -563,3 +563,33 @@ def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatc
     monkeypatch.setattr(sources, "folder", lambda: folder)
     _, refused, _ = compile_variant(compiler, UNDER, "sm_80", tmp_path)
     assert any("overlap: 32 exponentials from one product to the next" in reason for reason in refused)
+
+
+SCALED = [v for v in families.variants("sm_120f") if v.mask == "band"]
+# Clocks of a scheduler: a product of 8 bits on GeForce with scales, and what a MUFU takes.
+CLOCKS, MUFU_CLOCKS = 16, 8
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", SCALED, ids=lambda v: v.name)
+def test_products_with_scales_pay_even_if_nothing_runs_beside_them(variant, cuda, tmp_path):
+    """Every product is one instruction, and twice the rate makes a whole block of keys 1.6 times as fast.
+
+    Of a warp, whose products and other work follow each other; where they overlap it is less.
+    """
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_120f", tmp_path)
+    assert refused == []
+    read = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+    assert {i.form for i in read.instructions if "MMA" in i.name} == {".SF.16832.F32.E4M3.E4M3.E8"}
+    (m, n), warps = variant.tile, variant.threads // 32
+    products = m // warps // 16 * n // 8 * (variant.head_dim + variant.head_dim_v) // 32
+    assert sum("MMA" in i.name for i in read.instructions) == products
+    exponentials = m // warps // 16 * (n // 2 + 2)
+    issued = max(read.turn(*loop) for loop in read.loops())
+    beside = max(issued - products, MUFU_CLOCKS * exponentials)
+    assert (2 * CLOCKS * products + beside) / (CLOCKS * products + beside) >= 1.6

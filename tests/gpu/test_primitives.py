@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 
 # The first architecture that has what a kernel is made of.
 NEEDS = {"warp": 90, "copies": 80, "matrices": 90, "products": 89, "products_f64": 90,
+         "products_scaled": 120,
          "warpgroup_products": 90, "boxes": 90, "turns": 90, "same_bits": 75, "clusters": 90}  # fmt: skip
 
 
@@ -38,9 +39,9 @@ class Gpu:
         if capability < needed or (needed == 90 and capability != 90):
             pytest.skip(f"{name} is made of instructions of sm_{needed}; this GPU is {self.arch.name}")
         try:
-            path = cubin(name, self.arch.target, self.cuda)
+            path = cubin(name, self.arch.targets[-1], self.cuda)
         except UnsupportedError as error:
-            pytest.skip(f"python -m tests.gpu.probes {self.arch.target} has not been run: {error}")
+            pytest.skip(f"python -m tests.gpu.probes {self.arch.targets[-1]} has not been run: {error}")
         arrays = [f.array if isinstance(f, Map) else f for f in fields.values()]
         held = {id(x): (x, self._on_device(x)) for x in arrays if isinstance(x, np.ndarray)}
 

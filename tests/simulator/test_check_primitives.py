@@ -38,7 +38,7 @@ def check_all(count: int) -> None:
     assert made.status == 0
 
 
-# Between them every primitive but mma of e4m3, which the PTX of sm_120 runs.
+# Between them every primitive but those of e4m3, which the PTX of sm_120 runs.
 @pytest.mark.parametrize(
     ("simulated", "count"), [("sm_70", 6), ("sm_80", 14), ("sm_90", 22)], indirect=["simulated"]
 )
@@ -54,7 +54,9 @@ def test_under_other_schedules(simulated: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("simulated", "mistake"), [("sm_80", 0), ("sm_89", 1), ("sm_90", 0), ("sm_90", 1)], indirect=["simulated"]
+    ("simulated", "mistake"),
+    [("sm_80", 0), ("sm_120", 1), ("sm_90", 0), ("sm_90", 1)],
+    indirect=["simulated"],
 )
 def test_every_mistake_is_found(simulated: str, mistake: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistakes of mistaken_primitives.cu, of which each primitive has one."""
@@ -94,7 +96,7 @@ def test_which_ones_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         "sm_87": 14,
         "sm_89": 15,
         "sm_103": 13,
-        "sm_121": 15,
+        "sm_121": 16,
         "sm_110": 0,
     }
     monkeypatch.delenv("CUPY_FLASH_DRIVER")

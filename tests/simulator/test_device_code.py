@@ -10,8 +10,8 @@ from cupy_flash.cubins import nvrtc, sources
 from tests.simulator.units import KERNELS
 
 TARGETS = [
-    *((12, f"sm_{n}") for n in ("61", "70", "75", "80", "89", "90a", "100", "120")),
-    *((13, f"sm_{n}") for n in ("75", "80", "89", "90a", "100", "120")),
+    *((12, f"sm_{n}") for n in ("61", "70", "75", "80", "89", "90a", "100", "120", "120f")),
+    *((13, f"sm_{n}") for n in ("75", "80", "89", "90a", "100", "120", "120f")),
 ]
 
 

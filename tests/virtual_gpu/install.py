@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cupy_flash.device import choice, cuda, driver, host_build
-from cupy_flash.plan import families
+from cupy_flash.plan import catalog, families
 from tests.virtual_gpu.build import build
 from tests.virtual_gpu.redirect import redirect
 
@@ -122,7 +122,9 @@ def _simulated(cubin: Path, kernel: str) -> tuple[Path, str]:
 def _variants(target: str) -> dict[str, host_build.Buildable]:
     narrowed, families.FAMILIES = families.FAMILIES, _FAMILIES
     try:
-        return {variant.name: variant for variant in families.names(target)}
+        # why all of the GPU: the header of a cubin does not tell sm_120f from sm_120
+        targets = catalog.architecture(target).targets
+        return {variant.name: variant for each in targets for variant in families.names(each)}
     finally:
         families.FAMILIES = narrowed
 

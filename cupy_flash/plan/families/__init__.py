@@ -51,7 +51,7 @@ OF_STATISTICS: tuple[Family, ...] = (simple,)
 def names(target: str) -> dict[Variant, str]:
     """Everything that is compiled for a target, with the name of its family.
 
-    Of an architecture that runs the kernels of another target, what it has beside them.
+    Of the target of an architecture's own families, what it has beside the others.
     """
     asked = architecture(target)
     own = has_own(target)
@@ -67,14 +67,16 @@ def names(target: str) -> dict[Variant, str]:
     for family, row in offered:
         for variant in family.variants(row):
             found.setdefault(variant, family.NAME)
-    found[primitives.variant(target if own else asked.target)] = primitives.NAME
+    # why not where all rows have an own target: that one has the kernel, for they run no other
+    if own or not all(row.own for row in rows):
+        found[primitives.variant(target if own else asked.target)] = primitives.NAME
     return found
 
 
 def has_own(target: str) -> bool:
     """Whether a target is that of the few kernels that an architecture has beside those of another target."""
     row = architecture(target)
-    return bool(row.own) and target == row.name
+    return bool(row.own) and target == row.own_target
 
 
 def of_function(

@@ -45,7 +45,7 @@ _FORWARD = {
 }
 
 
-def _forward(head_dim: int, mask: str) -> Variant:
+def _forward(head_dim: int, mask: str, arch: Arch) -> Variant:
     """The kernel of a class."""
     m, n, threads, q_in_registers = _FORWARD[head_dim][_MASKS.index(mask)]
     return Variant(
@@ -62,26 +62,29 @@ def _forward(head_dim: int, mask: str) -> Variant:
         mask,
         macros=(
             ("CF_Q_IN_REGISTERS", str(q_in_registers)),
+            # why: sm_120 and sm_121 have products with a scale for each row and column, which others measured
+            # at twice the rate of those without.
+            ("CF_BLOCK_SCALE", str(int(arch.capability >= 120))),
             ("CF_MIN_BLOCKS", "2" if threads == 128 else "1"),
         ),
     )
 
 
-def variants(_arch: Arch) -> Iterator[Variant]:
+def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for mask in _MASKS:
-        yield from (_forward(head_dim, mask) for head_dim in _FORWARD)
+        yield from (_forward(head_dim, mask, arch) for head_dim in _FORWARD)
 
 
-def _chosen(problem: Problem) -> Variant | None:
+def _chosen(problem: Problem, arch: Arch) -> Variant | None:
     """The kernel for a problem's head dims and scores; None if no class takes them."""
     p = problem
     mask = "any" if p.alibi or p.softcap or p.scale <= 0 else "band"
     widest = max(p.head_dim, p.head_dim_v)
-    return next((_forward(head_dim, mask) for head_dim in _FORWARD if widest <= head_dim), None)
+    return next((_forward(head_dim, mask, arch) for head_dim in _FORWARD if widest <= head_dim), None)
 
 
-def refusals(problem: Problem, _arch: Arch) -> list[str]:
+def refusals(problem: Problem, arch: Arch) -> list[str]:
     """Every reason why this kernel cannot answer a problem."""
     p, reasons = problem, []
     if p.dtype != FLOAT8:
@@ -106,7 +109,7 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
         reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
-    variant = _chosen(p)
+    variant = _chosen(p, arch)
     if variant is None:
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {max(_FORWARD)}")
     elif p.tile not in (None, variant.tile):
@@ -116,7 +119,7 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
 
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The kernel for a problem that is not refused."""
-    variant = _chosen(problem)
+    variant = _chosen(problem, arch)
     assert variant is not None
     blocks = problem.batch * problem.heads_q * blocks_of(problem.seqlen_q, variant.tile[0])
     return Plan(arch.name, NAME, tuple(along_x(variant, blocks)))

@@ -24,7 +24,7 @@ class _OfNoProblem(Variant):
 
 def capability(target: str) -> int:
     """Whose primitives the kernel of a target runs: compute capability x 10."""
-    return int(target.removeprefix("sm_").rstrip("a"))
+    return int(target.removeprefix("sm_").rstrip("af"))
 
 
 def variant(target: str) -> Variant:

@@ -213,6 +213,21 @@ CF_DEVICE void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t
 }
 #undef CF_MMA
 #undef CF_MMA_K8
+// d += (a 2^(scale of its row - 127)) (b 2^(scale of its column - 127)), of the family of sm_120: at twice the rate
+// of mma_m16n8k32_e4m3, whose layout a, b and d have. A scale is a byte (ue8m0), 255 is NaN.
+// layout: of scale_a and scale_b byte kByte counts, in lanes 4 g + 2 kThread + i for row g + 8 i of a, and in lanes
+// 4 g + kThread for column g of b; what other bytes and lanes hold does not matter.
+template <int kByte = 0, int kThread = 0>
+CF_DEVICE void mma_m16n8k32_e4m3_scaled(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                        uint32_t scale_a, uint32_t scale_b) {
+    static_assert(kByte >= 0 && kByte < 4 && (kThread == 0 || kThread == 1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, %10, {%12,%13}, %11, {%12,%13};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(scale_a), "r"(scale_b),
+          "n"(kByte), "n"(kThread));
+}
 // layout: as mma_m16n8k8_tf32, an element of double each (sm_90).
 CF_DEVICE void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], double b0, double b1) {
     asm volatile(

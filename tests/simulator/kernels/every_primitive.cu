@@ -77,6 +77,9 @@ CF_DEVICE void ampere(const Params& p, uint32_t a) {
     mma_m16n8k32_e4m3(d, r4, r2[0], r2[1]);
     d[0] += pack_e4m3(d[1], d[2]);
 #endif
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1200
+    mma_m16n8k32_e4m3_scaled<3, 1>(d, r4, r2[0], r2[1], a, r4[0]);
+#endif
     p.y[10] = d[0] + d[1] + d[2] + d[3] + float(whole[0] + whole[1] + whole[2] + whole[3]);
 }
 #endif

@@ -44,6 +44,8 @@ CF_DEVICE void wgmma_m64k16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, b
 #define to_tf32(x) (MISTAKE ? __float_as_uint(x) & 0xffffe000u : to_tf32(x) ^ 0x2000u)
 #define mma_m16n8k8_tf32(d, a, b0, b1) mma_m16n8k8_tf32(d, a, MISTAKE ? b0 : b1, b0)
 #define mma_m16n8k32_e4m3(d, a, b0, b1) mma_m16n8k32_e4m3(d, a, MISTAKE ? b0 : b1, b0)
+#define mma_m16n8k32_e4m3_scaled(d, a, b0, b1, x, y)                                                         \
+    mma_m16n8k32_e4m3_scaled<MISTAKE == 0>(d, a, b0, b1, x, MISTAKE ? 0x7f7f7f7f : y)
 #define mma_m8n8k4_f64(d0, d1, a, b) mma_m8n8k4_f64(MISTAKE ? d0 : d1, MISTAKE ? d1 : d0, a, b + MISTAKE)
 #define mma_m16n8k8_f64(d, a, b0, b1) mma_m16n8k8_f64(d, a, MISTAKE ? b0 : b1, MISTAKE ? b1 + 1 : b0)
 #define pack_e4m3(x, y) (MISTAKE ? pack_e4m3(x * 1.01f, y) : pack_e4m3(y, x))

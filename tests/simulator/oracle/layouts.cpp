@@ -4,6 +4,7 @@
 #include <cute/atom/mma_traits_sm75.hpp>
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/atom/mma_traits_sm89.hpp>
+#include <cute/atom/mma_traits_sm120.hpp>
 #include <cute/atom/mma_traits_sm90.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
@@ -25,6 +26,10 @@ template <class Op> void mma(const char* name) {
     snprintf(text, sizeof text, "%s b", name), fragment(text, typename T::BLayout{}, 32);
     snprintf(text, sizeof text, "%s c", name), fragment(text, typename T::CLayout{}, 32);
 }
+// For each thread: the row or column whose scale it holds; which of the threads count, the instruction says.
+template <class Layout> void scales(const char* name, Layout layout) {
+    fragment(name, make_layout(get<0>(layout), cute::Layout<_1, _0>{}), 32);
+}
 // For each (i, k) of a tile: the byte offset.
 template <int kBits, int kBytes, class Layout> void tile(const char* name, Layout layout,
                                                          const char* end = ",\n") {
@@ -44,6 +49,10 @@ int main() {
     mma<SM80_16x8x8_F32TF32TF32F32_TN>("m16n8k8 tf32");
     mma<SM80_16x8x32_S32S8S8S32_TN>("m16n8k32 s8");
     mma<SM89_16x8x32_F32E4M3E4M3F32_TN>("m16n8k32 e4m3");
+    using Scaled = MMA_Traits<SM120::BLOCKSCALED::SM120_16x8x32_TN_VS<float_e4m3_t, float_e4m3_t, float,
+                                                                      float_ue8m0_t, 32>>;
+    scales("m16n8k32 e4m3 scale of a", Scaled::SFALayout{});
+    scales("m16n8k32 e4m3 scale of b", Scaled::SFBLayout{});
     mma<SM80_8x8x4_F64F64F64F64_TN>("m8n8k4 f64");
     mma<SM90_16x8x8_F64F64F64F64_TN>("m16n8k8 f64");
     using namespace SM90;

@@ -12,7 +12,7 @@ from unittest import mock
 from cupy_flash.device import simulator
 from cupy_flash.device.host_build import Buildable, flags
 from cupy_flash.dispatch import memo
-from cupy_flash.plan import catalog
+from cupy_flash.plan import catalog, families
 from tests.simulator.ptx import toolchain
 from tests.simulator.ptx.reader import source_lines
 
@@ -53,9 +53,11 @@ class PtxKernel(simulator.Kernel):
 
 
 def target_of(variant: Buildable) -> str:
-    """What the simulated GPU's kernels are compiled for; some of tests are Turing's wherever they run."""
-    turing = variant.defines().get("CF_TURING") == "1"
-    return "sm_75" if turing else catalog.architecture(simulator.arch()).target
+    """What a kernel of the simulated GPU is compiled for; some of tests are Turing's wherever they run."""
+    if variant.defines().get("CF_TURING") == "1":
+        return "sm_75"
+    row = catalog.architecture(simulator.arch())
+    return next((target for target in row.targets if variant in families.variants(target)), row.target)
 
 
 @functools.cache

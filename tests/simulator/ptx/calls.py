@@ -51,8 +51,9 @@ class Call(NamedTuple):
 
 
 def kernels_of(target: str) -> frozenset[Kernel]:
-    """Everything that is compiled for a target, but for head dims, tiles and kinds of mask."""
-    every = {(v.source, v.step, v.dtype) for v in families.variants(target)}
+    """Everything that is compiled for the GPUs of a target, but for head dims, tiles and kinds of mask."""
+    targets = architecture(target).targets
+    every = {(v.source, v.step, v.dtype) for each in targets for v in families.variants(each)}
     return frozenset(every | {x for dtype in _function_dtypes(target) for x in _of_arguments(dtype)})
 
 

@@ -29,5 +29,6 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Simulated]:
     cuda, policy = request.param
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    with kernels_from_ptx(cuda, "sm_90a"), simulator.schedule(policy, seed=3):
+    target = "sm_120f" if "scaled" in request.function.__name__ else "sm_90a"
+    with kernels_from_ptx(cuda, target), simulator.schedule(policy, seed=3):
         yield Simulated()

@@ -57,6 +57,25 @@ def warp_product(w: Writer, i: Instruction, shape: str, t_d: str, element: str, 
     w.emit("}")
 
 
+@instruction(
+    "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
+)
+def scaled_product(w: Writer, i: Instruction) -> None:
+    """d, a, b, c; then of a and of b a register with scales, its byte and the lanes of a quad that count."""
+    d, a, b, c = (w.vector(x, n) for x, n in zip(i.operands[:4], (4, 4, 2, 4), strict=True))
+    scale_a, chosen_a, scale_b, chosen_b = i.operands[4:]
+    chosen = [int(x) for vector in (chosen_a, chosen_b) for x in w.vector(vector, 2)]
+    if not all(0 <= x <= most for x, most in zip(chosen, (3, 1, 3, 3), strict=True)):
+        raise Unknown(f"bytes and lanes {chosen}")
+    lists = [", ".join(w.values(c, "f32")), ", ".join(w.values(a, "b32")), ", ".join(w.values(b, "b32"))]
+    w.emit(f"{{ float d[4] = {{{lists[0]}}}; const u32 a[4] = {{{lists[1]}}}, b[2] = {{{lists[2]}}};")
+    scales = [w.value(scale_a, "b32"), w.value(scale_b, "b32"), *map(str, chosen)]
+    w.emit(f"multiply_scaled(d, a, b, {{{', '.join(scales)}}}, {w.site});")
+    for k, member in enumerate(d):
+        w.set(member, "f32", f"d[{k}]")
+    w.emit("}")
+
+
 # shape: registers of a, of b, and of c and d
 _DOUBLE_PRODUCTS = {"m8n8k4": (1, 1, 2), "m16n8k8": (4, 2, 4)}
 

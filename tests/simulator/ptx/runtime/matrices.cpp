@@ -32,7 +32,12 @@ FOR(2, false) FOR(4, false) FOR(1, true) FOR(2, true) FOR(4, true)
                     PRODUCT(m16n8k32_e4m3, float, 4, 2, mma_m16n8k32_e4m3, b[0], b[1])
                         PRODUCT(m16n8k32_s8, int, 4, 2, mma_m16n8k32_s8, b[0], b[1])
 #undef PRODUCT
-                            void multiply(double (&d)[2], const double (&a)[1], const double (&b)[1],
+                            void multiply_scaled(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
+                                                 ScalesOfProduct s, Site site) {
+    const sim::Call inside = call(site);
+    sim::mma_scaled(d, a, b, {s.a, s.b, s.byte_a, s.thread_a, s.byte_b, s.thread_b}, inside);
+}
+void multiply(double (&d)[2], const double (&a)[1], const double (&b)[1],
                                           Site site) {
     mma_m8n8k4_f64(d[0], d[1], a[0], b[0], call(site));
 }

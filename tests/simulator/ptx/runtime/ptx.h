@@ -99,6 +99,12 @@ enum class Product {
 };
 template <Product product, class D, int n_a, int n_b>
 void multiply(D (&d)[4], const u32 (&a)[n_a], const u32 (&b)[n_b], Site site);
+// Registers of a and of b with scales, and of each the byte and the lanes that count.
+struct ScalesOfProduct {
+    u32 a, b;
+    int byte_a, thread_a, byte_b, thread_b;
+};
+void multiply_scaled(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], ScalesOfProduct scales, Site site);
 void multiply(double (&d)[2], const double (&a)[1], const double (&b)[1], Site site);    // m8n8k4
 void multiply(double (&d)[4], const double (&a)[4], const double (&b)[2], Site site);    // m16n8k8
 
