@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from . import api, varlen
-from .call.compound import QuantizedArray, QuantizedCache, Tuning
+from .call.compound import LatentCache, QuantizedArray, QuantizedCache, Tuning
 from .call.signature import takes
 from .errors import InvalidArgumentsError, UnsupportedError
 from .flash_attn import flash_attn_interface as second
@@ -50,7 +50,6 @@ def _refuse(hints: dict[str, str], **given: Any) -> None:
 
 _HINTS = {
     "attention_chunk": "attention_chunk=0; flash_attn_varlen_func with a sequence for each chunk",
-    "qv": "qv=None; q with qv and the keys with the values, concatenated",
 }
 
 
@@ -83,6 +82,21 @@ def _with_qv(
     check_tensors(("qv",), qv=qv)
     scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
     return torch.cat((q, qv), -1), torch.cat((k, v), -1), scale
+
+
+def _latents(k_cache: Tensor, v_cache: Tensor) -> LatentCache:
+    """Values and the keys behind them in the same memory as one cache; scores with qv are of its rows."""
+    columns = v_cache.shape[-1]
+    one, other = (x.untyped_storage().data_ptr() for x in (k_cache, v_cache))
+    behind = one == other and k_cache.storage_offset() == v_cache.storage_offset() + columns
+    alike = k_cache.shape[:-1] == v_cache.shape[:-1] and k_cache.dtype == v_cache.dtype
+    if not (behind and alike and k_cache.stride() == v_cache.stride() and v_cache.stride(-1) == 1):
+        raise UnsupportedError(
+            "qv is not taken over k_cache and v_cache that lie apart.",
+            hint="v_cache, k_cache = latents.split((head_dim_v, head_dim), -1), views of one tensor",
+        )
+    shape = *v_cache.shape[:-1], columns + k_cache.shape[-1]
+    return LatentCache(v_cache.as_strided(shape, v_cache.stride()), columns)
 
 
 def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
@@ -397,7 +411,10 @@ def flash_attn_with_kvcache(
         The dequantisation scales of float8 inputs.
     softmax_scale, causal, window_size, softcap
         As in `flash_attn_func`.
-    qv, attention_chunk
+    qv : Tensor, shape (batch, seqlen_q, heads, head_dim_v) or (rows, heads, head_dim_v), optional
+        As in `flash_attn_func`, where k_cache begins behind v_cache in each row of one tensor (a cache of
+        latents); not with float8 or rotary_cos, and not in compiled programs.
+    attention_chunk
         Nothing: anything else raises.
     scheduler_metadata, pack_gqa, sm_margin
         Not needed: decided by the plan.
@@ -417,8 +434,12 @@ def flash_attn_with_kvcache(
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for what is not taken.
     """
-    _refuse(_HINTS, qv=qv, attention_chunk=attention_chunk)
-    check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _refuse(_HINTS, attention_chunk=attention_chunk)
+    check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
+    if qv is not None and (rotary_cos is not None or q.dtype == torch.float8_e4m3fn):
+        what = "rotary_cos" if rotary_cos is not None else "q of float8"
+        hint = "q and k rotated before the call, and no tensor of 8 bits"
+        raise UnsupportedError(f"qv is not taken beside {what}.", hint=hint)
     if cache_seqlens is None:
         cache_seqlens = second.full_length(k_cache, k, page_table, "page_table")
     if page_table is not None and cache_batch_idx is not None:
@@ -429,6 +450,13 @@ def flash_attn_with_kvcache(
     first = second.turned_from(q, k, rotary_cos, cache_seqlens, positional, longest)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     caches: tuple[Any, Any] = k_cache, v_cache
+    if qv is not None:
+        caches = _latents(k_cache, v_cache), None
+        scale = (q.shape[-1] + qv.shape[-1]) ** -0.5
+        softmax_scale = scale if softmax_scale is None else softmax_scale
+        q = torch.cat((qv, q), -1)
+        if k is not None and v is not None:
+            k, v = torch.cat((v, k), -1), None
     if scales or q.dtype == torch.float8_e4m3fn:
         q, scales = _wider(q, k_cache, k, scales)
         caches = QuantizedCache(k_cache, scales["k_scale"]), QuantizedCache(v_cache, scales["v_scale"])

@@ -18,14 +18,14 @@
 //
 // Grid:   as flash_decode, with tiles of kBlockM rows.
 // Block:  8 warps.
-// Shared: of 8-bit caches a tile of K and one of V widened; Q tile, kBlockM x kHeadDim; kStages tiles of the cache,
-//         kBlockN x kHeadDim; P; parts of S; row statistics.
+// Shared: of 8-bit caches a tile of K and one of V widened, of latents one for both; Q tile, kBlockM x kHeadDim;
+//         kStages tiles of the cache, kBlockN x kHeadDim; P; parts of S; row statistics.
 //
 // Assumes: head dims are at most kHeadDim and kHeadDimV, of latents kHeadDim and at most kHeadDimV, whose v is their
 //          k; rows of q, o and the cache start on 16-byte boundaries, last axes contiguous. Pages of any size: every
 //          row of a step looks up its own.
-// Not here: masks, bias, dropout; spans and 8 bits of latents; new keys and rotation (flash_append), splits brought
-//           together (flash_combine).
+// Not here: masks, bias, dropout; spans over latents; new keys and rotation (flash_append), splits brought together
+//           (flash_combine).
 #include "backward/gradient_sums.cuh"
 #include "backward/operand.cuh"
 #include "cache/rows.cuh"
@@ -62,7 +62,7 @@ constexpr int kNO = kHeadDimV / 8 / kWarps, kDepthSteps = kHeadDim / 16 / kDepth
 constexpr int kTiles = kLatent ? 1 : 2;    // of the ring, in a step
 static_assert(kRowWarps * kKeyWarps * kDepthWarps == kWarps && kN >= 1);
 static_assert(kDepthSteps * kDepthWarps * 16 == kHeadDim && kStages > kTiles);
-static_assert(kLatent ? !kWidened : kHeadDim == kHeadDimV);
+static_assert(kLatent || kHeadDim == kHeadDimV);
 
 using Product = Math<Element, 1, false>;
 using QTile = Tile<Element, kBlockM, kHeadDim>;
@@ -83,9 +83,9 @@ struct ValueTile {
     CF_DEVICE static constexpr int twist(int row) { return KeyTile::twist(row); }
     CF_DEVICE static constexpr int offset(int row, int chunk) { return KeyTile::offset(row, chunk); }
 };
-// K and V of a step, widened.
+// The tiles of a step, widened.
 template <bool> struct Widened {
-    KeyTile wide[2];
+    KeyTile wide[kTiles];
     CF_DEVICE uint32_t at(int which) const { return smem_addr(wide[which].data); }
 };
 template <> struct Widened<false> {
@@ -171,10 +171,12 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     if (threadIdx.x == 0) s.saved.block = block;
 
     // [D3]
-    // layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th.
-    constexpr int kRowThreads = StoredTile::kChunks % 16 == 0 && kBlockN <= kThreads / 16 ? 16 : 8;
-    static_assert(kBlockN <= kThreads / kRowThreads && StoredTile::kTwists == 8);
-    constexpr int kRowCopies = StoredTile::kChunks / kRowThreads;
+    // layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th. The last
+    // turn over a row of 36 chunks, a latent of 8 bits, is of four threads.
+    constexpr bool kEven = StoredTile::kChunks % 8 == 0;
+    constexpr int kRowThreads = (StoredTile::kChunks % 16 == 0 || !kEven) && kBlockN <= kThreads / 16 ? 16 : 8;
+    static_assert(kBlockN <= kThreads / kRowThreads && kRowThreads % StoredTile::kTwists == 0);
+    constexpr int kRowCopies = (StoredTile::kChunks + kRowThreads - 1) / kRowThreads;
     const int32_t copied_row = threadIdx.x / kRowThreads, copied_chunk = threadIdx.x % kRowThreads;
     const bool copies = kBlockN == kThreads / kRowThreads || copied_row < kBlockN;
     const uint32_t ring = smem_addr(s.ring[0].data);
@@ -202,6 +204,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
                 const uint32_t to = copied_to + stage * StoredTile::kBytes;
                 CF_UNROLL
                 for (int i = 0; i < kRowCopies; i++) {
+                    if (!kEven && copied_chunk + i * kRowThreads >= StoredTile::kChunks) break;
                     const int part = kLatent ? bytes : larger(0, smaller(16, bytes - i * kRowThreads * 16));
                     const int further = part == 0 ? 0 : i * kRowThreads * 16 / int(sizeof(Number));
                     cp_async16_part(to + i * kRowThreads * 16, from + further, part);
@@ -222,7 +225,8 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
             CF_UNROLL
             for (int i = 0; i < kRowCopies; i++) {
                 const int chunk = copied_chunk + i * kRowThreads;
-                if (copies) widen_chunk<kStored, StoredTile, KeyTile>(to, stored, copied_row, chunk);
+                if (copies && (kEven || chunk < StoredTile::kChunks))
+                    widen_chunk<kStored, StoredTile, KeyTile>(to, stored, copied_row, chunk);
             }
             return to;
         } else return stored;
@@ -241,6 +245,10 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     for (int32_t step = 0; step < count; step++) {
         const int32_t tile = step * kTiles, key = (first_step + step) * kBlockN;
         cp_async_wait<kStages - 2>();
+        if constexpr (kLatent && kWidened) {
+            // sync: all are done with values of the step before, over which these keys are widened.
+            __syncthreads();
+        }
         const uint32_t sK = take(tile);
         // sync: keys of this step are visible to all, in the first step Q and what is saved too; all are done
         // with the tile before, whose stage is filled next.

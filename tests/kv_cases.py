@@ -98,6 +98,9 @@ class KvCase:
             made["k_scale"] = (draw.random(shape) / spread + 0.5 / spread).astype(acc)
             # why powers of two: the result can then be judged in the unit of what is stored
             made["v_scale"] = np.exp2(draw.integers(-3, 2, shape)).astype(acc)
+            if self.latent:  # one scale
+                unit = np.exp2(draw.integers(-1, 2, shape) - np.rint(np.log2(spread)))
+                made["k_scale"] = made["v_scale"] = unit.astype(acc)
         if self.alibi is not None:
             shape = (heads_q,) if self.alibi == "h" else (batch, heads_q)
             made["alibi_slopes"] = draw.random(shape).astype(acc)

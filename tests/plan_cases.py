@@ -117,6 +117,10 @@ CASES = {
         batch=32, heads_q=128, heads_k=1, seqlen_q=2, right=0, head_dim=576, head_dim_v=512,
         cache=Cache("float16", latent=True),
     ),
+    "decode_int8_latents_128_heads": CACHED._replace(
+        dtype="bfloat16", batch=32, heads_q=128, heads_k=1, head_dim=576, head_dim_v=512,
+        cache=Cache("int8", page=64, latent=True),
+    ),
     "decode_bf16_d512_drafts": CACHED._replace(
         dtype="bfloat16", batch=4, heads_q=32, heads_k=4, seqlen_q=4, right=0, head_dim=512, head_dim_v=512,
         cache=Cache("bfloat16", page=16, appended=4),

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import cupy_flash
-from cupy_flash import QuantizedArray, QuantizedCache, RaggedMask, Rotary, ScoreFunction, Spans, Tuning
+from cupy_flash import (
+    LatentCache,
+    QuantizedArray,
+    QuantizedCache,
+    RaggedMask,
+    Rotary,
+    ScoreFunction,
+    Spans,
+    Tuning,
+)
 from cupy_flash import quantized as quantized_caches
 
 __all__ = [
@@ -52,8 +61,13 @@ def over_cache(**flat: Any) -> dict[str, Any]:
     made = dict(flat)
     for x in "kv":
         units = {part: made.pop(f"{x}_{part}", None) for part in _CODES}
-        if any(unit is not None for unit in units.values()):
-            made[f"{x}_cache"] = QuantizedCache(made[f"{x}_cache"], **units)
+        cache = made.get(f"{x}_cache")
+        if cache is None or all(unit is None for unit in units.values()):
+            continue
+        if isinstance(cache, LatentCache):
+            made[f"{x}_cache"] = cache._replace(latents=QuantizedCache(cache.latents, **units))
+        else:
+            made[f"{x}_cache"] = QuantizedCache(cache, **units)
     rotary = {_ROTARY[name]: made.pop(name) for name in [name for name in made if name in _ROTARY]}
     if any(x is not None and x is not False for x in rotary.values()):
         made["rotary"] = Rotary(**{"cos": None, "sin": None, **rotary})

@@ -154,8 +154,9 @@ class LatentCache(NamedTuple):
 
     Attributes
     ----------
-    latents : array
-        (batch, heads_k, capacity, head_dim) or pages of it, as any cache; of DeepSeek-V3 one head of 576.
+    latents : array or QuantizedCache
+        (batch, heads_k, capacity, head_dim) or pages of it, as any cache; of DeepSeek-V3 one head of 576. In
+        8 bits a `QuantizedCache` of int8 or float8_e4m3fn, whose scale is that of keys and values.
     head_dim_v : int
         Columns that are the value: 512 of them.
 

@@ -12,7 +12,7 @@ from ..call import outputs
 from ..call.arrays import ArrayView
 from ..call.blocks import check_blocks
 from ..call.cache.describe import describe_cache
-from ..call.cache.kinds import lies_in
+from ..call.cache.kinds import lies_in, same_memory
 from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
 from ..call.operands import lower_shape
@@ -227,7 +227,8 @@ def prepared(
     # why: arrays of these kinds are two, or latents and their first columns.
     latents: Any = cache is not None and raw["v_cache"].pointer == raw["k_cache"].pointer
     if latents:
-        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k")
+        one_scale = same_memory(raw, "v_scale", "k_scale")
+        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale
     chosen = chosen_by_environment(driver, device)
     # why types: 1 is True, and some options take only one of them.
     flags = want_lse, packing, unrounded

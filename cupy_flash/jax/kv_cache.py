@@ -145,7 +145,7 @@ def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
     """A cache after appending, as the caller gave the one before."""
     codes = written[f"{letter}_cache"]
     if isinstance(cache, LatentCache):
-        return cache._replace(latents=codes)
+        return cache._replace(latents=_as_given(letter, cache.latents, written))
     if not isinstance(cache, QuantizedCache):
         return codes
     parts = (

@@ -107,7 +107,8 @@ def _kinds(
     q: Any, k: Any, cache_seqlens: Any, options: Mapping[str, Any], names: tuple[str, ...], top_k: int
 ) -> dict[str, Any]:
     """Shape and dtype of each result, from shapes alone."""
-    q, k = (getattr(x, "codes", getattr(x, "latents", x)) for x in (q, k))
+    k = getattr(k, "latents", k)
+    q, k = (getattr(x, "codes", x) for x in (q, k))
     for name, x, least in (("q", q, 2), ("k", k, 2 if cache_seqlens is None else 4)):
         if len(getattr(x, "shape", ())) < least:
             raise InvalidArgumentsError(

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError, LatentCache, QuantizedCache, Rotary, UnsupportedError
+from cupy_flash import (
+    InvalidArgumentsError,
+    LatentCache,
+    QuantizedArray,
+    QuantizedCache,
+    Rotary,
+    UnsupportedError,
+)
 from tests.checks import Device
 from tests.kv_cases import KvCase, check
 
@@ -23,7 +30,11 @@ CASES = [
         ("float32", {"new": 1, "layout": "bshd", "softcap": 3.0}),
         ("float64", {"kind": "paged", "new": 5, "window": (50, None)}),
     )
-] + [KvCase(latent=True, head_dims=(20, 12), heads=(4, 2), dtype="float32", new=3)]
+] + [
+    KvCase(latent=True, head_dims=(20, 12), heads=(4, 2), dtype="float32", new=3),
+    KvCase(latent=True, head_dims=(576, 512), heads=(8, 1), stored="int8", scales="bh", kind="paged", new=2),
+    KvCase(latent=True, head_dims=(48, 32), heads=(4, 2), stored="e4m3", dtype="bfloat16", new=3),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -73,6 +84,32 @@ def test_memory_tells_latents_from_arrays_of_their_shape() -> None:
         assert o.any() == (values is not others)
 
 
+def two_scales(codes: np.ndarray) -> tuple[QuantizedCache, QuantizedCache]:
+    return QuantizedCache(codes, np.float32([1])), QuantizedCache(codes[..., :12], np.float32([1]))
+
+
+def test_a_view_says_the_same_in_8_bits() -> None:
+    """With one scale, of which two arrays are taken as long as nothing is stored."""
+    q, kv, new = inputs()
+    codes, scale = np.rint(kv * 30).clip(-127, 127).astype(np.int8), np.float32([1 / 30])
+    results = []
+    for given in (
+        lambda x: ((LatentCache(QuantizedCache(x, scale), 12),), {"k": new}),
+        lambda x: ((QuantizedCache(x, scale), QuantizedCache(x[..., :12], scale)), {"k": new}),
+    ):
+        cache = codes.copy()
+        caches, options = given(cache)
+        o = cupy_flash.attention_with_kv_cache(q, *caches, cache_seqlens=7, **options)
+        np.testing.assert_array_equal(cache[:, :, 7], np.rint(new[:, :, 0] / scale).clip(-127, 127))
+        results.append(o)
+    np.testing.assert_array_equal(results[0], results[1])
+    keys, values = two_scales(codes)
+    doubled = values._replace(scale=np.float32([2]))
+    one = cupy_flash.attention_with_kv_cache(q, keys, values, cache_seqlens=7)
+    two = cupy_flash.attention_with_kv_cache(q, keys, doubled, cache_seqlens=7)
+    np.testing.assert_allclose(two, 2 * one, rtol=1e-6)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "v_cache beside it": (lambda q, kv, _: (q, LatentCache(kv, 12), kv[..., :12]), InvalidArgumentsError,
                           "k_cache is a LatentCache, v_cache is an ndarray"),
@@ -83,8 +120,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "all columns": (lambda q, kv, _: (q, LatentCache(kv, 20)), InvalidArgumentsError, "head_dim_v is 20"),
     "a float": (lambda q, kv, _: (q, LatentCache(kv, 12.0)), InvalidArgumentsError, "head_dim_v is 12.0"),
     "no array": (lambda q, kv, _: (q, LatentCache([1.0], 12)), InvalidArgumentsError, "latents is a list"),
-    "codes": (lambda q, kv, _: (q, LatentCache(QuantizedCache(kv, kv[0, 0, 0]), 12)), UnsupportedError,
-              "latents is a QuantizedCache"),
+    "codes of 4 bits": (lambda q, kv, _: (q, LatentCache(QuantizedCache(kv, kv, kv), 12)), UnsupportedError,
+                        "latents is a QuantizedCache of 4 bits"),
+    "an array of attention": (lambda q, kv, _: (q, LatentCache(QuantizedArray(kv, kv), 12)), UnsupportedError,
+                              "latents is a QuantizedArray"),
+    "int8 without a scale": (lambda q, kv, _: (q, LatentCache(kv.astype(np.int8), 12)), InvalidArgumentsError,
+                             "k_cache.scale is not given"),
+    "two scales of new latents": (lambda q, kv, new: (q, *two_scales(kv.astype(np.int8)), {"k": new}),
+                                  InvalidArgumentsError, "their scales are two"),
     "values of new latents": (
         lambda q, kv, new: (q, LatentCache(kv, 12), None, {"k": new, "v": new[..., :12]}),
         InvalidArgumentsError, "v is given beside a LatentCache"),

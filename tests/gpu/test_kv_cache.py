@@ -50,6 +50,26 @@ CASES = [
         )
         for heads, queries, kind in ((64, 1, "paged"), (128, 2, "paged"), (20, 4, "contiguous"))
     ),
+    *(
+        KvCase(
+            latent=True,
+            head_dims=(576, 512),
+            heads=(heads, 1),
+            queries=queries,
+            causal=True,
+            stored=stored,
+            kind=kind,
+            page=64,
+            lengths=(2048, 77, 0),
+            room=2048,
+            new=queries,
+        )
+        for stored, heads, queries, kind in (
+            ("int8", 16, 1, "contiguous"),
+            ("e4m3", 20, 1, "paged"),
+            ("int8", 128, 2, "paged"),
+        )
+    ),
     KvCase(kind="paged", page=64, lengths=(8192, 77, 3000), room=8192, heads=(32, 4), head_dims=(128, 128)),
     *(
         KvCase(
@@ -72,6 +92,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parity(case: KvCase, device: Device) -> None:
+    check(case, device)
+
+
+def test_selected_keys(device: Device) -> None:
+    """Of latents; each query is a sequence of its own, and has the scales of the one that it was of."""
+    case = KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), stored="int8", scales="bh", selected=45,
+                  integers="int64", queries=2, causal=True, kind="paged")  # fmt: skip
     check(case, device)
 
 

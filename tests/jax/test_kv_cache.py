@@ -577,6 +577,26 @@ def test_latents_come_back_as_they_were_given():
         np.testing.assert_array_equal(cache.latents, wanted)
 
 
+def test_latents_of_8_bits_come_back_as_they_were_given():
+    """Their one scale is that of keys and of values, also of those that a program stores."""
+    rng = np.random.default_rng(0)
+    q, kv, new = (rng.standard_normal(s, np.float32) for s in ((2, 4, 1, 20), (2, 1, 16, 20), (2, 1, 1, 20)))
+    codes, scale = np.rint(kv * 30).clip(-127, 127).astype(np.int8), np.float32([1 / 30])
+
+    @jax.jit
+    def step(codes, scale):
+        cache = LatentCache(QuantizedCache(codes, scale), 12)
+        return cf.attention_with_kv_cache(q, cache, cache_seqlens=7, k=new)
+
+    o, cache = step(codes, scale)
+    wanted = LatentCache(QuantizedCache(codes, scale), 12)
+    expected = cupy_flash.attention_with_kv_cache(q, wanted, cache_seqlens=7, k=new)
+    np.testing.assert_allclose(o, expected, atol=1e-6)
+    assert type(cache) is LatentCache
+    assert type(cache.latents) is QuantizedCache
+    np.testing.assert_array_equal(cache.latents.codes, codes)
+
+
 def test_selected_keys_are_those_of_numpy():
     """Plain, compiled, and with an axis of vmap; of latents, of heads before keys, and of pages, packed."""
     rng = np.random.default_rng(0)

@@ -14,7 +14,7 @@ import numpy as np
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import testing
-from cupy_flash.testing.kv_cache import meant, meant_e2m1, rotated_queries
+from cupy_flash.testing.kv_cache import Sequence, meant, meant_e2m1, rotated_queries
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
 from tests.public import cached, int4_parts, nvfp4_parts
@@ -92,7 +92,8 @@ class Cached(KvCase):
         )
         counts = [draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch)]
         tree = bool(not packed and queries <= 17 and new == queries and not rotary and draw.random() < 0.5)
-        latent = not (prefix or rotary) and stored == "same" and dims[1] < dims[0] and draw.random() < 0.25
+        latent = not (prefix or rotary) and stored not in PARTS and dims[1] < dims[0] and draw.random() < 0.25
+        selects = not (new or prefix or rotary or tree) and draw.random() < 0.25
         often = 0.35 if draw.random() < 0.5 else 0.12
         return cls(
             dtype=dtype,
@@ -112,7 +113,7 @@ class Cached(KvCase):
             window=maybe(draw, 0.3, 1) and (bound(draw, room), bound(draw, room)),
             softcap=maybe(draw, often, 0.5, 20.0),
             scale=maybe(draw, often, 0.3, -0.1),
-            alibi=None if prefix else maybe(draw, often, "h", "bh"),
+            alibi=None if prefix or selects else maybe(draw, often, "h", "bh"),
             sinks=draw.random() < often,
             scales=draw.choice(("h", "bh")),
             layout="bshd" if packed else draw.choice(("bhsd", "bshd")),
@@ -122,8 +123,10 @@ class Cached(KvCase):
             leftpad=draw.random() < 0.15,
             outside=kind == "paged" and not new and draw.random() < 0.15,
             tree=tree,
-            mask=None if tree or packed else maybe(draw, 0.15, "11qk", "bhqk", "b11k"),
+            mask=None if tree or packed or selects else maybe(draw, 0.15, "11qk", "bhqk", "b11k"),
             latent=latent,
+            selected=draw.choice((1, 7, 16, draw.randint(1, 200))) if selects else 0,
+            integers=draw.choice(("int32", "int64")),
             # why not of latents: there those are values, too, which have to be finite
             holes=stored == "same" and not latent and draw.random() < 0.3,
             prefix=draw.randint(1, 150) if prefix else 0,
@@ -202,6 +205,10 @@ class Cached(KvCase):
         # why the last ones: those stand where the case has made sure that rotation is not between two numbers
         found = {"q": np.concatenate([x[len(x) - n :] for x, n in zip(rows["q"], queries, strict=True)])}
         found["cu_seqlens_q"] = np.cumsum((0, *queries), dtype=np.int32)
+        if self.selected:
+            found["indices"] = np.concatenate(
+                [x[len(x) - n :] for x, n in zip(made["indices"], queries, strict=True)]
+            )
         if self.new:
             for name in "kv":
                 found[name] = np.concatenate([x[:n] for x, n in zip(rows[name], new, strict=True)])
@@ -352,47 +359,64 @@ class Cached(KvCase):
 
     def _compare(self, arrays: Mapping[str, np.ndarray], results: Mapping[str, np.ndarray]) -> None:
         """Each head of each sequence is within the error budget of attention over what is stored."""
-        group, counts = self.heads[0] // self.heads[1], self._counts("queries")
-        dtype = numpy_dtype("float32" if self.stored == "int4" and self.dtype == "float32" else self.dtype)
         for b, new in enumerate(self._counts("new")):
             call = {n: x for n, x in self._one(arrays, b).items() if n not in ("k", "v")}
             call["cache_seqlens"] = call["cache_seqlens"] + np.int32(new)
-            (own,) = testing.reference_with_kv_cache(**call).sequences
-            length = own.k.shape[2]
-            q, q_error = own.q, own.q_error
-            if self.prefix and self.rotary:
-                q, q_error = self._turned(arrays, call)
-            options = own.options | {
-                "mask": self._seen(arrays, b, length, int(counts[b]), own.options["mask"])
-            }
-            keys, values = own.k, own.v
-            if self.prefix:
-                options["align"] = options["align"] + self.prefix
-                front = {x: arrays[f"prefix_{x}"] for x in "kv"}
-                front = {n: x.swapaxes(0, 1) if self.layout == "bshd" else x for n, x in front.items()}
-                keys = np.concatenate([front["k"][None].astype(float), keys], 2)
-                values = np.concatenate([front["v"][None].astype(float), values], 2)
+            if self.selected:
+                call["indices"] = self._named(arrays, b)
+            sequences = testing.reference_with_kv_cache(**call).sequences
+            if not self.selected:  # otherwise each query is a sequence, of the keys that it names
+                sequences = [self._whole(arrays, b, sequences[0], call)]
             o, lse = self._rows(results, arrays, b)
-            if not counts[b]:
-                continue
-            for head in range(self.heads[1]):
-                of_q = slice(head * group, (head + 1) * group)
-                mine = dict(options)
-                default = self.head_dims[0] ** -0.5 if self.scale is None else self.scale
-                mine["scale"] = default * float(own.k_scale[head])
-                for name in ("alibi_slopes", "sinks"):
-                    if mine.get(name) is not None:
-                        mine[name] = np.asarray(mine[name])[of_q]
-                if mine["mask"].shape[1] > 1:
-                    mine["mask"] = mine["mask"][:, of_q]
-                actual = {
-                    "o": (o[:, of_q].astype(np.float64) / own.v_scale[head]).astype(dtype),
-                    "lse": lse[:, of_q],
-                }
-                testing.assert_within_budget(
-                    actual, q[:, of_q].astype(dtype), keys[:, head : head + 1].astype(dtype),
-                    values[:, head : head + 1].astype(dtype), q_error=q_error[:, of_q], **mine,
-                )  # fmt: skip
+            for one in sequences if self._counts("queries")[b] else ():
+                self._judge(one, o[:, :, one.queries], lse[:, :, one.queries])
+
+    def _named(self, arrays: Mapping[str, np.ndarray], b: int) -> np.ndarray:
+        """The keys that the queries of a sequence name, but for those of its padding, (1, queries, keys)."""
+        cuts = arrays.get("cu_seqlens_q")
+        named = arrays["indices"][b] if cuts is None else arrays["indices"][cuts[b] : cuts[b + 1]]
+        first = arrays["cache_leftpad"][b] if self.leftpad else 0
+        return np.where(named < first, -1, named)[None]
+
+    def _whole(
+        self, arrays: Mapping[str, np.ndarray], b: int, own: Sequence, call: Mapping[str, Any]
+    ) -> Sequence:
+        """A sequence with all that its queries see: its masks, and the prefix before it."""
+        q, q_error, keys, values = own.q, own.q_error, own.k, own.v
+        if self.prefix and self.rotary:
+            q, q_error = self._turned(arrays, call)
+        seen = self._seen(arrays, b, keys.shape[2], int(self._counts("queries")[b]), own.options["mask"])
+        options = own.options | {"mask": seen}
+        if self.prefix:
+            options["align"] = options["align"] + self.prefix
+            front = {x: arrays[f"prefix_{x}"] for x in "kv"}
+            front = {n: x.swapaxes(0, 1) if self.layout == "bshd" else x for n, x in front.items()}
+            keys = np.concatenate([front["k"][None].astype(float), keys], 2)
+            values = np.concatenate([front["v"][None].astype(float), values], 2)
+        return own._replace(q=q, q_error=q_error, k=keys, v=values, options=options)
+
+    def _judge(self, own: Sequence, o: np.ndarray, lse: np.ndarray) -> None:
+        """Compare results of a sequence, a key head at a time."""
+        group = self.heads[0] // self.heads[1]
+        dtype = numpy_dtype("float32" if self.stored == "int4" and self.dtype == "float32" else self.dtype)
+        default = self.head_dims[0] ** -0.5 if self.scale is None else self.scale
+        for head in range(self.heads[1]):
+            of_q, at = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            mine = dict(own.options)
+            mine["scale"] = default * float(own.k_scale[head])
+            for name in ("alibi_slopes", "sinks"):
+                if mine.get(name) is not None:
+                    mine[name] = np.asarray(mine[name])[of_q]
+            if "mask" in mine and mine["mask"].shape[1] > 1:
+                mine["mask"] = mine["mask"][:, of_q]
+            actual = {
+                "o": (o[:, of_q].astype(np.float64) / own.v_scale[head]).astype(dtype),
+                "lse": lse[:, of_q],
+            }
+            testing.assert_within_budget(
+                actual, own.q[:, of_q].astype(dtype), own.k[:, at].astype(dtype), own.v[:, at].astype(dtype),
+                q_error=own.q_error[:, of_q], **mine,
+            )  # fmt: skip
 
     def _turned(
         self, arrays: Mapping[str, np.ndarray], call: Mapping[str, Any]

@@ -38,6 +38,10 @@ CASES = {
     "narrow_values": ("sm_86", latents(head_dims=(576, 200))),
     "parts": ("sm_80", latents(lengths=(900, 300, 0), room=960, sinks=True, splits=3, dtype="bfloat16")),
     "parts_many": ("sm_90", latents(lengths=(500, 300), room=512, heads=(33, 1), window=(400, 0), splits=3)),
+    "int8": ("sm_86", latents(stored="int8", kind="paged", page=7, room=140, new=2, scales="bh")),
+    "int8_many": ("sm_80", latents(stored="int8", dtype="bfloat16", heads=(40, 1), causal=True, splits=2)),
+    "e4m3_more": ("sm_86", latents(stored="e4m3", dtype="bfloat16", heads=(20, 1), new=1, sinks=True)),
+    "e4m3_selected": ("sm_90", latents(stored="e4m3", selected=99, heads=(5, 1), scales="bh")),
 }  # fmt: skip
 
 
@@ -106,16 +110,17 @@ def test_what_it_does_not_take(name: str) -> None:
         cupy_flash.attention_with_kv_cache(made["q"], given, cache_seqlens=made["cache_seqlens"], **options)
 
 
-def test_cost_is_the_theory() -> None:
+@pytest.mark.parametrize(("stored", "size"), [("same", 2), ("int8", 1)])
+def test_cost_is_the_theory(stored: str, size: int) -> None:
     """Each latent is read once, and nothing meets a bank conflict."""
-    case = latents(lengths=(1024,), room=1024, splits=1)
+    case = latents(lengths=(1024,), room=1024, splits=1, stored=stored)
     environment, device = on("sm_86")
     with environment, simulator.costs() as counted:
         check(case, device)
     ((_, cost),) = counted
     assert cost["mma_flops"] == 2 * 16 * 1024 * (576 + 512)
     # Beside latents: Q; and the length, read by every thread.
-    assert cost["global_load_bytes"] == 2 * 1024 * 576 + 2 * 16 * 576 + 4 * 256
+    assert cost["global_load_bytes"] == size * 1024 * 576 + 2 * 16 * 576 + 4 * 256
     for unit, cycles in (
         ("matrix_loads", "matrix_load_cycles"),
         ("copy_stores", "copy_store_cycles"),
@@ -143,7 +148,11 @@ def test_selected_keys_are_read_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 @pytest.mark.parametrize(
-    ("arch", "names"), [("sm_86", ("few", "more", "odd_pages")), ("sm_80", ("few_alone", "many", "parts"))]
+    ("arch", "names"),
+    [
+        ("sm_86", ("few", "more", "odd_pages", "e4m3_more")),
+        ("sm_80", ("few_alone", "many", "parts")),
+    ],
 )
 def test_sanitizers_find_nothing(sanitizer: str, arch: str, names: tuple[str, ...]) -> None:
     """No access out of bounds, no undefined behaviour, no race."""

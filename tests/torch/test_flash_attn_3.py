@@ -72,6 +72,22 @@ def test_queries_that_look_for_values_too():
         torch.testing.assert_close(got, expect)
 
 
+@pytest.mark.parametrize("new", [0, 2])
+@pytest.mark.parametrize("paged", [False, True])
+def test_queries_that_look_for_values_in_a_cache(paged, new):
+    """Which is of latents: keys begin behind the values of a row, and new ones are stored there."""
+    made = rows((2, 2, 4, 8), (2, 2, 4, 24), (2, 32, 1, 32), (2, new, 1, 8), (2, new, 1, 24))
+    q, qv, latents, k, v = (x.detach().float() for x in made)
+    want = torch.cat((latents[:, :10], torch.cat((v, k), -1)), 1)
+    table = {"page_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)} if paged else {}
+    v_cache, k_cache = latents.view((4, 16, 1, 32) if paged else latents.shape).split((24, 8), -1)
+    o = flash_attn_3.flash_attn_with_kvcache(
+        q, k_cache, v_cache, *((k, v) if new else (None, None)), qv, cache_seqlens=10, causal=True, **table
+    )
+    torch.testing.assert_close(o, expected(torch.cat((qv, q), -1), want, want[..., :24], causal=True)[0])
+    torch.testing.assert_close(latents[:, : 10 + new], want, rtol=0, atol=0)
+
+
 def test_packed_heads_side_by_side():
     (qkv,) = rows((2, 7, 4 + 2 + 2, 16))
     o = flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4)
@@ -270,10 +286,12 @@ def test_gradients_of_combine():
     ("call", "name", "value"),
     [
         ("func", "attention_chunk", 128),
-        ("cache", "qv", torch.zeros(1, 1, 1, 8)),
+        ("cache", "qv", torch.zeros(1, 4, 1, 8)),
+        ("rotated", "qv", torch.zeros(1, 4, 1, 8)),
     ],
 )
 def test_what_is_not_taken_raises_by_name(call, name, value):
+    latents, cos = torch.zeros(1, 4, 1, 16), torch.ones(4, 4)
     x = torch.zeros(1, 4, 1, 8)
     cuts = torch.tensor([0, 4], dtype=torch.int32)
     calls = {
@@ -282,6 +300,9 @@ def test_what_is_not_taken_raises_by_name(call, name, value):
             x[0], x[0], x[0], cuts, cuts, 4, 4, **{name: value}
         ),
         "cache": lambda: flash_attn_3.flash_attn_with_kvcache(x, x, x, **{name: value}),
+        "rotated": lambda: flash_attn_3.flash_attn_with_kvcache(
+            x, latents[..., 8:], latents[..., :8], rotary_cos=cos, rotary_sin=cos, **{name: value}
+        ),
     }
     with pytest.raises(UnsupportedError, match=f"{name} is not taken"):
         calls[call]()

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, LatentCache, UnsupportedError
+from cupy_flash import InvalidArgumentsError, LatentCache, QuantizedCache, UnsupportedError
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts, over_cache
 
 pytestmark = pytest.mark.torch
@@ -226,6 +226,26 @@ def test_latents_in_plain_and_compiled_programs():
     for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         cache = kv.clone()
         torch.testing.assert_close(run(cache), expected)
+        assert torch.equal(cache, wanted)
+
+
+def test_latents_of_8_bits_in_plain_and_compiled_programs():
+    """Their one scale is that of keys and of values."""
+    torch.manual_seed(0)
+    q, new, scale = torch.randn(2, 4, 1, 20), torch.randn(2, 1, 1, 20), torch.tensor([1 / 32])
+    codes = torch.randint(-100, 100, (2, 1, 16, 20), dtype=torch.int8)
+
+    def step(codes, scale):
+        cache = LatentCache(QuantizedCache(codes, scale), 12)
+        return cf.attention_with_kv_cache(q, cache, cache_seqlens=7, k=new)
+
+    wanted = codes.clone()
+    wanted[:, :, 7] = (new[:, :, 0] / scale).round().clamp(-127, 127).to(torch.int8)
+    kv = wanted[:, :, :8] * scale
+    expected = torch_sdpa(q, kv.expand(2, 4, 8, 20), kv[..., :12].expand(2, 4, 8, 12))
+    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        cache = codes.clone()
+        torch.testing.assert_close(run(cache, scale), expected)
         assert torch.equal(cache, wanted)
 
 

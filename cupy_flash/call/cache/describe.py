@@ -19,7 +19,7 @@ from ..operands import Views, lift, row_operand, score_operand, wrong
 from ..problem import OFFSETS, Cache, Problem, head_operands, problem_of
 from ..spans import Intervals, span_operand
 from ..values import check_options
-from .kinds import check_kinds, check_scales, check_writable, lies_in
+from .kinds import check_kinds, check_scales, check_writable, lies_in, same_memory
 from .pages import pages_of_one_key
 from .sizes import codes_of, lifted_codes, sizes_of, turned_features
 
@@ -159,6 +159,10 @@ def describe_cache(
         if "v" in raw and not lies_in(raw, "v", "k"):
             headline = "v_cache is the first columns of k_cache, and v is not those of k."
             raise wrong(headline, raw, "v=None: a new latent holds its value")
+        # why not in JAX: there one array may be two buffers, and latents are a LatentCache, of one scale.
+        if not same_memory(raw, "v_scale", "k_scale") and raw["q"].library != "jax":
+            headline = "v_cache is the first columns of k_cache, and their scales are two."
+            raise wrong(headline, raw, "one array as both scales: a new latent is stored once")
         # A new latent is stored once.
         columns = views["v_cache"].shape[3]
         views["v"] = views["k"]._replace(shape=(*views["k"].shape[:3], columns))

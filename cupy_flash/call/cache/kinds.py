@@ -9,7 +9,7 @@ from ..codes import CODE_UNITS, kind_of_codes
 from ..operands import AXES, FLOATS, Views, cast, wrong
 from ..spelling import spelled
 
-__all__ = ["check_codes", "check_kinds", "check_scales", "check_writable", "lies_in"]
+__all__ = ["check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "same_memory"]
 
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
@@ -63,6 +63,14 @@ def lies_in(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
     v, k = raw[values], raw[keys]
     same = v.pointer == k.pointer and v.strides == k.strides and v.dtype == k.dtype
     return same and v.shape[:-1] == k.shape[:-1] and v.shape[-1] < k.shape[-1]
+
+
+def same_memory(raw: Mapping[str, ArrayView], one: str, other: str) -> bool:
+    """Whether two arrays are one, or neither is there."""
+    if one not in raw or other not in raw:
+        return one not in raw and other not in raw
+    a, b = raw[one], raw[other]
+    return a.pointer == b.pointer and a.shape == b.shape and a.strides == b.strides
 
 
 def check_codes(raw: Views, kind: str) -> None:

@@ -97,10 +97,13 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
         hint = "two arrays, or LatentCache(latents, head_dim_v) as k_cache and None as v_cache"
         raise InvalidArgumentsError(f"{given}.", hint=hint)
     x, columns = k_cache
+    if type(x) is QuantizedCache and x.zero is None and x.block_scale is None:
+        keys, values = _of_latents(LatentCache(x.codes, columns), None, options)
+        return x._replace(codes=keys), x._replace(codes=values)
     if type(x) in (QuantizedCache, QuantizedArray):
         raise UnsupportedError(
-            f"latents is {kind_of(x)}.",
-            hint="latents of the dtype of q, or of float8_e4m3fn on a CPU",
+            f"latents is {kind_of(x)}{' of 4 bits' if type(x) is QuantizedCache else ''}.",
+            hint="latents of the dtype of q, or QuantizedCache(codes, scale) of int8 or float8_e4m3fn",
         )
     if options.get("v") is not None:
         raise InvalidArgumentsError("v is given beside a LatentCache.", hint="v=None: k holds its value")

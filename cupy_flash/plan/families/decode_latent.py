@@ -53,6 +53,8 @@ def refusals(p: Problem, arch: Arch) -> list[str]:
         reasons.append(f"its code runs on sm_90 only, not on {arch.name}")
     if rows < LEAST_ROWS:
         reasons.append(f"takes {LEAST_ROWS} rows of a latent and more, not {rows}")
+    if p.cache.dtype != p.dtype:
+        reasons.append(f"reads latents of {p.dtype} like q, not {p.cache.dtype}")
     if p.cache.page not in (0, _KEYS):
         reasons.append(f"reads pages of {_KEYS} keys, not {p.cache.page}")
     lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}

@@ -30,24 +30,30 @@ class Cell(NamedTuple):
     stages: int
 
 
-# By head dim of the class. Up to 16 rows, with one block of a multiprocessor in 99 KiB, two in 227; the same
-# in 163 KiB, where there is one either way; up to 32 rows; more, from 163 KiB on.
+# By head dim of the class. Up to 16 rows, by shared memory: with one block of a multiprocessor in 99 KiB, one
+# in 163, two in 227; up to 32 rows; more, from 163 KiB on.
 # why 64 at most: O of 64 rows takes 128 registers of a thread.
 # why the same for 8 bits: the ring takes half of it, and K and V widened are two tiles more.
 _CELLS = {
-    LATENT: (Cell(16, 32, 4, 2), Cell(16, 32, 4, 3), Cell(32, 16, 2, 3), Cell(64, 32, 2, 2)),
-    HEAD_DIM: (Cell(16, 16, 2, 4), Cell(16, 32, 4, 4), Cell(32, 16, 2, 3), Cell(64, 16, 2, 5)),
-}
+    LATENT: ((Cell(16, 32, 4, 2), Cell(16, 32, 4, 3), Cell(16, 32, 4, 2)),
+             Cell(32, 16, 2, 3), Cell(64, 32, 2, 2)),
+    HEAD_DIM: ((Cell(16, 16, 2, 4), Cell(16, 32, 4, 4), Cell(16, 16, 2, 4)),
+               Cell(32, 16, 2, 3), Cell(64, 16, 2, 5)),
+}  # fmt: skip
+# Latents of 8 bits, of which only one tile is widened.
+_LATENTS_OF_8_BITS = (
+    (Cell(16, 32, 4, 2), Cell(16, 32, 4, 3), Cell(16, 32, 4, 3)), Cell(32, 16, 2, 4), Cell(64, 32, 2, 2)
+)  # fmt: skip
 
 
-def _cells(head_dim: int, arch: Arch) -> tuple[Cell, ...]:
+def _cells(head_dim: int, stored: str, arch: Arch) -> tuple[Cell, ...]:
     """Those of an architecture, the fewest rows first."""
-    few, few_alone, more, many = _CELLS[head_dim]
+    few, more, many = _LATENTS_OF_8_BITS if stored and head_dim == LATENT else _CELLS[head_dim]
     if arch.capability < 80:
         return ()
     if arch.shared_bytes < 163 * 1024:
-        return few, more
-    return few if arch.shared_bytes >= 227 * 1024 else few_alone, more, many
+        return few[0], more
+    return few[2 if arch.shared_bytes >= 227 * 1024 else 1], more, many
 
 
 def _up(n: int, multiple: int = 128) -> int:
@@ -59,8 +65,10 @@ def _variant(dtype: str, stored: str, head_dim: int, cell: Cell) -> Variant:
     row_warps = m // 16
     depth_warps = _WARPS // row_warps // cell.key_warps
     others = max(1, (depth_warps - 1) * row_warps * cell.key_warps)
-    # layout: widened K and V, Q, the ring; P; parts of S; maxima and factors; hidden keys; what is parked.
-    tiles = 2 * (m + 2 * n) + cell.stages * n if stored else 2 * (m + cell.stages * n)
+    # layout: widened K and V, or latents; Q, the ring; P; parts of S; maxima and factors; hidden keys; what
+    # is parked.
+    widened = 1 if head_dim == LATENT else 2
+    tiles = 2 * (m + widened * n) + cell.stages * n if stored else 2 * (m + cell.stages * n)
     shared_bytes = head_dim * tiles + 2 * m * n + 64 * others * n // cell.key_warps
     shared_bytes = _up(shared_bytes + 4 * m * (cell.key_warps + 1) + cell.stages * n) + _up(16 * m + 24)
     macros = (
@@ -82,9 +90,8 @@ def blocks_held(variant: Variant) -> int:
 def variants(arch: Arch) -> Iterator[Variant]:
     """What is compiled for an architecture."""
     for dtype in _PRODUCTS.values():
-        yield from (_variant(dtype, "", LATENT, cell) for cell in _cells(LATENT, arch))
-        for stored, cell in product(("", *_STORED.values()), _cells(HEAD_DIM, arch)):
-            yield _variant(dtype, stored, HEAD_DIM, cell)
+        for head_dim, stored in product((LATENT, HEAD_DIM), ("", *_STORED.values())):
+            yield from (_variant(dtype, stored, head_dim, cell) for cell in _cells(head_dim, stored, arch))
 
 
 def of_latents(p: Problem) -> bool:
@@ -97,9 +104,9 @@ def kernel(p: Problem, arch: Arch) -> Variant:
     assert p.cache is not None
     rows = p.heads_q // p.heads_k * p.seqlen_q
     head_dim = LATENT if of_latents(p) else HEAD_DIM
-    cells = _cells(head_dim, arch)
-    cell = next((cell for cell in cells if rows <= cell.rows), cells[-1])
     stored = "" if p.cache.dtype == p.dtype else _STORED[p.cache.dtype]
+    cells = _cells(head_dim, stored, arch)
+    cell = next((cell for cell in cells if rows <= cell.rows), cells[-1])
     return _variant(_PRODUCTS[p.dtype], stored, head_dim, cell)
 
 
@@ -108,7 +115,7 @@ def refusals(p: Problem, arch: Arch) -> list[str]:
     assert p.cache is not None
     widest, reasons = max(p.head_dim, p.head_dim_v), []
     what = "latents" if of_latents(p) else f"keys of head_dim {widest}"
-    stored = p.cache.dtype == p.dtype or (not of_latents(p) and p.cache.dtype in _STORED)
+    stored = p.cache.dtype in (p.dtype, *_STORED)
     if of_latents(p) and (p.head_dim != LATENT or p.head_dim_v > HEAD_DIM_V):
         reasons.append(
             f"reads latents of {LATENT} numbers with values of at most {HEAD_DIM_V}, "

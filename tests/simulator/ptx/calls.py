@@ -83,7 +83,8 @@ def calls(target: str) -> Iterator[Call]:
                 yield _decode_wide(dtype, stored)
         yield _in_order(dtype)
         if dtype != "f32" and not turing:
-            yield _latents(dtype)
+            yield _latents(dtype, "same")
+            yield _latents(dtype, "int8" if dtype == "f16" else "e4m3")
         if dtype != "f32":
             yield from (_decode_codes(dtype, kind) for kind in CODES)
     for dtype in ("f16",) if turing else ("f16", "bf16"):
@@ -431,15 +432,16 @@ def _decode_wide(dtype: str, stored: str) -> Call:
     return Call(f"decode-wide-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
 
 
-def _latents(dtype: str) -> Call:
+def _latents(dtype: str, stored: str) -> Call:
     """Latents: a few rows of one new latent, whose keys are in two parts."""
-    kernels = {("flash_append.cu", "", dtype), ("flash_decode_wide.cu", "", dtype),
+    step = _step(stored)
+    kernels = {("flash_append.cu", step, dtype), ("flash_decode_wide.cu", step, dtype),
                ("flash_combine.cu", "", dtype)}  # fmt: skip
     case = KvCase(
-        dtype=_NUMPY[dtype], latent=True, head_dims=(576, 512), heads=(4, 1), lengths=(37, 300), room=320,
-        kind="paged", new=1, splits=2,
+        dtype=_NUMPY[dtype], stored=stored, latent=True, head_dims=(576, 512), heads=(4, 1),
+        lengths=(37, 300), room=320, kind="paged", new=1, splits=2,
     )  # fmt: skip
-    return Call(f"latents-{dtype}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
+    return Call(f"latents-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
 
 
 def _hopper_latents(dtype: str) -> Call:
