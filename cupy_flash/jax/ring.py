@@ -285,7 +285,7 @@ def _wide(x: Any) -> Any:
 _SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="alltoall" or "allgather"')
 
 
-def _once(one_pass: Callable[..., Any]) -> Callable[..., Any]:
+def _once(one_pass: Callable[..., Any]) -> Any:
     """A pass whose derivative says that there is none, and not what JAX says of callbacks."""
     function = jax.custom_jvp(one_pass, nondiff_argnums=(0,))
 

@@ -81,9 +81,9 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
     if "k" in raw:
         appended = views["k"].shape[2]
         packed = "cu_seqlens_k_new" in raw
-        for name, dim in (("k", head_dim), ("v", head_dim_v)):
+        for name, dim, other in (("k", head_dim, "k_cache"), ("v", head_dim_v, "k")):
             if views[name].shape != (1 if packed else batch, heads_k, appended, dim):
-                headline = f"{name} has shape {raw[name].shape}, k {raw['k'].shape}."
+                headline = f"{name} has shape {raw[name].shape}, {other} {raw[other].shape}."
                 axes = "(rows, heads_k, head_dim)" if packed else "(batch, heads_k, new, head_dim)"
                 raise wrong(headline, raw, f"new keys and values: {axes}")
         if appended > capacity and not packed:
