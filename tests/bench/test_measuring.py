@@ -310,6 +310,7 @@ def run(*words: str) -> int:
     return command.main([str(word) for word in words])
 
 
+@pytest.mark.slow
 def test_a_ceiling_is_measured_again_at_every_visit(
     quiet: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -338,6 +339,7 @@ def test_a_ceiling_is_measured_again_at_every_visit(
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.slow
 def test_a_measurement_is_a_whole_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "forward",
@@ -429,6 +431,7 @@ def test_the_gallery_says_the_same_in_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("only", ["causal B1 H2 S1024", "make prefix_lm"])
+@pytest.mark.slow
 def test_spans_are_rows_of_processor_time(only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conditions, "commit", lambda: "abc")
     assert run("spans", "--quick", "--only", only, "--results", tmp_path) == 0

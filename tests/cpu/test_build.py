@@ -494,6 +494,7 @@ def test_native_of_a_machine_without_a_gpu_is_nothing(said, tmp_path, monkeypatc
     assert build.archs_here() == ()
 
 
+@pytest.mark.slow
 def test_the_script_and_the_real_catalog(tmp_path):
     """Both compile gates and the command line, on one real kernel for every target of the set that has it."""
     variant = next(row for row in families.variants("sm_80") if row.kernel == "simple_forward")

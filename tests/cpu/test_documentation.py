@@ -135,8 +135,11 @@ def test_docstrings(path, name):
 
 @pytest.mark.parametrize(
     "words",
-    [c for c in commands() if c[:3] == ["python", "-m", "cupy_flash"] and c[3] != "build"],
-    ids=" ".join,
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * ("check" in c and "--quick" not in c), id=" ".join(c))
+        for c in commands()
+        if c[:3] == ["python", "-m", "cupy_flash"] and c[3] != "build"
+    ],
 )
 def test_commands_of_the_package(words, capsys):
     assert main(words[3:]) == 0

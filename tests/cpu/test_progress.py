@@ -205,6 +205,7 @@ def test_what_is_no_function(wrong):
         pass
 
 
+@pytest.mark.slow
 def test_kernels_tell_nothing(monkeypatch):
     """They run on when their call returns; the simulator stands for a GPU here."""
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")

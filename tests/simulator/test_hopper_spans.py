@@ -143,6 +143,7 @@ def test_what_is_not_reached_is_neither_copied_nor_multiplied() -> None:
             assert of_reach["mma_flops"] == 0
 
 
+@pytest.mark.slow
 def test_sparse_tiles_of_many_words() -> None:
     """Blocks of keys of more than one word of 32, most of which nobody sees; a tile of queries sees none."""
     keys = 128 * 70
@@ -427,7 +428,7 @@ def test_gradients_of_what_is_not_reached_cost_nothing(head_dim: int, tile: int)
             assert cost["bulk_reduce_bytes"] == 4 * seen * tile * head_dim, (causal, list(form))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_sparse_tiles_of_many_words(head_dim: int) -> None:
     """Tiles of queries of more than one word of 32, few of which a block of keys sees, one of them none."""

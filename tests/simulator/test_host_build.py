@@ -38,6 +38,7 @@ def test_a_kernel_compiles_where_the_precompiled_header_is_no_use(damage: str, t
     assert "!" not in headers_read(first)
 
 
+@pytest.mark.slow
 def test_few_precompiled_headers_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are large, and each edit of the simulator makes another one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -57,6 +58,7 @@ print(host_build.compile_library("wanted", ["-shared", "-x", "c++", "-"], [], te
 """
 
 
+@pytest.mark.slow
 def test_what_two_processes_want_is_compiled_once(tmp_path: Path) -> None:
     log, compiler = tmp_path / "log", tmp_path / "compiler"
     compiler.write_text(

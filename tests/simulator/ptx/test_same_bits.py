@@ -182,6 +182,7 @@ def test_contraction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_to_an_architecture(toolchain.ptx_of(variant, "sm_80", 12))
 
 
+@pytest.mark.slow
 def test_exponentials_of_the_hardware_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = next(v for v in families.variants("sm_80") if v.name == "simple_forward_f32_d64_any_64x64")
     assert any(
