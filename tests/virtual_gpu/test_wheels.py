@@ -86,7 +86,7 @@ def test_primitives(wheel: Wheel, on_virtual_gpu: Callable[..., Outcome]) -> Non
     outcome = on_virtual_gpu(wheel, "tests/gpu/test_primitives.py", devices="sm_90")
     assert outcome.status == 0, outcome.output[-6000:]
     assert outcome.report["simulated"] > 0
-    assert not outcome.report["skipped"]
+    assert not {why for why in outcome.report["skipped"].values() if "instructions of sm_120;" not in why}
 
 
 def test_oldest_wheels_are_the_oldest_allowed() -> None:
