@@ -21,6 +21,8 @@ from cupy_flash.testing import STYLES
 SIZES = (1, 7, 63, 64, 65, 127, 777)
 HEAD_DIMS = (1, 8, 31, 32, 33, 64, 80, 96, 128, 160, 192, 256, 320, 512)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Of packed sequences, queries and keys: of one row, of none, of whole tiles and of more than one.
+PACKED_LENGTHS = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
 
 # Shapes of mask and bias; letters are axes present with their length, "1" a broadcast axis.
 BROADCASTS = ("bhqk", "b11k", "1hqk", "b1q1", "1h11", "1111", "qk", "k", "hq1")

@@ -9,7 +9,7 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import testing
-from tests.cases import numpy_dtype
+from tests.cases import PACKED_LENGTHS, numpy_dtype
 from tests.public import quantized
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -85,9 +85,15 @@ def check(case: Float8Case, precision: str | None) -> None:
         out.check_written()
 
 
-def check_packed(precision: str | None, head_dim: int = 64, **options: Any) -> None:
+def check_packed(
+    precision: str | None,
+    head_dim: int = 64,
+    *,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = PACKED_LENGTHS,
+    poisoned: tuple[int, ...] = (0, 1),
+    **options: Any,
+) -> None:
     """Sequences of their own lengths and scales; every other one, and what follows the last, is NaN."""
-    lengths = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
     cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
     draw = np.random.default_rng(1)
     shapes = ((int(cu[0][-1]) + 3, 4, head_dim), *[(int(cu[1][-1]) + 2, 2, head_dim)] * 2)
@@ -96,13 +102,13 @@ def check_packed(precision: str | None, head_dim: int = 64, **options: Any) -> N
         f"{name}_scale": np.exp2(draw.uniform(-2, 1, (len(lengths[0]), 2))).astype(np.float32)
         for name in "qkv"
     }
-    for parity in (0, 1):
-        poisoned = [x.copy() for x in tensors]
-        for x, ends in zip(poisoned, (cu[0], cu[1], cu[1]), strict=True):
+    for parity in poisoned:
+        nan = [x.copy() for x in tensors]
+        for x, ends in zip(nan, (cu[0], cu[1], cu[1]), strict=True):
             x[ends[-1] :] = np.nan
             for n in range(parity, len(ends) - 1, 2):
                 x[ends[n] : ends[n + 1]] = np.nan
-        held = [testing.hostile(x, style="aligned") for x in poisoned]
+        held = [testing.hostile(x, style="aligned") for x in nan]
         out = testing.dead(shapes[0], numpy_dtype("bfloat16"), style="aligned")
         _, lse = cupy_flash.attention_varlen(
             *quantized(*(g.view for g in held), scales), *cu, return_lse=True, out=out.view, **options

@@ -17,7 +17,7 @@ from cupy_flash.device import simulator
 from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.families import f16x3, hopper, pack_gqa
-from tests.cases import Case, numpy_dtype
+from tests.cases import PACKED_LENGTHS, Case, numpy_dtype
 from tests.checks import Device
 from tests.simulator.units import aligned
 
@@ -67,20 +67,18 @@ def under(number: int) -> Any:
     return simulator.schedule(POLICIES[number % 3], seed=number)
 
 
-PACKED_LENGTHS = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
-
-
 # Shared with the sanitizers, which run it in a process of their own.
 def check_packed(
     dtype: str,
     head_dim: int,
     *,
     lengths: tuple[tuple[int, ...], tuple[int, ...]] = PACKED_LENGTHS,
+    poisoned: tuple[int, ...] = (0, 1),
     with_sinks: bool = True,
     precision: str | None = None,
     **options: Any,
 ) -> None:
-    """Sequences of their own lengths among neighbours full of NaN: every other sequence is poisoned."""
+    """Sequences of their own lengths among neighbours full of NaN: the even sequences, then the odd ones."""
     cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
     rng = np.random.default_rng(1)
     element = numpy_dtype(dtype)
@@ -88,13 +86,13 @@ def check_packed(
     tensors = [rng.standard_normal(shape).astype(element) for shape in shapes]
     if with_sinks:
         options["sinks"] = rng.standard_normal(4).astype("float64" if dtype == "float64" else "float32")
-    for parity in (0, 1):
-        poisoned = [x.copy() for x in tensors]
-        for x, ends in zip(poisoned, (cu[0], cu[1], cu[1]), strict=True):
+    for parity in poisoned:
+        nan = [x.copy() for x in tensors]
+        for x, ends in zip(nan, (cu[0], cu[1], cu[1]), strict=True):
             x[ends[-1] :] = np.nan
             for n in range(parity, len(ends) - 1, 2):
                 x[ends[n] : ends[n + 1]] = np.nan
-        held = [testing.hostile(x, style="aligned") for x in poisoned]
+        held = [testing.hostile(x, style="aligned") for x in nan]
         out = testing.dead(shapes[0], element, style="aligned")
         _, lse = cupy_flash.attention_varlen(
             *(g.view for g in held), *cu, return_lse=True, out=out.view, **options

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _OPTIONS = {
@@ -30,6 +31,9 @@ from cupy_flash import testing
 testing.assert_within_budget = lambda *arrays, **options: None
 testing.error_budget_with_kv_cache = lambda *arrays, **options: []
 """
+
+# What is run of packed sequences: two, and no second time with other rows that are not numbers.
+PACKED: dict[str, Any] = {"lengths": ((5, 70), (64, 131)), "poisoned": (0,)}
 
 
 def _library(name: str) -> str:

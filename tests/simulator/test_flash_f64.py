@@ -272,13 +272,15 @@ def test_columns_that_are_no_neighbours() -> None:
 
 _SANITIZED = """
 import os
+from dataclasses import replace
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:{target}"
 from cupy_flash.device import simulator
+from tests.simulator import sanitized
 from tests.simulator.test_flash_f64 import IN_ANY_ORDER, PACKED, Device, check_forward, check_packed, np
 for policy in ("late", "early"):
     with simulator.schedule(policy):
-        check_forward(IN_ANY_ORDER, Device("{target}", np))
-        check_packed("float64", PACKED[0][0], **PACKED[0][1], lengths=((5, 70), (64, 131)))
+        check_forward(replace(IN_ANY_ORDER, lengths=(70, 150)), Device("{target}", np))
+        check_packed("float64", PACKED[0][0], **PACKED[0][1], **sanitized.PACKED)
 """
 
 

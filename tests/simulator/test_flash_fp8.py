@@ -105,11 +105,12 @@ _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_120"
 from cupy_flash.device import simulator
+from tests.simulator import sanitized
 from tests.simulator.test_flash_fp8 import CASES, check, check_packed
 for policy in ("late", "early"):
     with simulator.schedule(policy):
         check(CASES[1], "e4m3")
-        check_packed("e4m3", 128, causal=True, align="bottom_right")
+        check_packed("e4m3", 128, causal=True, align="bottom_right", **sanitized.PACKED)
 check(CASES[9], "e4m3")
 check(CASES[-1], "e4m3")
 """

@@ -36,7 +36,7 @@ CASES = {
     "selected": ("sm_86", latents(selected=45, queries=2, causal=True, lengths=(0, 37, 100))),
     "selected_pages": ("sm_86", latents(selected=45, kind="paged", heads=(20, 1), layout="bshd")),
     "narrow_values": ("sm_86", latents(head_dims=(576, 200))),
-    "parts": ("sm_80", latents(lengths=(900, 300, 0), room=960, sinks=True, splits=3, dtype="bfloat16")),
+    "parts": ("sm_80", latents(lengths=(420, 150, 0), room=448, sinks=True, splits=3, dtype="bfloat16")),
     "parts_many": ("sm_90", latents(lengths=(500, 300), room=512, heads=(33, 1), window=(400, 0), splits=3)),
     "int8": ("sm_86", latents(stored="int8", kind="paged", page=7, room=140, new=2, scales="bh")),
     "int8_many": ("sm_80", latents(stored="int8", dtype="bfloat16", heads=(40, 1), causal=True, splits=2)),

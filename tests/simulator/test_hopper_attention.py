@@ -356,13 +356,14 @@ _SANITIZED = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
 from cupy_flash.device import simulator
+from tests.simulator import sanitized
 from tests.simulator.test_hopper_attention import (
     WIDE, Device, check_forward, check_packed, np, numbered, pytest)
 for policy, grouped in (("late", False), ("early", True)):
     with simulator.schedule(policy), pytest.MonkeyPatch.context() as monkeypatch:
         numbered(monkeypatch, grouped=grouped)
         check_forward(WIDE[0], Device("sm_90a", np))
-        check_packed("float16", 64, causal=True, align="bottom_right")
+        check_packed("float16", 64, causal=True, align="bottom_right", **sanitized.PACKED)
 """
 
 

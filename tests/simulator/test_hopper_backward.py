@@ -18,7 +18,7 @@ from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.families import hopper
-from tests.cases import Case, feature_cases, numpy_dtype
+from tests.cases import PACKED_LENGTHS, Case, feature_cases, numpy_dtype
 from tests.checks import Device, check_backward, only
 from tests.simulator import sanitized
 from tests.simulator.units import SIMULATED, aligned, pack, unit
@@ -265,10 +265,15 @@ def test_wide_gradients_are_deterministic_without_asking() -> None:
 
 # Shared with the sanitizers, which run it in a process of their own.
 def check_packed(
-    dtype: str, head_dims: tuple[int, int], reproducible: str | None = None, **options: Any
+    dtype: str,
+    head_dims: tuple[int, int],
+    reproducible: str | None = None,
+    *,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = PACKED_LENGTHS,
+    poisoned: tuple[int, ...] = (0, 1),
+    **options: Any,
 ) -> None:
-    """Sequences of their own lengths among neighbours full of NaN: every other sequence is poisoned."""
-    lengths = ((5, 64, 0, 70, 1, 130, 3, 64), (9, 64, 12, 0, 200, 131, 64, 257))
+    """Sequences of their own lengths among neighbours full of NaN: the even sequences, then the odd ones."""
     cu = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
     rng = np.random.default_rng(1)
     element = numpy_dtype(dtype)
@@ -284,16 +289,14 @@ def check_packed(
         **options,
     )
     tensors["o"] = np.asarray(o)
-    for parity in (0, 1):
-        poisoned = {name: x.copy() for name, x in tensors.items()} | {"lse": np.array(lse)}
-        for name, x in poisoned.items():
+    for parity in poisoned:
+        nan = {name: x.copy() for name, x in tensors.items()} | {"lse": np.array(lse)}
+        for name, x in nan.items():
             ends, rowwise = cu[side.get(name, 0)], np.moveaxis(x, -1, 0) if name == "lse" else x
             rowwise[ends[-1] :] = np.nan
             for n in range(parity, len(ends) - 1, 2):
                 rowwise[ends[n] : ends[n + 1]] = np.nan
-        held = [
-            testing.hostile(poisoned[name], style="aligned") for name in ("do", "q", "k", "v", "o", "lse")
-        ]
+        held = [testing.hostile(nan[name], style="aligned") for name in ("do", "q", "k", "v", "o", "lse")]
         gradients = cupy_flash.attention_varlen_backward(
             *(g.view for g in held), *cu, reproducible=reproducible, **options
         )
@@ -580,6 +583,7 @@ _START = """
 import os
 os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
 from cupy_flash.device import simulator
+from tests.simulator import sanitized
 from tests.simulator.test_hopper_backward import KINDS, Device, check_backward, check_packed, np
 """
 _SANITIZED = {
@@ -587,7 +591,7 @@ _SANITIZED = {
 with simulator.schedule("early"):
     for case in (KINDS[2], KINDS[4]):
         check_backward(case, Device("sm_90a", np))
-check_packed("float16", (64, 64), causal=True, align="bottom_right")
+check_packed("float16", (64, 64), causal=True, align="bottom_right", **sanitized.PACKED)
 """,
     "in turns": """
 with simulator.schedule("early"):
