@@ -1,10 +1,16 @@
-"""tests/gpu and inside/ with the oldest and the newest CuPy of both CUDA majors, on virtual GPUs."""
+"""tests/gpu and inside/ with the oldest and the newest CuPy of both CUDA majors, on virtual GPUs.
+
+On a push each suite runs with the oldest of one major and the newest of the other, on another push with the
+other two. why: what a suite shows of a version of CuPy, it shows of the kernels a second and a third time.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+import zlib
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -58,12 +64,39 @@ SUITES = {
     ),
     "8-bit floats": Suite("sm_120", ("tests/gpu/test_float8.py",)),
 }
+OLDEST = [min((w for w in WHEELS if w.cuda == cuda), key=lambda w: [*map(int, w.version.split("."))])
+          for cuda in (12, 13)]  # fmt: skip
 # Why a test may be left out on a virtual GPU.
 _ALLOWED = re.compile("this GPU is|this GPU has a kernel|this torch sees no GPU|the driver does not load")
 
 
-@pytest.mark.parametrize("suite", SUITES)
-@pytest.mark.parametrize("wheel", WHEELS, ids=str)
+def in_turn(word: str) -> list[tuple[Wheel, str]]:
+    """What a word draws of wheels and suites."""
+    first = zlib.crc32(word.encode())
+    return [
+        (wheel, suite)
+        for n, suite in enumerate(SUITES)
+        for wheel in WHEELS
+        if (first + n + wheel.cuda + (wheel in OLDEST)) % 2
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "suite" in metafunc.fixturenames:
+        option = metafunc.config.option
+        rows = in_turn(option.sample) if option.in_turn else [(w, s) for w in WHEELS for s in SUITES]
+        metafunc.parametrize(("wheel", "suite"), rows, ids=[f"{wheel}-{suite}" for wheel, suite in rows])
+
+
+def test_every_wheel_has_its_turn_with_every_suite() -> None:
+    today = in_turn("today")
+    for suite in SUITES:
+        own = [wheel for wheel, each in today if each == suite]
+        assert {wheel.cuda for wheel in own} == {12, 13}
+        assert {wheel in OLDEST for wheel in own} == {True, False}
+    assert {row for day in range(20) for row in in_turn(f"day {day}")} == set(product(WHEELS, SUITES))
+
+
 def test_suite(
     wheel: Wheel, suite: str, on_virtual_gpu: Callable[..., Outcome], request: pytest.FixtureRequest
 ) -> None:
@@ -91,12 +124,9 @@ def test_primitives(wheel: Wheel, on_virtual_gpu: Callable[..., Outcome]) -> Non
 
 def test_oldest_wheels_are_the_oldest_allowed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for cuda in (12, 13):
-        (requirement,) = project["optional-dependencies"][f"cuda{cuda}x"]
-        oldest = min(
-            (w for w in WHEELS if w.cuda == cuda), key=lambda w: tuple(map(int, w.version.split(".")))
-        )
-        assert oldest.version.startswith(requirement.removeprefix(f"cupy-cuda{cuda}x>="))
+    for wheel in OLDEST:
+        (requirement,) = project["optional-dependencies"][f"cuda{wheel.cuda}x"]
+        assert wheel.version.startswith(requirement.removeprefix(f"{wheel.package}>="))
 
 
 @pytest.mark.parametrize(("ci", "ends"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
