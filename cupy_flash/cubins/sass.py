@@ -259,8 +259,8 @@ def fewest_of_a_round(listing: Listing) -> int:
 
 def fewest(listing: Listing, first: int, last: int) -> int:
     """The fewest instructions from one to another, which may be the same; 0 if none lead there."""
-    reached: set[tuple[int, _Barriers]] = {(first, frozenset())}
-    steps, border = 0, reached
+    border: set[tuple[int, _Barriers]] = {(first, frozenset())}
+    steps, reached = 0, set(border)
     while border:
         steps += 1
         following: set[tuple[int, _Barriers]] = set()
@@ -272,7 +272,7 @@ def fewest(listing: Listing, first: int, last: int) -> int:
         if any(index == last for index, _ in following):
             return steps
         border = {place for place in following if place[0] < len(listing.instructions)} - reached
-        reached = reached | border
+        reached |= border
     return 0
 
 
@@ -454,11 +454,17 @@ _ACCESSES = ("LDGSTS", "LDG", "LDS", "STS", "RED", "REDG", "MUFU", "BAR")
 # ---------------------------------------------------------------------- where control goes
 
 
+_ENDS = ("EXIT", "RET", "BRX", "JMX")
+_LEADS_ELSEWHERE = (*_ENDS, "BSYNC", "BRA", "CALL")
+
+
 def _following(listing: Listing, index: int, barriers: _Barriers) -> list[int]:
     """Instructions that can come next."""
     now = listing.instructions[index]
+    if now.name not in _LEADS_ELSEWHERE:
+        return [index + 1]
     onwards = [index + 1] if now.guard else []
-    if now.name in ("EXIT", "RET", "BRX", "JMX"):
+    if now.name in _ENDS:
         return onwards
     if now.name == "BSYNC":
         return [*onwards, dict(barriers).get(now.operands[0], index + 1)]

@@ -1,6 +1,7 @@
 """The lint of SASS: what it reads, and that it finds registers overwritten under a product anywhere."""
 
 import dataclasses
+import functools
 import shutil
 from itertools import pairwise, product
 from pathlib import Path
@@ -12,6 +13,7 @@ from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.cubins.sass import Listing
 from cupy_flash.plan import families
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
+from tests.paths import ROOT
 
 # Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.
 PRODUCT = "HGMMA.64x16x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
@@ -207,6 +209,15 @@ extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, s
 
 
 PIN = "@never pmevent 1;"
+
+
+@functools.cache
+def built(variant, cuda, target="sm_90a"):
+    """A variant as compiled, which no gate refuses: taken from the store of the tree if it is there."""
+    ((folder, _),) = build.build(cuda, [target], ROOT / "build/cubins", only={variant.name}, progress=False)
+    return sass.disassemble(folder / f"{variant.name}.cubin")
+
+
 PINNED = next(
     v for v in families.variants("sm_90a") if v.name.startswith("flash_backward_sm90_f16_d128_band")
 )
@@ -239,13 +250,11 @@ WHOLE_BLOCK = {
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_a_block_takes_the_instructions_of_the_cost_sheet(variant, cuda, tmp_path):
+def test_a_block_takes_the_instructions_of_the_cost_sheet(variant, cuda):
     """An instruction more is an issue slot more."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
-    assert refused == []
-    counted = sass.fewest_of_a_round(sass.disassemble(tmp_path / f"{variant.name}.cubin"))
+    counted = sass.fewest_of_a_round(built(variant, cuda))
     assert 0 < counted <= WHOLE_BLOCK[variant.head_dim, variant.head_dim_v]
 
 
@@ -258,8 +267,7 @@ def test_overlap_is_lost_without_the_pin_and_refused(cuda, tmp_path, monkeypatch
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     compiler = nvrtc.Compiler(cuda)
-    _, refused, _ = compile_variant(compiler, PINNED, "sm_90a", tmp_path)
-    assert refused == []
+    built(PINNED, cuda)
     folder = tmp_path / "kernels"
     shutil.copytree(sources.folder(), folder)
     (header,) = (path for path in folder.rglob("*.cuh") if PIN in path.read_text())
@@ -289,11 +297,8 @@ def test_a_branch_from_behind_the_kernel_is_no_loop():
     assert read.turn(1, 3) == 0
 
 
-def longest_turn(variant, target, tmp_path):
+def longest_turn(read):
     """Instructions of a turn of its loop over keys."""
-    _, refused, _ = compile_variant(nvrtc.Compiler(12), variant, target, tmp_path)
-    assert not refused
-    read = sass.disassemble(tmp_path / f"{variant.name}.cubin")
 
     def products(loop):
         return sum("MMA" in i.name for i in read.instructions[loop[0] : loop[1] + 1])
@@ -313,12 +318,12 @@ class TestWhatTheSameBitsCost:
     """Instructions of a turn of the loop over keys: at most 10 % more in decode, and 5 % in prompts."""
 
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_decode(self, head_dim, tmp_path):
+    def test_decode(self, head_dim):
         named = {v.source: v for v in families.variants("sm_80")
                  if v.head_dim == head_dim and v.dtype == "f16" and not v.step
                  and v.source.startswith("flash_decode")}  # fmt: skip
         plain, same = (
-            longest_turn(named[source], "sm_80", tmp_path)
+            longest_turn(built(named[source], 12, "sm_80"))
             for source in ("flash_decode.cu", "flash_decode_in_order.cu")
         )
         assert 200 < plain < 400
@@ -329,7 +334,9 @@ class TestWhatTheSameBitsCost:
         without = dataclasses.replace(
             chunks, macros=tuple((name, "0" if name == "CF_CHUNKS" else x) for name, x in chunks.macros)
         )
-        plain, same = (longest_turn(variant, "sm_80", tmp_path) for variant in (without, chunks))
+        compile_variant(nvrtc.Compiler(12), without, "sm_80", tmp_path)
+        plain = longest_turn(sass.disassemble(tmp_path / f"{without.name}.cubin"))
+        same = longest_turn(built(chunks, 12, "sm_80"))
         assert 400 < plain < 600
         assert same <= 1.05 * plain
 
@@ -341,7 +348,7 @@ class TestWhatTheSameBitsCost:
 )
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_int4_asks_for_little_beside_its_bytes(dtype, target, tmp_path):
+def test_int4_asks_for_little_beside_its_bytes(dtype, target):
     """Instructions of a step of 16 keys in a turn of the loop over keys.
 
     Four schedulers issue them in as many cycles of a key as an H200 needs for int8's bytes by 1.7: 466.
@@ -349,7 +356,7 @@ def test_int4_asks_for_little_beside_its_bytes(dtype, target, tmp_path):
     (variant,) = (
         v for v in families.variants(target) if v.name.startswith(f"flash_decode_int4_{dtype}_d128")
     )
-    assert 400 < longest_turn(variant, target, tmp_path) <= 466
+    assert 400 < longest_turn(built(variant, 12, target)) <= 466
 
 
 def _hopper(name):
@@ -359,17 +366,6 @@ def _hopper(name):
 
 def _hopper_forward(classes, mask):
     return _hopper(f"flash_forward_sm90_f16_d{classes}_{mask}_")
-
-
-def _listed(variant, cuda, tmp_path):
-    """A variant as compiled, which no gate refuses."""
-    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_90a", tmp_path)
-    assert refused == []
-    return sass.disassemble(tmp_path / f"{variant.name}.cubin")
-
-
-def _round(variant, cuda, tmp_path):
-    return sass.fewest_of_a_round(_listed(variant, cuda, tmp_path))
 
 
 # What a whole block of keys of kind spans may cost above one of the band: what it is has to be read.
@@ -382,9 +378,9 @@ ABOVE_THE_BAND = {"64": 1.01, "128": 1.01, "192v128": 1.01, "256": 1.01}
 )
 @requires_nvrtc(12)
 @pytest.mark.parametrize("classes", ABOVE_THE_BAND)
-def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes, tmp_path):
+def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes):
     """The shortest way around the loop, in instructions of a warp."""
-    counts = [_round(_hopper_forward(classes, mask), 12, tmp_path) for mask in ("band", "spans")]
+    counts = [sass.fewest_of_a_round(built(_hopper_forward(classes, mask), 12)) for mask in ("band", "spans")]
     assert 0 < counts[1] <= ABOVE_THE_BAND[classes] * counts[0]
 
 
@@ -398,14 +394,14 @@ CROSSED = {"64": 199, "128": 199, "192v128": 199, "256": 127}
 )
 @pytest.mark.parametrize("cuda", [12, 13])
 @pytest.mark.parametrize("classes", CROSSED)
-def test_causality_as_spans_costs_what_causality_does(classes, cuda, tmp_path):
+def test_causality_as_spans_costs_what_causality_does(classes, cuda):
     """All blocks of all tiles of 8192 keys, in instructions of a warp: 3 % more at most, 4 % at head dim 64.
 
     why 4: a whole block has 369 instructions there since all exponentials are ex2, and had 518.
     """
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    read = {mask: _listed(_hopper_forward(classes, mask), cuda, tmp_path) for mask in ("band", "spans")}
+    read = {mask: built(_hopper_forward(classes, mask), cuda) for mask in ("band", "spans")}
     band, whole = (sass.fewest_of_a_round(each) for each in read.values())
     now = read["spans"].instructions
 
@@ -457,12 +453,12 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda, tmp_path):
     sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
 )
 @pytest.mark.parametrize("cuda", [12, 13])
-def test_a_tile_of_gradients_that_spans_leave_whole_costs_what_the_band_does(cuda, tmp_path):
+def test_a_tile_of_gradients_that_spans_leave_whole_costs_what_the_band_does(cuda):
     """The same of gradients, in tiles that both kinds have: of head dim 64."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     counts = [
-        _round(_hopper(f"flash_backward_sm90_f16_d64_{mask}_128x128"), cuda, tmp_path)
+        sass.fewest_of_a_round(built(_hopper(f"flash_backward_sm90_f16_d64_{mask}_128x128"), cuda))
         for mask in ("band", "spans")
     ]
     assert 0 < counts[1] <= 1.03 * counts[0]
@@ -480,11 +476,11 @@ PARTIAL_TILE = {"64": 340, "128": 280}
 )
 @pytest.mark.parametrize("cuda", [12, 13])
 @pytest.mark.parametrize("head_dim", PARTIAL_TILE)
-def test_a_partial_tile_of_gradients_is_short_for_helpers(head_dim, cuda, tmp_path):
+def test_a_partial_tile_of_gradients_is_short_for_helpers(head_dim, cuda):
     """Consumers wait for a helper whose tile takes it longer than a step takes them."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    read = _listed(_hopper(f"flash_backward_sm90_f16_d{head_dim}_spans_"), cuda, tmp_path)
+    read = built(_hopper(f"flash_backward_sm90_f16_d{head_dim}_spans_"), cuda)
 
     def after(start, **fields):
         """The next instruction with such fields."""
@@ -551,8 +547,7 @@ def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatc
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     compiler = nvrtc.Compiler(cuda)
-    _, refused, _ = compile_variant(compiler, UNDER, "sm_80", tmp_path)
-    assert refused == []
+    built(UNDER, cuda, "sm_80")
     folder = tmp_path / "kernels"
     shutil.copytree(sources.folder(), folder)
     (header,) = (path for path in folder.rglob("*.cuh") if BESIDE in path.read_text())
