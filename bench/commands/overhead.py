@@ -159,6 +159,21 @@ def _by_either_driver() -> list[Row]:
     return rows
 
 
+def _over_a_stand_in() -> list[Row]:
+    """What the host does for a launch, by CuPy and by the driver's own library, where there is no GPU."""
+    from tests.virtual_gpu import build, host_time, wheels  # why here: an image for GPUs lacks the tests
+
+    if reason := build.unavailable():
+        raise Missing(f"{reason}: launches over a stand-in for the driver")
+    wheel = wheels.WHEELS[1]
+    try:
+        found = host_time.measure(wheel)
+    except (FileNotFoundError, wheels.Unreachable) as error:
+        raise Missing(f"{error}: launches over a stand-in for the driver") from error
+    over = f"over a stand-in for the driver that does nothing (CuPy {wheel.version})"
+    return [Row(f"{what} by {by}, {over}", us) for (what, by), us in found.items()]
+
+
 def _core() -> list[Row]:
     q = k = v = np.ones((1, 1, 4, 8), np.float32)
     arrays, options = {"q": q, "k": k, "v": v}, Options()
@@ -231,7 +246,12 @@ def _jax() -> list[Row]:
 def run() -> None:
     """Measure, print and append to bench/results/overhead.csv."""
     rows = _core() + _to_launch()
-    for module, measure in (("torch", _by_either_driver), ("torch", _torch), ("jax", _jax)):
+    for module, measure in (
+        ("torch", _by_either_driver),
+        ("torch", _over_a_stand_in),
+        ("torch", _torch),
+        ("jax", _jax),
+    ):
         if find_spec(module) is None:
             print(f"{module} is not installed: its rows are left out")
             continue

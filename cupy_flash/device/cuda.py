@@ -204,9 +204,11 @@ class Kernel:
     def __init__(self, cubin: locate.Cubin, function: int, device: int) -> None:
         self.cubin = cubin
         self.device = device
-        self._function = function
+        self._function = c_void_p(function)
         self._context = _context(device)
-        self._current, self._launch = library().cuCtxGetCurrent, library().cuLaunchKernel
+        # why by key: such a function has no prototype, and holding arguments to one doubles a call's time.
+        # An int is passed as a C int, so a handle has to be a c_void_p.
+        self._current, self._launch = library()["cuCtxGetCurrent"], library()["cuLaunchKernel"]
 
     def encode_tensor_map(
         self,
@@ -242,7 +244,7 @@ class Kernel:
         # why no buffer: the driver copies the struct before it returns, from where its bytes are.
         held = _Params(params)
         if status := self._call(
-            self._launch, self._function, *grid, *block, shared_bytes, stream, held, None
+            self._launch, self._function, *grid, *block, shared_bytes, c_void_p(stream), held, None
         ):
             raise failure(status, f"the launch of {self.cubin.path.stem}")
 

@@ -32,7 +32,8 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
-    # function; grid; block; shared bytes, stream; addresses of parameters, and what is nothing here
+    # function; grid; block; shared bytes, stream; addresses of parameters, and what is nothing here.
+    # `cuda.Kernel` calls it without the prototype.
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 3, *(c_uint,) * 3, c_uint, c_void_p, c_void_p, c_void_p),
     "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, c_void_p),

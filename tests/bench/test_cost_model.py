@@ -69,3 +69,18 @@ def test_projections_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("PROJECTION")
     assert "nothing here was measured" in text
     assert command.main(["cost", "--gpu", "Voodoo"]) == 2
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in rates.GPUS if gpu.arch != "sm_75"], ids=lambda gpu: gpu.name)
+def test_wide_heads_keep_the_rate_of_narrow_ones(gpu: rates.Gpu) -> None:
+    """By counts: forward 0.75 of head dim 128's on GPUs without wgmma, backward 0.5 of its forward pass."""
+
+    def rate(head_dim: int, passes: str) -> float:
+        case = Case(1, 64, 8192, head_dim, "bfloat16", passes=passes)
+        costs = cost_model.of_case(case, gpu.arch, gpu)
+        assert costs, "a kernel was not counted"
+        return case.flops() / sum(cost.overlapped for cost in costs)
+
+    if gpu.arch in ("sm_86", "sm_89", "sm_120"):  # for the others there is no aim
+        assert rate(512, "forward") >= 0.75 * rate(128, "forward")
+    assert rate(512, "backward") >= 0.5 * rate(512, "forward")

@@ -56,6 +56,9 @@ class FakeLibcuda:
         self.__dict__[name] = made  # why: ctypes, too, keeps functions, and what their arguments are
         return made
 
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
     def do_cuInit(self, _flags: int) -> int:
         return 0 if self.count else 100
 
@@ -110,12 +113,16 @@ class FakeLibcuda:
         assert which == 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.allowed[self.functions[function.value]] = value
 
-    def do_cuLaunchKernel(self, function: int, *rest: Any) -> None:
-        *sizes, shared, stream, params, extra = rest
+    def do_cuLaunchKernel(self, function: Any, *rest: Any) -> None:
+        *sizes, shared, handle, params, extra = rest
         assert extra is None
+        assert {type(function), type(handle)} == {ctypes.c_void_p}, "an int is passed as one of 32 bits"
+        stream = handle.value or 0
         struct = params[0]
         grid, block = tuple(sizes[:3]), tuple(sizes[3:])
-        self.log.append((self.functions[function], self.current[-1], grid, block, struct, shared, stream))
+        self.log.append(
+            (self.functions[function.value], self.current[-1], grid, block, struct, shared, stream)
+        )
 
     def do_cuStreamIsCapturing(self, stream: int, out: Any) -> None:
         out._obj.value = int(stream in self.capturing)

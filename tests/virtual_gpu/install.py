@@ -71,7 +71,7 @@ def install_alone(*archs: str) -> None:
     """Make the driver's library see a virtual GPU of each of these architectures; there is no CuPy."""
     os.environ[choice.VARIABLE] = "cuda"  # why: there may be a CuPy, which is not redirected
     _make_gpu(library(), archs)
-    _compare_launches(cuda.Kernel, lambda kernel: kernel._function)
+    _compare_launches(cuda.Kernel, lambda kernel: kernel._function.value)
 
 
 def _make_gpu(ours: ctypes.CDLL, archs: Iterable[str]) -> None:
