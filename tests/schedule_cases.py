@@ -147,8 +147,9 @@ def _spans_of_keys(rng, batch, heads, q_rows, k_rows):
 
 
 def _blocks(rng, batch, heads, q_rows, k_rows):
-    table = rng.integers(0, 4, (1, heads, -(-q_rows // 16), -(-k_rows // 32))).astype(np.int32)
-    return cupy_flash.BlockMask(table, rng.integers(0, 256, (2, 16, 4)).astype(np.uint8))
+    size = int(rng.choice([16, 32, 64]))
+    table = rng.integers(0, 4, (1, heads, -(-q_rows // size), -(-k_rows // 32))).astype(np.int32)
+    return cupy_flash.BlockMask(table, rng.integers(0, 256, (2, size, 4)).astype(np.uint8))
 
 
 MASKS = {
@@ -158,8 +159,20 @@ MASKS = {
     "spans of queries": _spans_of_queries,
     "spans of keys": _spans_of_keys,
     "blocks": _blocks,
+    "blocks and a mask": lambda *sizes: (_blocks(*sizes), MASKS["mask"](*sizes)),
     "a tuple": lambda *sizes: (_spans_of_keys(*sizes), (MASKS["mask"](*sizes),)),
 }
+
+
+def fixed_cases(ranks):
+    """What random calls seldom are: blocks that are cut where stretches begin, and beside other masks."""
+    blocks = {"schedule": "allgather", "causal": True, "seqlen": 32 * ranks - 1}
+    rows, more = (32 * ranks - 1,) * 2, {"window": (40, 0), "layout": "bshd", "parts": "contiguous"}
+    return [
+        Case(rows, batch=1, dtype="float32", options=blocks, extra=("blocks",)),
+        Case(rows, batch=1, dtype="float32", options=blocks | more, extra=("blocks and a mask", "sinks")),
+        Case(rows, batch=1, dtype="float32", options=blocks, extra=("blocks", "alibi_slopes"), seed=1),
+    ]
 
 
 def seeds_of(word, count):
@@ -203,8 +216,12 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16"), named=Fals
     options["window"] = window
     if schedule != "ring":
         extra += [chosen(["alibi_slopes", "alibi_slopes of each sequence"], 0.3), chosen([*MASKS], 0.3)]
-        if schedule == "allgather" and extra[-1] == "blocks":
-            extra.pop()
+        if (
+            schedule == "allgather" and extra[-1] and "blocks" in extra[-1]
+        ):  # of which a stretch begins with one
+            alike = q_rows == k_rows
+            q_rows = 32 * ranks - int(rng.integers(ranks))
+            k_rows = q_rows if alike else k_rows
     positional = causal or window or any("alibi" in x for x in extra if x)
     if q_rows != k_rows and positional:
         options["align"] = chosen(["top_left", "bottom_right", int(rng.integers(-5, 6))])

@@ -12,6 +12,7 @@ from ..call.compound import Spans, masks_of
 from ..call.masks import Band
 from ..call.options import PER_HEAD
 from ..errors import InvalidArgumentsError
+from ..parallel.parts import block_rows, blocks_of_rows, stretches
 from .functional import attend_to
 from .held import Held, Packed, beside, seen
 from .numbers import next_seed
@@ -207,6 +208,11 @@ def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
     """What a mask of the whole says of some of its queries."""
     if type(mask) in (tuple, list):
         return tuple(_of_rows(x, mine, call) for x in mask)
+    if isinstance(mask, BlockMask):
+        held = [stretches(r, call.ranks, call.queries.length, call.queries.zigzag) for r in range(call.ranks)]
+        size = block_rows(mask, held, call.queries.length)
+        numbers = jnp.minimum(mine[::size], call.queries.length - 1) // size
+        return blocks_of_rows(BlockMask(*map(jnp.asarray, mask)), numbers, size)
     if isinstance(mask, Spans):
         return _spans_of_rows(jnp.asarray(mask.bounds), mine, call)
     x = jnp.asarray(mask)

@@ -407,7 +407,8 @@ def ring_attention(
         of no sequence lie behind the others, and their results are 0. Default: the rows of a part times the
         number of devices.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
-        Of the whole sequence, the same on all devices; not with a ring. An all-gather takes no blocks.
+        Of the whole sequence, the same on all devices; not with a ring. In an all-gather each stretch of rows
+        that a device holds begins at a multiple of 16 queries where a mask has blocks.
     sinks, alibi_slopes : Array, shape (heads_q,), optional
         Of all heads, the same on all devices; slopes not with a ring. In an all-gather the host reads where
         a device's rows begin, and on a GPU waits for the stream to do so.

@@ -7,12 +7,14 @@ same on every run. It takes memory for all keys and values, and for their gradie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..api import Gradients, attention
-from ..call.compound import Spans
+from ..call.blocks import BlockMask
+from ..call.compound import Spans, masks_of
 from ..call.given import split
 from ..call.masks import resolve_band
 from ..call.problem import describe
@@ -21,9 +23,9 @@ from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room
 from .group import Asked, Link, Round, at, dropping, row_axis
 from .partial import attention_backward, attention_varlen_backward
-from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
+from .parts import Rows, Split, block_rows, blocks_of_rows, packed_halves, packed_starts, packed_stretches
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "check_blocks", "forward"]
 
 
 class _Stretch(NamedTuple):
@@ -64,7 +66,7 @@ class _Call:
                 options["seqlen"],
             )
             keys = whole.keys
-            self.stretches = _stretches(whole, link.rank, causal, how)
+            self.stretches = _stretches(whole, link.rank, causal, how, lambda rows: link.beside(rows, q))
         else:
             starts, longest = packed_starts(cut, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
@@ -93,7 +95,20 @@ class _Call:
         }
 
 
-def _stretches(whole: Split, rank: int, causal: bool, options: dict[str, Any]) -> list[_Stretch]:
+def check_blocks(asked: Asked) -> None:
+    """Refuse a BlockMask that is not cut where stretches begin."""
+    link, options = asked.link, asked.options
+    blocks = [x for x in masks_of(options["mask"]) if isinstance(x, BlockMask)]
+    if blocks:
+        q, k = (asked.arrays[name].shape[row_axis(options, asked.arrays["q"])] for name in "qk")
+        whole = Split(link.rank, link.ranks, (q, k), asked.causal, options["parts"], options["seqlen"])
+        for mask in blocks:
+            block_rows(mask, whole.queries, whole.lengths[0])
+
+
+def _stretches(
+    whole: Split, rank: int, causal: bool, options: dict[str, Any], beside: Callable[..., Any]
+) -> list[_Stretch]:
     """Of one sequence, or of a batch: each with the keys in its band."""
     how = dict(options)
     window, align, mask = (how.pop(name) for name in ("window", "align", "mask"))
@@ -107,7 +122,7 @@ def _stretches(whole: Split, rank: int, causal: bool, options: dict[str, Any]) -
                 start, stop = 0, whole.lengths[1]
             position = band.offset + rows.start - start
             its_own = {
-                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole.lengths[0]),
+                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole, beside),
                 "align": position if not band.open or alibi else None,
             }  # fmt: skip
             queries = slice(first, first + len(rows))
@@ -116,10 +131,15 @@ def _stretches(whole: Split, rank: int, causal: bool, options: dict[str, Any]) -
     return found
 
 
-def _mask_of(mask: Any, rows: range, queries: int) -> Any:
+def _mask_of(mask: Any, rows: range, whole: Split, beside: Callable[..., Any]) -> Any:
     """The mask of some of the queries."""
+    queries = whole.lengths[0]
     if mask is None or type(mask) in (tuple, list):
-        return mask and tuple(_mask_of(x, rows, queries) for x in mask)
+        return mask and tuple(_mask_of(x, rows, whole, beside) for x in mask)
+    if isinstance(mask, BlockMask):
+        size = block_rows(mask, whole.queries, queries)
+        numbers = np.arange(rows.start // size, -(-rows.stop // size), dtype=np.int32)
+        return blocks_of_rows(mask, beside(numbers), size)
     bounds = mask.bounds if isinstance(mask, Spans) else None
     if bounds is not None and bounds.shape[-3] != queries:  # the queries that see each key
         return Spans((bounds - rows.start).clip(0, len(rows)))

@@ -126,7 +126,8 @@ def ring_attention(
         read back, which waits for the stream.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
-        processes. With schedule "alltoall"; arrays and Spans with "allgather" too.
+        processes. With schedule "alltoall" or "allgather"; of the latter each stretch of rows that a process
+        holds begins at a multiple of 16 queries where a mask has blocks.
     agreement : {"call", "never"}
         Whether processes compare their arguments before every call, 32 bytes of each. Without it, processes
         that differ get wrong results, or the library of the messages ends them.

@@ -42,7 +42,7 @@ _TAKES = {
     "allgather": (("mask", "alibi_slopes", "window", "align", "parts", "seqlen"), ()),
 }
 # Masks beside arrays. Functions count heads and rows of the call that they are in, not those of the whole.
-_MASKS: dict[str, tuple[type, ...]] = {"alltoall": (Spans, BlockMask), "allgather": (Spans,)}
+_MASKS = (Spans, BlockMask)
 
 
 def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple[str, str]]:
@@ -55,7 +55,7 @@ def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple
         if name not in _TAKES[schedule][packed]:
             found.append((name, f'{name}="{x}"' if name == "reproducible" else name))
         elif name == "mask":
-            kinds = [x for x in _masks(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS[schedule]))]
+            kinds = [x for x in _masks(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS))]
             found += [(name, f"a mask of type {type(x).__name__}") for x in kinds]
     return found
 
@@ -125,10 +125,12 @@ def _unable(asked: Asked, able: list[str]) -> tuple[int, dict[str, Exception]]:
             if asked.options["parts"] is None:  # no schedule may guess it
                 raise
             found["ring"] = error
-    try:
-        alltoall.check_heads(asked)
-    except InvalidArgumentsError as error:
-        found["alltoall"] = error
+    checks = {"alltoall": alltoall.check_heads, "allgather": allgather.check_blocks}
+    for name, check_of in checks.items():
+        try:
+            check_of(asked)
+        except InvalidArgumentsError as error:
+            found[name] = error
     return steps, found
 
 

@@ -14,7 +14,7 @@ from cupy_flash.parallel import allgather, alltoall, mpi
 from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
-from tests.schedule_cases import SCHEDULES, Case, random_case, run_over_mpi, seeds_of
+from tests.schedule_cases import SCHEDULES, Case, fixed_cases, random_case, run_over_mpi, seeds_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -26,6 +26,12 @@ def test_random_calls(ranks, pytestconfig):
             case.check(in_threads(ranks, functools.partial(run_over_mpi, case)))
         except Exception as error:
             raise AssertionError(f"random_case(np.random.default_rng({seed}), {ranks}) is {case}") from error
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_fixed_calls(ranks):
+    for case in fixed_cases(ranks):
+        case.check(in_threads(ranks, functools.partial(run_over_mpi, case)))
 
 
 def check_over_mpi(comm):
@@ -262,6 +268,10 @@ def test_what_cannot_be_done_is_not_chosen():
         chosen(few, reproducible="batch")
     with pytest.raises(UnsupportedError, match=r"a mask of type .* an all-to-all"):
         chosen(few, mask=cupy_flash.mask(lambda b, h, i, j: i >= j))
+    blocks = cupy_flash.BlockMask(np.ones((1, 1), np.int32), np.zeros((0, 16, 2), np.uint8))
+    assert chosen(many, mask=blocks) == ["alltoall"] * 2
+    with pytest.raises(InvalidArgumentsError, match="3 heads of q"):  # and stretches of 4 rows
+        chosen(few, mask=blocks)
     with pytest.raises(InvalidArgumentsError, match="ranks is 0"):
         cupy_flash.parallel.explain(few, few, few, 0)
 
@@ -300,8 +310,15 @@ REFUSED = [
         "allgather",
         False,
         {"mask": cupy_flash.BlockMask(np.ones((1, 1), np.int32), np.zeros((0, 16, 2), np.uint8))},
-        "a mask of type BlockMask is not supported for an all-gather",
-        "alltoall",
+        "stretches of queries begin at multiples of 4: a BlockMask is not cut there",
+        '"alltoall"; or stretches of a multiple of 16 rows',
+    ),
+    (
+        "allgather",
+        False,
+        {"mask": cupy_flash.BlockMask(np.ones((2, 1), np.int32), np.zeros((0, 16, 2), np.uint8))},
+        r"mask.table has shape \(2, 1\) for 8 queries in blocks of 16",
+        "mask of the whole sequence",
     ),
     (
         "alltoall",

@@ -17,7 +17,7 @@ from cupy_flash.parallel import explain, packed_positions, positions
 from cupy_flash.parallel.traffic import sent
 
 from ..communicator import in_threads
-from ..schedule_cases import SCHEDULES, Case, random_case, run_over_mpi, seeds_of
+from ..schedule_cases import SCHEDULES, Case, fixed_cases, random_case, run_over_mpi, seeds_of
 
 pytestmark = pytest.mark.jax
 RANKS = 4
@@ -547,6 +547,7 @@ def test_random_calls(mesh, pytestconfig):
     cases = [Case((13, 13), dtype="float32", options=odd | x, extra=extra) for x, extra in fixed]
     cases.append(Case((8, 16), dtype="float32", options=FEWER, extra=sinks))
     seeds = seeds_of(pytestconfig.option.sample, 8)
+    cases += fixed_cases(RANKS)
     for case in (*cases, *(random_call(np.random.default_rng(seed)) for seed in seeds)):
         try:
             case.check(run(mesh, case))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.testing import to_numpy
-from tests.schedule_cases import random_case, seeds_of
+from tests.schedule_cases import fixed_cases, random_case, seeds_of
 from tests.torch.processes import in_processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -42,16 +42,17 @@ def run(case, rank, ranks):
 
 def check_random_calls(rank, ranks, seeds):
     """Process 0 compares what all return with float64."""
-    for seed in seeds:
-        case = random_case(np.random.default_rng(seed), ranks)
-        message = f"random_case(np.random.default_rng({seed}), {ranks}) is {case}"
+    cases = {f"random_case(np.random.default_rng({n}), {ranks})": n for n in seeds}
+    cases = {name: random_case(np.random.default_rng(n), ranks) for name, n in cases.items()}
+    cases |= {f"fixed_cases({ranks})[{n}]": case for n, case in enumerate(fixed_cases(ranks))}
+    for name, case in cases.items():
         try:
             everyone = [None] * ranks if rank == 0 else None
             dist.gather_object(run(case, rank, ranks), everyone)
             if rank == 0:
                 case.check(everyone)
         except Exception as error:
-            raise AssertionError(message) from error
+            raise AssertionError(f"{name} is {case}") from error
 
 
 def check_what_torch_adds(rank, ranks):
