@@ -7,6 +7,7 @@ same on every run. It takes memory for all keys and values, and for their gradie
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,13 +74,13 @@ class _Call:
             keys = packed_stretches(link.ranks, starts, causal)
             self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, how)
         self.stretches = [
-            stretch._replace(how=dropping(stretch.how, 2 * link.rank + n))
+            stretch._replace(how=dropping(stretch.how, 2 * (link.rank + n // 2 * link.ranks) + n % 2))
             for n, stretch in enumerate(self.stretches)
         ]
         self.rows = Rows(keys, lambda rows: link.beside(rows, q))
         self.there = [ToWhole(link, arrays[name], self.rows, axis) for name in "kv"]
-        if cut is None:
-            for stretch in self.stretches:
+        for stretch in self.stretches:
+            if not stretch.cuts:
                 operands, values = split(stretch.how)
                 describe(asked.direction, {**operands, **self.operands(stretch, arrays)}, values)
 
@@ -162,9 +163,16 @@ def _packed_stretches(
     causal: bool,
     options: dict[str, Any],
 ) -> list[_Stretch]:
-    """Of packed sequences: with causal one stretch of each, whose keys end where it ends."""
+    """Of packed sequences: with causal one stretch of each, whose keys end where it ends.
+
+    Other bands stand at another key in each sequence, and a packed call has one `align`: there is a call for
+    each sequence then.
+    """
     starts, longest = lengths
-    how = {name: x for name, x in options.items() if name not in ("layout", "window", "align", "mask")}
+    band = resolve_band(causal, options["window"], options["align"], False, longest, longest, True)
+    if not band.open and not (causal and band.offset == 0):
+        return _sequence_by_sequence(link, starts.tolist(), causal, options)
+    how = {name: x for name, x in options.items() if name not in ("layout", "align", "mask")}
     how |= {"causal": causal, "max_seqlen_k": longest * link.ranks}
     everything = slice(None)
 
@@ -185,6 +193,25 @@ def _packed_stretches(
         )
         for rows, end in zip(packed_halves(starts), ends, strict=True)
     ]
+
+
+def _sequence_by_sequence(
+    link: Link, starts: list[int], causal: bool, options: dict[str, Any]
+) -> list[_Stretch]:
+    """Stretches of packed sequences, each called by itself."""
+    found = []
+    for start, stop in itertools.pairwise(starts):
+        rows, first = stop - start, start * link.ranks
+        whole = Split(link.rank, link.ranks, (rows, rows), causal, None, None)
+        for stretch in _stretches(whole, link.rank, causal, options, link.beside):
+            queries, keys = stretch.queries, stretch.keys
+            found.append(
+                stretch._replace(
+                    queries=slice(start + queries.start, start + queries.stop),
+                    keys=slice(first + keys.start, first + keys.stop),
+                )
+            )
+    return found
 
 
 def forward(asked: Asked) -> tuple[Any, Any]:

@@ -39,7 +39,7 @@ _LIMITED = ("mask", "alibi_slopes", "window", "align", "parts", "seqlen", "repro
 _TAKES = {
     "ring": (("window", "align", "parts", "seqlen"), ()),
     "alltoall": (_LIMITED, ("alibi_slopes", "window", "align", "reproducible")),
-    "allgather": (("mask", "alibi_slopes", "window", "align", "parts", "seqlen"), ()),
+    "allgather": (("mask", "alibi_slopes", "window", "align", "parts", "seqlen"), ("window", "align")),
 }
 # Masks beside arrays. Functions count heads and rows of the call that they are in, not those of the whole.
 _MASKS = (Spans, BlockMask)

@@ -14,7 +14,15 @@ from cupy_flash.parallel import allgather, alltoall, mpi
 from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
-from tests.schedule_cases import SCHEDULES, Case, fixed_cases, random_case, run_over_mpi, seeds_of
+from tests.schedule_cases import (
+    SCHEDULES,
+    Case,
+    fixed_cases,
+    packed_cases,
+    random_case,
+    run_over_mpi,
+    seeds_of,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -30,7 +38,7 @@ def test_random_calls(ranks, pytestconfig):
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_fixed_calls(ranks):
-    for case in fixed_cases(ranks):
+    for case in (*fixed_cases(ranks), *packed_cases(ranks)):
         case.check(in_threads(ranks, functools.partial(run_over_mpi, case)))
 
 
@@ -67,6 +75,19 @@ def dropping(schedule, causal, packed, **more):
     rows = np.moveaxis(case.arrays["v"], -3, -2) if packed else case.arrays["v"]
     rows[...] = np.eye(48)
     return case
+
+
+def test_packed_sequences_that_are_called_in_turn_drop_weights_of_their_own(monkeypatch):
+    real, seeds = allgather.attention, []
+
+    def called(*arrays, **options):
+        seeds.append(options["seed"])
+        return real(*arrays, **options)
+
+    monkeypatch.setattr(allgather, "attention", called)
+    options = {"schedule": "allgather", "causal": True, "align": 2, **DROPPING}
+    in_threads(3, functools.partial(run_over_mpi, Case(lengths=(12, 24, 12), options=options)))
+    assert len({*seeds}) == len(seeds) == 3 * 3 * 2  # processes, sequences, stretches
 
 
 def loss_of(case, results):

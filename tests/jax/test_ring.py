@@ -210,6 +210,12 @@ def test_what_a_schedule_does_not_take(mesh):
         function = partial(cf.ring_attention, axis_name="rows", **given)
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows))(*arrays)
 
+    def call_packed(**given):
+        whole, cut = jax.sharding.PartitionSpec("rows"), jnp.array([0, 4], jnp.int32)
+        function = partial(cf.ring_attention, axis_name="rows", cu_seqlens=cut, **given)
+        parts = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole)
+        return jax.jit(parts)(*[jnp.ones((16, 4, 8))] * 3)
+
     with pytest.raises(InvalidArgumentsError, match=r"2 heads of k do not divide over 4 devices\.\nTry: sch"):
         call(qkv(), schedule="alltoall")
     with pytest.raises(InvalidArgumentsError, match="schedule is 'star'"):
@@ -257,6 +263,11 @@ def test_what_a_schedule_does_not_take(mesh):
             *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), window=(3, 0),
             schedule="ring",
         )  # fmt: skip
+    for wrong in ({"window": (3, 0)}, {"causal": True, "align": 2}):
+        with pytest.raises(
+            UnsupportedError, match="a window of packed sequences that is not causal, or not at"
+        ):
+            call_packed(schedule="allgather", **wrong)
     with pytest.raises(UnsupportedError, match="mask is not supported for an all-to-all of packed sequences"):
         cf.ring_attention(
             *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), schedule="alltoall",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.testing import to_numpy
-from tests.schedule_cases import fixed_cases, random_case, seeds_of
+from tests.schedule_cases import fixed_cases, packed_cases, random_case, seeds_of
 from tests.torch.processes import in_processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -44,7 +44,8 @@ def check_random_calls(rank, ranks, seeds):
     """Process 0 compares what all return with float64."""
     cases = {f"random_case(np.random.default_rng({n}), {ranks})": n for n in seeds}
     cases = {name: random_case(np.random.default_rng(n), ranks) for name, n in cases.items()}
-    cases |= {f"fixed_cases({ranks})[{n}]": case for n, case in enumerate(fixed_cases(ranks))}
+    for more in (fixed_cases, packed_cases):
+        cases |= {f"{more.__name__}({ranks})[{n}]": case for n, case in enumerate(more(ranks))}
     for name, case in cases.items():
         try:
             everyone = [None] * ranks if rank == 0 else None
