@@ -318,6 +318,45 @@ def test_what_is_sent():
                 assert backward == 3 * (k + v) + 3 * 2 * (k + v)  # float32 is twice as long
 
 
+@pytest.mark.parametrize("wanted", [("k", "v"), ("v",), ("k",), ()], ids="".join)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_that_nobody_wants_are_not_sent(schedule, wanted):
+    """Nor are they returned; others are what they are with all of them."""
+    how = {"schedule": schedule, "parts": "contiguous"}
+    case = Case((16, 16), heads=(8, 4), dims=(8, 4), dtype="float16", options=how)
+
+    def run(comm):
+        x, options = case.part(comm.rank, 4)
+        o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **options)
+        given = x["do"], x["q"], x["k"], x["v"], o, lse, comm
+        counted = []
+        for of in (("k", "v"), wanted):
+            before = comm.sent
+            grads = ring_attention_backward(*given, wanted=of, **options)
+            counted.append((comm.sent - before, grads))
+        return *counted, {"k": x["k"].nbytes, "v": x["v"].nbytes}
+
+    share = {"ring": 4 * 2, "alltoall": 3 / 4, "allgather": 3 * 2}[schedule]  # float32 is twice as long
+    for (all_of_it, every), (less, some), size in in_threads(4, run):
+        assert all_of_it - less == share * sum(size[x] for x in "kv" if x not in wanted)
+        for name, x in every._asdict().items():
+            kept = name[1:] in (*wanted, "q")
+            assert np.array_equal(getattr(some, name), x) if kept else getattr(some, name) is None
+
+
+def test_what_is_wanted_is_the_same_in_all_processes():
+    def call(comm):
+        q, lse = np.ones((1, 1, 4, 8), np.float32), np.ones((1, 1, 4), np.float32)
+        with pytest.raises(InvalidArgumentsError, match="make different calls: gradients of"):
+            ring_attention_backward(q, q, q, q, q, lse, comm, wanted=("k",) if comm.rank else ("v",))
+        for wrong in ("kv", ("q",), None, (1,)):
+            with pytest.raises(InvalidArgumentsError, match="wanted is"):
+                ring_attention_backward(q, q, q, q, q, lse, comm, wanted=wrong)
+        assert comm.sent == 0
+
+    in_threads(2, call)
+
+
 REFUSED = [
     # schedule, packed?, options, words, hint
     ("ring", False, {"mask": np.ones((4, 4), bool)}, "mask is not supported for a ring", '"alltoall" or'),

@@ -70,6 +70,9 @@ def check_what_torch_adds(rank, ranks):
             lambda *x, how=how: cf.ring_attention(*x, **how), q, k, v, use_reentrant=False
         )
         torch.testing.assert_close(torch.autograd.grad(again.sin().sum(), (q, v)), wanted, rtol=0, atol=0)
+        q = x.clone().requires_grad_()  # alone: an all-gather has nothing to send back
+        of_q = torch.autograd.grad(cf.ring_attention(q, x, x, **how).sin().sum(), q)
+        torch.testing.assert_close(of_q[0], wanted[0], rtol=0, atol=0)
         with pytest.raises(InvalidArgumentsError, match="make different calls: schedule"):
             cf.ring_attention(
                 q,
