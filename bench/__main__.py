@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .commands import (
+    agreement,
     cold,
     compare,
     cost,
@@ -57,6 +58,7 @@ COMMANDS = {
     "functions": Command("score functions beside torch's flex_attention on the CPU", functions.run),
     "spans": Command("masks as intervals beside what says the same on the CPU", spans.run),
     "overhead": Command("what a call costs besides its arithmetic", lambda _: overhead.run(), measures=False),
+    "agreement": Command("what it costs that processes compare their calls", agreement.run, measures=False),
     "cost": Command(
         "least times by the cost model, for GPUs at hand or not", cost.run, cost.arguments, False
     ),

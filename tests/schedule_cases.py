@@ -147,8 +147,9 @@ def _spans_of_keys(rng, batch, heads, q_rows, k_rows):
 
 
 def _blocks(rng, batch, heads, q_rows, k_rows):
-    table = rng.integers(0, 4, (1, heads, -(-q_rows // 16), -(-k_rows // 32))).astype(np.int32)
-    return cupy_flash.BlockMask(table, rng.integers(0, 256, (2, 16, 4)).astype(np.uint8))
+    size = int(rng.choice([16, 32, 64]))
+    table = rng.integers(0, 4, (1, heads, -(-q_rows // size), -(-k_rows // 32))).astype(np.int32)
+    return cupy_flash.BlockMask(table, rng.integers(0, 256, (2, size, 4)).astype(np.uint8))
 
 
 MASKS = {
@@ -158,8 +159,45 @@ MASKS = {
     "spans of queries": _spans_of_queries,
     "spans of keys": _spans_of_keys,
     "blocks": _blocks,
+    "blocks and a mask": lambda *sizes: (_blocks(*sizes), MASKS["mask"](*sizes)),
     "a tuple": lambda *sizes: (_spans_of_keys(*sizes), (MASKS["mask"](*sizes),)),
 }
+
+
+WINDOWS = [(3, 0), (5, None), (2, 4), (None, 6), (9, 9)]
+
+
+def fixed_cases(ranks):
+    """What random calls seldom are: blocks that are cut where stretches begin, and beside other masks."""
+    blocks = {"schedule": "allgather", "causal": True, "seqlen": 32 * ranks - 1}
+    packed, lengths = {"schedule": "allgather", "causal": True}, [2 * ranks * n for n in (4, 0, 9)]
+    rows, more = (32 * ranks - 1,) * 2, {"window": (40, 0), "layout": "bshd", "parts": "contiguous"}
+    return [
+        Case(rows, batch=1, dtype="float32", options=blocks, extra=("blocks",)),
+        Case(rows, batch=1, dtype="float32", options=blocks | more, extra=("blocks and a mask", "sinks")),
+        Case(rows, batch=1, dtype="float32", options=blocks, extra=("blocks", "alibi_slopes"), seed=1),
+        # Packed sequences, one of them empty, of which a process calls all at once.
+        *(
+            Case((16, 16), lengths, heads=(4, 2), dtype="float32", options=packed | how)
+            for how in ({"window": (6, 0)}, {"window": (3, None), "align": "bottom_right"})
+        ),
+    ]
+
+
+def packed_cases(ranks):
+    """Packed sequences in an all-gather whose band stands at another key in each: they are called in turn."""
+    lengths = [2 * ranks * n for n in (4, 0, 9)]
+    bands = [
+        {"window": (6, 0)},
+        {"window": (3, 5), "align": "top_left"},
+        {"window": (None, 4), "align": 7},
+        {"causal": True, "align": -5},
+        {"causal": True, "align": 6, "window": (3, None)},
+    ]
+    return [
+        Case((16, 16), lengths, heads=(4, 2), options={"schedule": "allgather", **band}, extra=("sinks",))
+        for band in bands
+    ]
 
 
 def seeds_of(word, count):
@@ -194,17 +232,26 @@ def random_case(rng, ranks, dtypes=("float64", "float32", "float16"), named=Fals
         lengths = tuple(int(n) * 2 * ranks for n in rng.integers(0, 5, rng.integers(1, 4)))
         if sum(lengths):
             options["schedule"] = chosen(["ring", None]) if schedule == "ring" and not named else schedule
+            if schedule != "ring":
+                options["window"] = chosen(WINDOWS, 0.5)
+                options["align"] = chosen(["top_left", "bottom_right", int(rng.integers(-9, 9))], 0.4)
+            if named and schedule == "allgather" and not (causal and type(options["align"]) is not int):
+                options |= {"window": None, "align": None}
             return Case(lengths=lengths, options=options, extra=tuple(filter(None, extra)), **shape)
     q_rows, k_rows = (int(rng.integers(1, 40)) for _ in "qk")
     options["layout"] = chosen(["bhsd", "bshd"])
     if rng.random() < 0.7:
         k_rows = q_rows
-    window = chosen([(3, 0), (5, None), (2, 4), (None, 6), (9, 9)], 0.4)
+    window = chosen(WINDOWS, 0.4)
     options["window"] = window
     if schedule != "ring":
         extra += [chosen(["alibi_slopes", "alibi_slopes of each sequence"], 0.3), chosen([*MASKS], 0.3)]
-        if schedule == "allgather" and extra[-1] == "blocks":
-            extra.pop()
+        if (
+            schedule == "allgather" and extra[-1] and "blocks" in extra[-1]
+        ):  # of which a stretch begins with one
+            alike = q_rows == k_rows
+            q_rows = 32 * ranks - int(rng.integers(ranks))
+            k_rows = q_rows if alike else k_rows
     positional = causal or window or any("alibi" in x for x in extra if x)
     if q_rows != k_rows and positional:
         options["align"] = chosen(["top_left", "bottom_right", int(rng.integers(-5, 6))])

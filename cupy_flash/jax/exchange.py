@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from ..call.blocks import BlockMask
 from ..call.compound import Spans, masks_of
-from ..call.masks import Band
+from ..call.masks import Band, resolve_band
 from ..call.options import PER_HEAD
-from ..errors import InvalidArgumentsError
+from ..errors import InvalidArgumentsError, UnsupportedError
+from ..parallel.parts import block_rows, blocks_of_rows, stretches
 from .functional import attend_to
 from .held import Held, Packed, beside, seen
 from .numbers import next_seed
@@ -185,6 +186,15 @@ def _by_stretches(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any, Any]:
     """One call of packed sequences; with causal one of each stretch, whose keys end where it ends."""
     ranks, longest, cut = call.ranks, call.longest, packed.cut
+    window, align = call.options.get("window"), call.options.get("align")
+    causal = packed.cut_half is not None
+    band = resolve_band(causal, window, align, False, longest, longest, True)
+    if not band.open and not (causal and band.offset == 0):
+        raise UnsupportedError(
+            "a window of packed sequences that is not causal, or not at their own positions, is not "
+            "supported for an all-gather inside jax.shard_map.",
+            hint='schedule="alltoall"; or causal=True and no integer as align',
+        )
     keys = {"k": k, "v": v, "cu_seqlens_k": cut * ranks}
     given = {**call.options, "max_seqlen_q": longest, "max_seqlen_k": longest * ranks}
     if packed.cut_half is None:
@@ -207,6 +217,11 @@ def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
     """What a mask of the whole says of some of its queries."""
     if type(mask) in (tuple, list):
         return tuple(_of_rows(x, mine, call) for x in mask)
+    if isinstance(mask, BlockMask):
+        held = [stretches(r, call.ranks, call.queries.length, call.queries.zigzag) for r in range(call.ranks)]
+        size = block_rows(mask, held, call.queries.length)
+        numbers = jnp.minimum(mine[::size], call.queries.length - 1) // size
+        return blocks_of_rows(BlockMask(*map(jnp.asarray, mask)), numbers, size)
     if isinstance(mask, Spans):
         return _spans_of_rows(jnp.asarray(mask.bounds), mine, call)
     x = jnp.asarray(mask)

@@ -109,7 +109,8 @@ def ring_attention_fn(axis_name: Any, *, causal: bool = False, **options: Any) -
     -------
     callable
         It takes what `attention_fn` takes, of this device's rows, and returns theirs. A mask is that of the
-        whole sequence, for schedules that take one. Each device drops weights of its own.
+        whole sequence, for schedules that take one. Each device drops weights of its own; dropout needs a
+        schedule that is named.
 
     Raises
     ------

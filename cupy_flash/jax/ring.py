@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..call.checks import flag
 from ..call.given import Options, split
@@ -18,6 +19,7 @@ from ..call.signature import takes
 from ..merge import united
 from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
+from ..parallel.schedules import for_shards
 from .call import alike, backward, forward, results_of
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
@@ -394,7 +396,9 @@ def ring_attention(
     schedule : {"ring", "alltoall", "allgather"}, optional
         What travels: keys and values in a ring; rows for heads, so that each device attends over whole
         sequences with its share of the heads, and results are as reproducible as those of one; or keys and
-        values to all devices at once. Default: "ring".
+        values to all devices at once. Default: the ring or the all-to-all, whichever sends fewer bytes in
+        both passes, or what takes the options, heads and parts, as `cupy_flash.parallel.explain` says with
+        ``shard_map=True``.
     parts : {"zigzag", "contiguous"}, optional
         Which rows a device holds. Default: zigzag with causal, else contiguous. A ring takes a window, and
         causal with unequal lengths, over contiguous parts only, and with causal they must be named.
@@ -403,7 +407,8 @@ def ring_attention(
         of no sequence lie behind the others, and their results are 0. Default: the rows of a part times the
         number of devices.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
-        Of the whole sequence, the same on all devices; not with a ring. An all-gather takes no blocks.
+        Of the whole sequence, the same on all devices; not with a ring. In an all-gather each stretch of rows
+        that a device holds begins at a multiple of 16 queries where a mask has blocks.
     sinks, alibi_slopes : Array, shape (heads_q,), optional
         Of all heads, the same on all devices; slopes not with a ring. In an all-gather the host reads where
         a device's rows begin, and on a GPU waits for the stream to do so.
@@ -426,7 +431,6 @@ def ring_attention(
         over the devices with schedule "alltoall", and a second derivative with schedule "ring".
     """
     causal = flag(options.pop("causal", False), "causal")
-    schedule = "ring" if schedule is None else schedule
     plan = {"schedule": schedule, "parts": parts, "seqlen": seqlen}
     check_schedule({**options, **plan}, packed=cu_seqlens is not None)
     ranks, packed, longest = int(jax.lax.psum(1, axis_name)), None, None
@@ -459,13 +463,17 @@ def ring_attention(
         q, k, v, cut = alike(q, k, v, given["cu_seqlens_q"])
         queries = keys = Held.packed(ranks, rows[0], cut, causal)
         packed = Packed.of(cut, rows[0], causal)
+    shapes = {
+        name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in (("q", q), ("k", k), ("v", v))
+    }
+    chosen = for_shards(shapes, ranks, causal, {**options, **plan}, packed is not None)
     of_call = {name: x for name, x in options.items() if name != "seed"} | {"causal": causal}
     call = Call(axis_name, queries, keys, band, of_call, given.get("seed"), packed, longest or 0)
 
     def attend(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        if schedule == "ring":
+        if chosen == "ring":
             return _by_ring(q, k, v, call, values, parts, given.get("sinks"))
-        return (all_to_all if schedule == "alltoall" else all_gather)(q, k, v, call)
+        return (all_to_all if chosen == "alltoall" else all_gather)(q, k, v, call)
 
     # Rows that are none of the whole are 0: a weight of 0 times NaN is NaN, in gradients too.
     o, lse = attend(queries.own(q, axis, axis_name), *(keys.own(x, axis, axis_name) for x in (k, v)))

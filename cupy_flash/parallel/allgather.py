@@ -7,12 +7,15 @@ same on every run. It takes memory for all keys and values, and for their gradie
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..api import Gradients, attention
-from ..call.compound import Spans
+from ..call.blocks import BlockMask
+from ..call.compound import Spans, masks_of
 from ..call.given import split
 from ..call.masks import resolve_band
 from ..call.problem import describe
@@ -21,9 +24,9 @@ from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room
 from .group import Asked, Link, Round, at, dropping, row_axis
 from .partial import attention_backward, attention_varlen_backward
-from .parts import Rows, Split, packed_halves, packed_starts, packed_stretches
+from .parts import Rows, Split, block_rows, blocks_of_rows, packed_halves, packed_starts, packed_stretches
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "check_blocks", "forward"]
 
 
 class _Stretch(NamedTuple):
@@ -64,20 +67,20 @@ class _Call:
                 options["seqlen"],
             )
             keys = whole.keys
-            self.stretches = _stretches(whole, link.rank, causal, how)
+            self.stretches = _stretches(whole, link.rank, causal, how, lambda rows: link.beside(rows, q))
         else:
             starts, longest = packed_starts(cut, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
             keys = packed_stretches(link.ranks, starts, causal)
             self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, how)
         self.stretches = [
-            stretch._replace(how=dropping(stretch.how, 2 * link.rank + n))
+            stretch._replace(how=dropping(stretch.how, 2 * (link.rank + n // 2 * link.ranks) + n % 2))
             for n, stretch in enumerate(self.stretches)
         ]
         self.rows = Rows(keys, lambda rows: link.beside(rows, q))
         self.there = [ToWhole(link, arrays[name], self.rows, axis) for name in "kv"]
-        if cut is None:
-            for stretch in self.stretches:
+        for stretch in self.stretches:
+            if not stretch.cuts:
                 operands, values = split(stretch.how)
                 describe(asked.direction, {**operands, **self.operands(stretch, arrays)}, values)
 
@@ -93,7 +96,20 @@ class _Call:
         }
 
 
-def _stretches(whole: Split, rank: int, causal: bool, options: dict[str, Any]) -> list[_Stretch]:
+def check_blocks(asked: Asked) -> None:
+    """Refuse a BlockMask that is not cut where stretches begin."""
+    link, options = asked.link, asked.options
+    blocks = [x for x in masks_of(options["mask"]) if isinstance(x, BlockMask)]
+    if blocks:
+        q, k = (asked.arrays[name].shape[row_axis(options, asked.arrays["q"])] for name in "qk")
+        whole = Split(link.rank, link.ranks, (q, k), asked.causal, options["parts"], options["seqlen"])
+        for mask in blocks:
+            block_rows(mask, whole.queries, whole.lengths[0])
+
+
+def _stretches(
+    whole: Split, rank: int, causal: bool, options: dict[str, Any], beside: Callable[..., Any]
+) -> list[_Stretch]:
     """Of one sequence, or of a batch: each with the keys in its band."""
     how = dict(options)
     window, align, mask = (how.pop(name) for name in ("window", "align", "mask"))
@@ -107,7 +123,7 @@ def _stretches(whole: Split, rank: int, causal: bool, options: dict[str, Any]) -
                 start, stop = 0, whole.lengths[1]
             position = band.offset + rows.start - start
             its_own = {
-                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole.lengths[0]),
+                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole, beside),
                 "align": position if not band.open or alibi else None,
             }  # fmt: skip
             queries = slice(first, first + len(rows))
@@ -116,10 +132,15 @@ def _stretches(whole: Split, rank: int, causal: bool, options: dict[str, Any]) -
     return found
 
 
-def _mask_of(mask: Any, rows: range, queries: int) -> Any:
+def _mask_of(mask: Any, rows: range, whole: Split, beside: Callable[..., Any]) -> Any:
     """The mask of some of the queries."""
+    queries = whole.lengths[0]
     if mask is None or type(mask) in (tuple, list):
-        return mask and tuple(_mask_of(x, rows, queries) for x in mask)
+        return mask and tuple(_mask_of(x, rows, whole, beside) for x in mask)
+    if isinstance(mask, BlockMask):
+        size = block_rows(mask, whole.queries, queries)
+        numbers = np.arange(rows.start // size, -(-rows.stop // size), dtype=np.int32)
+        return blocks_of_rows(mask, beside(numbers), size)
     bounds = mask.bounds if isinstance(mask, Spans) else None
     if bounds is not None and bounds.shape[-3] != queries:  # the queries that see each key
         return Spans((bounds - rows.start).clip(0, len(rows)))
@@ -142,9 +163,16 @@ def _packed_stretches(
     causal: bool,
     options: dict[str, Any],
 ) -> list[_Stretch]:
-    """Of packed sequences: with causal one stretch of each, whose keys end where it ends."""
+    """Of packed sequences: with causal one stretch of each, whose keys end where it ends.
+
+    Other bands stand at another key in each sequence, and a packed call has one `align`: there is a call for
+    each sequence then.
+    """
     starts, longest = lengths
-    how = {name: x for name, x in options.items() if name not in ("layout", "window", "align", "mask")}
+    band = resolve_band(causal, options["window"], options["align"], False, longest, longest, True)
+    if not band.open and not (causal and band.offset == 0):
+        return _sequence_by_sequence(link, starts.tolist(), causal, options)
+    how = {name: x for name, x in options.items() if name not in ("layout", "align", "mask")}
     how |= {"causal": causal, "max_seqlen_k": longest * link.ranks}
     everything = slice(None)
 
@@ -165,6 +193,25 @@ def _packed_stretches(
         )
         for rows, end in zip(packed_halves(starts), ends, strict=True)
     ]
+
+
+def _sequence_by_sequence(
+    link: Link, starts: list[int], causal: bool, options: dict[str, Any]
+) -> list[_Stretch]:
+    """Stretches of packed sequences, each called by itself."""
+    found = []
+    for start, stop in itertools.pairwise(starts):
+        rows, first = stop - start, start * link.ranks
+        whole = Split(link.rank, link.ranks, (rows, rows), causal, None, None)
+        for stretch in _stretches(whole, link.rank, causal, options, link.beside):
+            queries, keys = stretch.queries, stretch.keys
+            found.append(
+                stretch._replace(
+                    queries=slice(start + queries.start, start + queries.stop),
+                    keys=slice(first + keys.start, first + keys.stop),
+                )
+            )
+    return found
 
 
 def forward(asked: Asked) -> tuple[Any, Any]:

@@ -140,7 +140,7 @@ class ToParts:
 def exchange(messages: Round, link: Link, journeys: list[Any]) -> None:
     """Send what every process is to get, and wait for what this one gets."""
     arriving = []
-    for by in range(1, link.ranks):
+    for by in range(1, link.ranks) if journeys else ():
         to, source = ((link.rank + n) % link.ranks for n in (by, -by))
         sent, received = tuple(x.out[to] for x in journeys), tuple(x.into[source] for x in journeys)
         arriving.append(messages.pass_on(sent, received, by))

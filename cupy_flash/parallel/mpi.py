@@ -13,7 +13,7 @@ Run with, say, ``mpiexec -n 4 python script.py``:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -126,7 +126,8 @@ def ring_attention(
         read back, which waits for the stream.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
-        processes. With schedule "alltoall"; arrays and Spans with "allgather" too.
+        processes. With schedule "alltoall" or "allgather"; of the latter each stretch of rows that a process
+        holds begins at a multiple of 16 queries where a mask has blocks.
     agreement : {"call", "never"}
         Whether processes compare their arguments before every call, 32 bytes of each. Without it, processes
         that differ get wrong results, or the library of the messages ends them.
@@ -153,7 +154,7 @@ def ring_attention(
 @takes(RingGradientOptions)
 def ring_attention_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, comm: Any, *,
-    cu_seqlens: Any = None, agreement: Literal["call", "never"] = "call",
+    cu_seqlens: Any = None, agreement: Literal["call", "never"] = "call", wanted: Sequence[str] = ("k", "v"),
     **options: Unpack[RingGradientOptions],
 ) -> Gradients[Any]:  # fmt: skip
     """Gradients of `ring_attention`.
@@ -164,6 +165,8 @@ def ring_attention_backward(
         Gradient of the loss with respect to this process's o.
     q, k, v, comm, cu_seqlens, agreement
         As given to `ring_attention`.
+    wanted : sequence of "k" and "v"
+        Of which of these a gradient is wanted, the same in all processes. Others do not travel, and are None.
     {options: As given to `ring_attention`.}
     o, lse : array
         As it returned them.
@@ -182,7 +185,11 @@ def ring_attention_backward(
     """
     every: dict[str, Any] = {**defaults(RingGradientOptions), **options}
     dlse, causal = every.pop("dlse"), every.pop("causal")
+    if not (isinstance(wanted, (tuple, list)) and all(one_of(x, ("k", "v")) for x in wanted)):
+        raise InvalidArgumentsError(f"wanted is {wanted!r}.", hint='wanted=("k", "v"), ("v",) or ()')
+    keys = "k" in wanted, "v" in wanted
     if cu_seqlens is not None:
         every["layout"] = "bshd"
     arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-    return schedules.backward(Asked(_Link(comm, agreement), arrays, causal, every, cu_seqlens))
+    terms = {"gradients of": [name for name, x in zip("kv", keys, strict=True) if x]}
+    return schedules.backward(Asked(_Link(comm, agreement), arrays, causal, every, cu_seqlens, terms), keys)

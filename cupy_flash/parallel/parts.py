@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..api import Gradients
+from ..call.blocks import PARTIAL, SIZES, BlockMask
 from ..call.checks import flag, integer, one_of
 from ..call.masks import Band, resolve_band
 from ..call.offsets import longest_length, offsets
@@ -31,6 +32,8 @@ __all__ = [
     "Rows",
     "Split",
     "Whole",
+    "block_rows",
+    "blocks_of_rows",
     "check_parts",
     "halves",
     "lengths_of",
@@ -341,6 +344,32 @@ class Whole:
     def _how(self, todo: Pair) -> dict[str, Any]:
         band = {"causal": todo.causal, "window": todo.window, "align": todo.align}
         return {**band, **dropping(self._options, todo.number)}
+
+
+def block_rows(mask: BlockMask, held: list[tuple[range, ...]], queries: int) -> int:
+    """Queries of the blocks that a mask of the whole is cut into, so that each stretch begins with one."""
+    size = int(mask.bits.shape[-2])
+    if mask.table.shape[-2] != -(-queries // size):
+        raise InvalidArgumentsError(
+            f"mask.table has shape {tuple(mask.table.shape)} for {queries} queries in blocks of {size}.",
+            hint="the mask of the whole sequence, in every process",
+        )
+    found = math.gcd(size, *(rows.start for part in held for rows in part if rows))
+    if found not in SIZES:
+        raise InvalidArgumentsError(
+            f"stretches of queries begin at multiples of {found}: a BlockMask is not cut there.",
+            hint=f'schedule="alltoall"; or stretches of a multiple of {SIZES[0]} rows, two in a zigzag part',
+        )
+    return found
+
+
+def blocks_of_rows(mask: BlockMask, numbers: Any, size: int) -> BlockMask:
+    """Some of the blocks of so many queries that a mask is cut into, by their numbers."""
+    each = mask.bits.shape[-2] // size
+    table = mask.table[..., numbers // each, :]
+    inner = (numbers % each)[:, None]
+    table = table + (table >= PARTIAL) * ((table - PARTIAL) * (each - 1) + inner)
+    return BlockMask(table, mask.bits.reshape(-1, size, mask.bits.shape[-1]))
 
 
 def lengths_of(seqlen: Any) -> tuple[int, int]:

@@ -5,7 +5,8 @@ they need, agree with the other processes, and send the first message then.
 
 Where the caller names none, the ring or the all-to-all is chosen, whichever sends fewer bytes in this pass.
 The all-gather, which takes memory for the whole sequence, is chosen only where both cannot. All processes
-choose alike: they count from what they then compare.
+choose alike: they count from what they then compare. Inside `jax.shard_map` one schedule serves both passes,
+and is chosen by what they send together.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from ..api import Gradients
 from ..call.blocks import BlockMask
-from ..call.checks import integer, one_of
+from ..call.checks import flag, integer, one_of
 from ..call.compound import Spans
 from ..call.options import RingOptions, defaults
 from ..call.reproducible import MODES
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from . import allgather, alltoall, ring
-from .group import Asked, terms_of
+from .group import Asked, at, row_axis, terms_of
+from .parts import lengths_of, order_of, stretches
 from .traffic import part_of, sent
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["backward", "check", "explain", "forward"]
+__all__ = ["backward", "check", "explain", "for_shards", "forward"]
 
 _MODULES: dict[str, ModuleType] = {"ring": ring, "alltoall": alltoall, "allgather": allgather}
 _NAMES = {"ring": "a ring", "alltoall": "an all-to-all", "allgather": "an all-gather"}
@@ -37,10 +39,10 @@ _LIMITED = ("mask", "alibi_slopes", "window", "align", "parts", "seqlen", "repro
 _TAKES = {
     "ring": (("window", "align", "parts", "seqlen"), ()),
     "alltoall": (_LIMITED, ("alibi_slopes", "window", "align", "reproducible")),
-    "allgather": (("mask", "alibi_slopes", "window", "align", "parts", "seqlen"), ()),
+    "allgather": (("mask", "alibi_slopes", "window", "align", "parts", "seqlen"), ("window", "align")),
 }
 # Masks beside arrays. Functions count heads and rows of the call that they are in, not those of the whole.
-_MASKS: dict[str, tuple[type, ...]] = {"alltoall": (Spans, BlockMask), "allgather": (Spans,)}
+_MASKS = (Spans, BlockMask)
 
 
 def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple[str, str]]:
@@ -53,7 +55,7 @@ def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple
         if name not in _TAKES[schedule][packed]:
             found.append((name, f'{name}="{x}"' if name == "reproducible" else name))
         elif name == "mask":
-            kinds = [x for x in _masks(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS[schedule]))]
+            kinds = [x for x in _masks(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS))]
             found += [(name, f"a mask of type {type(x).__name__}") for x in kinds]
     return found
 
@@ -81,14 +83,41 @@ def check(options: dict[str, Any], packed: bool) -> list[str]:
     )
 
 
-def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> dict[str, float | Exception]:
+_Costs = dict[str, float | Exception]
+
+
+def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
     """What each schedule sends in this pass, or why it does not take these parts or heads."""
+    steps, unable = _unable(asked, able)
+    part = part_of(asked, wanted)
+    counted = {x: sent(x, asked.direction, asked.link.ranks, part, steps) for x in able}
+    return {x: unable.get(x, counted[x]) for x in able}
+
+
+def _costs_of_shards(asked: Asked, able: list[str]) -> _Costs:
+    """The same of both passes inside `jax.shard_map`, where parts are padded to one length."""
+    options, ranks, arrays = asked.options, asked.link.ranks, asked.arrays
+    part = part_of(asked, (True, True), padded=True)
+    if asked.cut is None and options["seqlen"] is not None:
+        axis, zigzag = row_axis(options, arrays["q"]), order_of(options["parts"], asked.causal) == "zigzag"
+        rows = [sum(map(len, stretches(0, ranks, n, zigzag))) for n in lengths_of(options["seqlen"])]
+        arrays = {name: x[at(slice(0, rows[name != "q"]), axis)] for name, x in arrays.items()}
+    steps, unable = _unable(asked._replace(arrays=arrays), able)
+    counted = {
+        x: sum(sent(x, direction, ranks, part, steps, kept=True) for direction in ("forward", "backward"))
+        for x in able
+    }
+    return {x: unable.get(x, counted[x]) for x in able}
+
+
+def _unable(asked: Asked, able: list[str]) -> tuple[int, dict[str, Exception]]:
+    """Steps of a ring, and why some schedules do not take these parts or heads."""
     if len(able) > 1 and asked.options["dropout"]:
         raise InvalidArgumentsError(
             "dropout without a schedule, each of which drops other weights.", hint=f'schedule="{able[0]}"'
         )
-    found: dict[str, float | Exception] = {}
-    steps, ranks = asked.link.ranks, asked.link.ranks
+    found: dict[str, Exception] = {}
+    steps = asked.link.ranks
     if asked.cut is None:
         try:
             steps = len(ring.checked(asked).parts.steps)
@@ -96,16 +125,16 @@ def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> dict[str
             if asked.options["parts"] is None:  # no schedule may guess it
                 raise
             found["ring"] = error
-    try:
-        alltoall.check_heads(asked)
-    except InvalidArgumentsError as error:
-        found["alltoall"] = error
-    part = part_of(asked, wanted)
-    counted = {x: sent(x, asked.direction, ranks, part, steps) for x in able}
-    return {x: found.get(x, counted[x]) for x in able}
+    checks = {"alltoall": alltoall.check_heads, "allgather": allgather.check_blocks}
+    for name, check_of in checks.items():
+        try:
+            check_of(asked)
+        except InvalidArgumentsError as error:
+            found[name] = error
+    return steps, found
 
 
-def _least(costs: dict[str, float | Exception]) -> str:
+def _least(costs: _Costs) -> str:
     """The schedule that is chosen."""
     counted = {name: cost for name, cost in costs.items() if not isinstance(cost, Exception)}
     if not counted:
@@ -123,8 +152,22 @@ def _module(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> tuple[Mod
     return _MODULES[schedule], asked._replace(options={**asked.options, "schedule": schedule}, terms=terms)
 
 
+def for_shards(
+    arrays: dict[str, Any], ranks: int, causal: bool, options: dict[str, Any], packed: bool
+) -> str:
+    """What the options name, or what is chosen inside `jax.shard_map`; of arrays like the parts."""
+    every = {**defaults(RingOptions), **options}
+    able = check(every, packed)
+    if len(able) == 1:
+        return able[0]
+    link = SimpleNamespace(rank=0, ranks=ranks)
+    return _least(_costs_of_shards(Asked(link, arrays, causal, every, packed or None), able))
+
+
 @takes(RingOptions)
-def explain(q: Any, k: Any, v: Any, ranks: int, **options: Unpack[RingOptions]) -> str:
+def explain(
+    q: Any, k: Any, v: Any, ranks: int, *, shard_map: bool = False, **options: Unpack[RingOptions]
+) -> str:
     """Say what each schedule of `cupy_flash.torch.ring_attention` would send, and which one is chosen.
 
     Parameters
@@ -133,6 +176,9 @@ def explain(q: Any, k: Any, v: Any, ranks: int, **options: Unpack[RingOptions]) 
         Parts of the first process.
     ranks : int
         Number of processes.
+    shard_map : bool
+        Whether the call is one inside `jax.shard_map`, of arrays as long as those of each device. One
+        schedule serves both passes there, and other bytes travel for gradients.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         As in `cupy_flash.torch.ring_attention`.
     {options: As in `cupy_flash.torch.ring_attention`.}
@@ -140,7 +186,7 @@ def explain(q: Any, k: Any, v: Any, ranks: int, **options: Unpack[RingOptions]) 
     Returns
     -------
     str
-        Bytes that a process sends in each pass.
+        Bytes that a process sends in each pass; inside `jax.shard_map` in both.
 
     Raises
     ------
@@ -154,9 +200,13 @@ def explain(q: Any, k: Any, v: Any, ranks: int, **options: Unpack[RingOptions]) 
     asked = Asked(SimpleNamespace(rank=0, ranks=count), arrays, causal, every)
     terms_of(asked)
     able, lines = check(every, packed=False), []
-    for asked_for in (asked, asked._replace(arrays={**arrays, "do": q})):
-        costs = _costs(asked_for, able, (True, True))
-        lines.append(f"{asked_for.direction}: {_least(costs)}")
+    if flag(shard_map, "shard_map"):
+        found = {"forward and backward": _costs_of_shards(asked, able)}
+    else:
+        passes = (asked, asked._replace(arrays={**arrays, "do": q}))
+        found = {x.direction: _costs(x, able, (True, True)) for x in passes}
+    for passes_of, costs in found.items():
+        lines.append(f"{passes_of}: {_least(costs)}")
         for name, cost in costs.items():
             said = str(cost).partition("\n")[0] if isinstance(cost, Exception) else f"{cost:,.0f} bytes"
             lines.append(f"  {name:<10}{said}")

@@ -12,16 +12,16 @@ from .parts import Split
 __all__ = ["part_of", "sent"]
 
 
-def part_of(asked: Asked, wanted: tuple[bool, bool]) -> dict[str, float]:
+def part_of(asked: Asked, wanted: tuple[bool, bool], padded: bool = False) -> dict[str, float]:
     """Bytes of the arrays of one part, as `sent` takes them; of several lengths in the mean.
 
-    wanted: whether anybody asks for the gradients of k, and of v.
+    wanted: whether anybody asks for the gradients of k, and of v. padded: all parts have one length.
     """
     link, options, axis = asked.link, asked.options, row_axis(asked.options, asked.arrays["q"])
     q, k, v = (asked.arrays[name] for name in "qkv")
     rows = q.shape[axis], k.shape[axis]
     parts = rows
-    if asked.cut is None and options["seqlen"] is not None:
+    if asked.cut is None and options["seqlen"] is not None and not padded:
         whole = Split(link.rank, link.ranks, rows, asked.causal, options["parts"], options["seqlen"])
         parts = (whole.lengths[0] / link.ranks, whole.lengths[1] / link.ranks)
     item = adopt(q, "q").item_bytes
@@ -38,7 +38,12 @@ def part_of(asked: Asked, wanted: tuple[bool, bool]) -> dict[str, float]:
 
 
 def sent(
-    schedule: str, direction: str, ranks: int, part: Mapping[str, float], steps: int | None = None
+    schedule: str,
+    direction: str,
+    ranks: int,
+    part: Mapping[str, float],
+    steps: int | None = None,
+    kept: bool = False,
 ) -> float:
     """Bytes of one pass.
 
@@ -51,6 +56,8 @@ def sent(
         Bytes of one part: Q, O, L of lse, KV, KV32 of their gradients, in the dtype of sums.
     steps : int, optional
         Of a ring. Default: one for each process; fewer with a window.
+    kept : bool
+        What an exchange brought is there for the backward pass, as in JAX, which adds up in the dtype of k.
     """
     q, o, lse, kv, kv32 = (part[name] for name in ("Q", "O", "L", "KV", "KV32"))
     others, turns = ranks - 1, ranks if steps is None else steps
@@ -62,4 +69,7 @@ def sent(
         ("allgather", "forward"): others * kv,
         ("allgather", "backward"): others * (kv + kv32),
     }
+    if kept:
+        of["alltoall", "backward"] = (q + kv + o) * others / ranks
+        of["allgather", "backward"] = others * kv
     return of[schedule, direction]

@@ -229,7 +229,8 @@ def ring_attention(
         back, which waits for the stream.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
-        processes. With schedule "alltoall"; arrays and Spans with "allgather" too.
+        processes. With schedule "alltoall" or "allgather"; of the latter each stretch of rows that a process
+        holds begins at a multiple of 16 queries where a mask has blocks.
     agreement : {"call", "signature", "never"}, optional
         When processes compare their arguments, 32 bytes of each: before every call, before the first one with
         the same arguments, or never. Default: "call" on a CPU, "signature" on a GPU, where it waits for the

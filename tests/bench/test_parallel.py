@@ -6,7 +6,9 @@ import math
 
 import pytest
 
+from bench.commands import agreement
 from bench.commands import parallel as command
+from bench.measure import results
 from bench.model.parallel import HOPPER, PASSES, SCHEDULES, Sequence, seconds
 from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.parallel.traffic import sent
@@ -81,3 +83,16 @@ def test_rates_lie_between_those_measured() -> None:
 def test_the_page_has_the_table() -> None:
     text = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
     assert command.table() in text, "python -m bench parallel prints the table of docs/parallel.md"
+
+
+def test_a_comparison_takes_little_of_a_step() -> None:
+    """At most 1 % of the newest rows, with one in each pass; the page says what they say."""
+    newest: dict[str, float] = {}
+    for row in results.read(results.RESULTS / agreement.FILE):
+        newest[row["what"]] = float(row["ms"])
+    each, step = (newest[what] for what in (agreement.COMPARISON, agreement.STEP))
+    assert 0 < 2 * each / step < 0.01
+    text = " ".join((ROOT / "docs" / "parallel.md").read_text(encoding="utf-8").split())
+    assert f"A comparison took {each:.2f} ms over gloo" in text
+    assert f"with two comparisons in it, {step / 1e3:.2f} s (" in text
+    assert f"`python -m bench agreement`): {200 * each / step:.2f} %." in text

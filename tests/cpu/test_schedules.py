@@ -14,7 +14,15 @@ from cupy_flash.parallel import allgather, alltoall, mpi
 from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
-from tests.schedule_cases import SCHEDULES, Case, random_case, run_over_mpi, seeds_of
+from tests.schedule_cases import (
+    SCHEDULES,
+    Case,
+    fixed_cases,
+    packed_cases,
+    random_case,
+    run_over_mpi,
+    seeds_of,
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -26,6 +34,12 @@ def test_random_calls(ranks, pytestconfig):
             case.check(in_threads(ranks, functools.partial(run_over_mpi, case)))
         except Exception as error:
             raise AssertionError(f"random_case(np.random.default_rng({seed}), {ranks}) is {case}") from error
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_fixed_calls(ranks):
+    for case in (*fixed_cases(ranks), *packed_cases(ranks)):
+        case.check(in_threads(ranks, functools.partial(run_over_mpi, case)))
 
 
 def check_over_mpi(comm):
@@ -61,6 +75,19 @@ def dropping(schedule, causal, packed, **more):
     rows = np.moveaxis(case.arrays["v"], -3, -2) if packed else case.arrays["v"]
     rows[...] = np.eye(48)
     return case
+
+
+def test_packed_sequences_that_are_called_in_turn_drop_weights_of_their_own(monkeypatch):
+    real, seeds = allgather.attention, []
+
+    def called(*arrays, **options):
+        seeds.append(options["seed"])
+        return real(*arrays, **options)
+
+    monkeypatch.setattr(allgather, "attention", called)
+    options = {"schedule": "allgather", "causal": True, "align": 2, **DROPPING}
+    in_threads(3, functools.partial(run_over_mpi, Case(lengths=(12, 24, 12), options=options)))
+    assert len({*seeds}) == len(seeds) == 3 * 3 * 2  # processes, sequences, stretches
 
 
 def loss_of(case, results):
@@ -262,6 +289,10 @@ def test_what_cannot_be_done_is_not_chosen():
         chosen(few, reproducible="batch")
     with pytest.raises(UnsupportedError, match=r"a mask of type .* an all-to-all"):
         chosen(few, mask=cupy_flash.mask(lambda b, h, i, j: i >= j))
+    blocks = cupy_flash.BlockMask(np.ones((1, 1), np.int32), np.zeros((0, 16, 2), np.uint8))
+    assert chosen(many, mask=blocks) == ["alltoall"] * 2
+    with pytest.raises(InvalidArgumentsError, match="3 heads of q"):  # and stretches of 4 rows
+        chosen(few, mask=blocks)
     with pytest.raises(InvalidArgumentsError, match="ranks is 0"):
         cupy_flash.parallel.explain(few, few, few, 0)
 
@@ -287,6 +318,45 @@ def test_what_is_sent():
                 assert backward == 3 * (k + v) + 3 * 2 * (k + v)  # float32 is twice as long
 
 
+@pytest.mark.parametrize("wanted", [("k", "v"), ("v",), ("k",), ()], ids="".join)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_that_nobody_wants_are_not_sent(schedule, wanted):
+    """Nor are they returned; others are what they are with all of them."""
+    how = {"schedule": schedule, "parts": "contiguous"}
+    case = Case((16, 16), heads=(8, 4), dims=(8, 4), dtype="float16", options=how)
+
+    def run(comm):
+        x, options = case.part(comm.rank, 4)
+        o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **options)
+        given = x["do"], x["q"], x["k"], x["v"], o, lse, comm
+        counted = []
+        for of in (("k", "v"), wanted):
+            before = comm.sent
+            grads = ring_attention_backward(*given, wanted=of, **options)
+            counted.append((comm.sent - before, grads))
+        return *counted, {"k": x["k"].nbytes, "v": x["v"].nbytes}
+
+    share = {"ring": 4 * 2, "alltoall": 3 / 4, "allgather": 3 * 2}[schedule]  # float32 is twice as long
+    for (all_of_it, every), (less, some), size in in_threads(4, run):
+        assert all_of_it - less == share * sum(size[x] for x in "kv" if x not in wanted)
+        for name, x in every._asdict().items():
+            kept = name[1:] in (*wanted, "q")
+            assert np.array_equal(getattr(some, name), x) if kept else getattr(some, name) is None
+
+
+def test_what_is_wanted_is_the_same_in_all_processes():
+    def call(comm):
+        q, lse = np.ones((1, 1, 4, 8), np.float32), np.ones((1, 1, 4), np.float32)
+        with pytest.raises(InvalidArgumentsError, match="make different calls: gradients of"):
+            ring_attention_backward(q, q, q, q, q, lse, comm, wanted=("k",) if comm.rank else ("v",))
+        for wrong in ("kv", ("q",), None, (1,)):
+            with pytest.raises(InvalidArgumentsError, match="wanted is"):
+                ring_attention_backward(q, q, q, q, q, lse, comm, wanted=wrong)
+        assert comm.sent == 0
+
+    in_threads(2, call)
+
+
 REFUSED = [
     # schedule, packed?, options, words, hint
     ("ring", False, {"mask": np.ones((4, 4), bool)}, "mask is not supported for a ring", '"alltoall" or'),
@@ -300,8 +370,15 @@ REFUSED = [
         "allgather",
         False,
         {"mask": cupy_flash.BlockMask(np.ones((1, 1), np.int32), np.zeros((0, 16, 2), np.uint8))},
-        "a mask of type BlockMask is not supported for an all-gather",
-        "alltoall",
+        "stretches of queries begin at multiples of 4: a BlockMask is not cut there",
+        '"alltoall"; or stretches of a multiple of 16 rows',
+    ),
+    (
+        "allgather",
+        False,
+        {"mask": cupy_flash.BlockMask(np.ones((2, 1), np.int32), np.zeros((0, 16, 2), np.uint8))},
+        r"mask.table has shape \(2, 1\) for 8 queries in blocks of 16",
+        "mask of the whole sequence",
     ),
     (
         "alltoall",

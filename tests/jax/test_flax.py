@@ -144,7 +144,7 @@ def test_parts_give_what_one_device_gives():
 
 def test_parts_drop_by_the_key():
     q, k, v = normal((1, 16, 4, 8), (1, 16, 4, 8), (1, 16, 4, 8))
-    attend = cf.ring_attention_fn("rows", causal=True)
+    attend = cf.ring_attention_fn("rows", causal=True, schedule="ring")
 
     def part(q, k, v, key):
         return attend(q, k, v, dropout_rng=key, dropout_rate=0.5)
@@ -164,7 +164,12 @@ def test_what_parts_refuse():
             UnsupportedError,
             "bias is not supported over a sequence in parts",
         ),
-        ({}, {"mask": jnp.ones((16, 16))}, UnsupportedError, "mask is not supported for a ring"),
+        (
+            {"schedule": "ring"},
+            {"mask": jnp.ones((16, 16))},
+            UnsupportedError,
+            "mask is not supported for a ring",
+        ),
         ({"schedule": "alltoall"}, {"mask": jnp.ones((4, 4))}, InvalidArgumentsError, "mask"),
         ({}, {"module": object()}, UnsupportedError, "sow_weights=False"),
         ({}, {"dropout_rate": 0.5}, InvalidArgumentsError, "no dropout_rng"),

@@ -1,6 +1,7 @@
 """Ring attention inside shard_map: four devices that hold parts, beside one that holds the whole."""
 
 import dataclasses
+import re
 from functools import partial
 
 import pytest
@@ -12,11 +13,11 @@ import numpy as np
 
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, Spans, UnsupportedError
-from cupy_flash.parallel import packed_positions, positions
+from cupy_flash.parallel import explain, packed_positions, positions
 from cupy_flash.parallel.traffic import sent
 
 from ..communicator import in_threads
-from ..schedule_cases import SCHEDULES, Case, random_case, run_over_mpi, seeds_of
+from ..schedule_cases import SCHEDULES, Case, fixed_cases, random_case, run_over_mpi, seeds_of
 
 pytestmark = pytest.mark.jax
 RANKS = 4
@@ -209,6 +210,12 @@ def test_what_a_schedule_does_not_take(mesh):
         function = partial(cf.ring_attention, axis_name="rows", **given)
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows))(*arrays)
 
+    def call_packed(**given):
+        whole, cut = jax.sharding.PartitionSpec("rows"), jnp.array([0, 4], jnp.int32)
+        function = partial(cf.ring_attention, axis_name="rows", cu_seqlens=cut, **given)
+        parts = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole)
+        return jax.jit(parts)(*[jnp.ones((16, 4, 8))] * 3)
+
     with pytest.raises(InvalidArgumentsError, match=r"2 heads of k do not divide over 4 devices\.\nTry: sch"):
         call(qkv(), schedule="alltoall")
     with pytest.raises(InvalidArgumentsError, match="schedule is 'star'"):
@@ -218,17 +225,19 @@ def test_what_a_schedule_does_not_take(mesh):
     with pytest.raises(InvalidArgumentsError, match="holds 3 rows"):
         call([x.repeat(2, 1) for x in qkv(seqlen=12)], schedule="alltoall", causal=True)
     with pytest.raises(UnsupportedError, match='reproducible="batch" is not supported for a ring'):
-        call(qkv(), reproducible="batch")
+        call(qkv(), schedule="ring", reproducible="batch")
     with pytest.raises(
         UnsupportedError, match=r'mask is not supported for a ring\.\nTry: schedule="alltoall" or'
     ):
-        call(qkv(), mask=jnp.ones((16, 16), bool))
+        call(qkv(), schedule="ring", mask=jnp.ones((16, 16), bool))
     with pytest.raises(InvalidArgumentsError, match="takes contiguous parts, which must be named"):
         call(qkv(), causal=True, window=(3, 0))
     with pytest.raises(UnsupportedError, match="alibi_slopes is not supported for a ring"):
-        call(qkv(), alibi_slopes=jnp.ones(4))
+        call(qkv(), schedule="ring", alibi_slopes=jnp.ones(4))
     with pytest.raises(InvalidArgumentsError, match="there is no seed"):
         call(qkv(), dropout=0.5)
+    with pytest.raises(InvalidArgumentsError, match=r'dropout without a schedule(.|\n)*schedule="ring"'):
+        call(qkv(), dropout=0.5, seed=1)
     for shape in ((1, 4, 2), (4, 1, 2)):
         with pytest.raises(InvalidArgumentsError, match="the whole sequence 16 queries and 16 keys"):
             call(qkv(), schedule="allgather", mask=Spans(jnp.zeros(shape, jnp.int32)))
@@ -246,13 +255,19 @@ def test_what_a_schedule_does_not_take(mesh):
     with pytest.raises(InvalidArgumentsError, match="8 queries and 16 keys takes contiguous parts, which"):
         call(fewer, causal=True, align="bottom_right")
     with pytest.raises(InvalidArgumentsError, match="causal with an offset takes no zigzag"):
-        call(qkv(), causal=True, align=3, parts="zigzag")
+        call(qkv(), causal=True, align=3, parts="zigzag", schedule="ring")
     with pytest.raises(InvalidArgumentsError, match="align is 'middle'"):
         call(qkv(), causal=True, align="middle", schedule="allgather")
     with pytest.raises(UnsupportedError, match="window is not supported for a ring of packed sequences"):
         cf.ring_attention(
-            *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), window=(3, 0)
-        )
+            *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), window=(3, 0),
+            schedule="ring",
+        )  # fmt: skip
+    for wrong in ({"window": (3, 0)}, {"causal": True, "align": 2}):
+        with pytest.raises(
+            UnsupportedError, match="a window of packed sequences that is not causal, or not at"
+        ):
+            call_packed(schedule="allgather", **wrong)
     with pytest.raises(UnsupportedError, match="mask is not supported for an all-to-all of packed sequences"):
         cf.ring_attention(
             *[jnp.ones((4, 4, 8))] * 3, "rows", cu_seqlens=jnp.array([0, 4], jnp.int32), schedule="alltoall",
@@ -299,17 +314,116 @@ def test_what_is_sent(mesh, schedule, window, steps):
 
     part = {"Q": 512, "O": 384, "L": 128, "KV": 896, "KV32": 2 * 896}
     forward = sent(schedule, "forward", RANKS, part, steps)
-    backward = {
-        "ring": sent("ring", "backward", RANKS, part, steps),
-        "alltoall": (part["Q"] + part["KV"] + part["O"]) * (RANKS - 1) / RANKS,
-        "allgather": (RANKS - 1) * part["KV"],
-    }
+    backward = sent(schedule, "backward", RANKS, part, steps, kept=True)
     assert bytes_sent(jax.make_jaxpr(attend)(q, k, v).jaxpr) == forward
-    assert bytes_sent(jax.make_jaxpr(passes)(q, k, v, do).jaxpr) == forward + backward[schedule]
+    assert bytes_sent(jax.make_jaxpr(passes)(q, k, v, do).jaxpr) == forward + backward
     lowered = jax.jit(gradient_of_q).lower(q, k, v, do).as_text()
     if schedule == "ring":  # the keys in each pass
         assert lowered.count("stablehlo.collective_permute") == 2 * 2 * (steps - 1)
     assert "reduce_scatter" not in lowered
+
+
+CHOSEN = [
+    # heads, options, what is chosen
+    ((8, 8), {}, "alltoall"),
+    ((64, 4), {"causal": True}, "ring"),
+    ((16, 4), {}, "alltoall"),
+    ((16, 4), {"causal": True, "window": (8, 0), "parts": "contiguous"}, "ring"),
+    ((8, 8), {"causal": True, "window": (8, 0), "parts": "zigzag"}, "alltoall"),
+    ((3, 3), {}, "ring"),
+    ((3, 3), {"causal": True, "window": (8, 0), "parts": "zigzag"}, "allgather"),
+    ((3, 3), {"mask": np.ones((61, 61), bool), "seqlen": 61}, "allgather"),
+    ((64, 4), {"causal": True, "seqlen": 61}, "ring"),
+    ((8, 8), {"lengths": (64,)}, "alltoall"),
+]
+
+
+@pytest.mark.parametrize(("heads", "options", "chosen"), CHOSEN)
+def test_what_sends_least_is_chosen(mesh, heads, options, chosen):
+    """In both passes together; `explain` counts what programs send, and says the same."""
+    packed = {name: jnp.array([0, 16], jnp.int32) for name in ("cu_seqlens",) if "lengths" in options}
+    options = {name: x for name, x in options.items() if name != "lengths"}
+    q, k, v = (
+        jnp.ones((1, n, 16 * RANKS, d), jnp.float16)
+        for n, d in zip((*heads, heads[1]), (8, 8, 6), strict=True)
+    )
+    if packed:
+        q, k, v = (x[0].swapaxes(0, 1) for x in (q, k, v))
+    cut = jax.sharding.PartitionSpec(*["rows"] if packed else [None, None, "rows"])
+
+    def bytes_of(schedule):
+        how = {"axis_name": "rows", "schedule": schedule, **packed, **options}
+        attend = jax.shard_map(partial(cf.ring_attention, **how), mesh=mesh, in_specs=cut, out_specs=cut)
+
+        def passes(q, k, v):
+            o, pull = jax.vjp(attend, q, k, v)
+            return pull(o)
+
+        return bytes_sent(jax.make_jaxpr(passes)(q, k, v).jaxpr)
+
+    assert bytes_of(None) == bytes_of(chosen)
+    if packed:
+        return
+    part = [np.zeros((1, x.shape[1], 16, x.shape[3]), np.float16) for x in (q, k, v)]
+    told = explain(*part, RANKS, shard_map=True, **options)
+    assert told.startswith(f"forward and backward: {chosen}\n")
+    counted = dict(re.findall(r"  (\w+) +([\d,]+) bytes", told))
+    assert chosen in counted
+    for schedule, count in counted.items():
+        assert int(count.replace(",", "")) == bytes_of(schedule), schedule
+
+
+def in_order(mesh, **options):
+    """`ring_attention` of whole arrays (batch, heads, rows, features), a part of them on each device."""
+    cut = jax.sharding.PartitionSpec(None, None, "rows")
+    order = np.concatenate([positions(r, RANKS, 16, options.get("causal", False)) for r in range(RANKS)])
+    parts = jax.shard_map(
+        partial(cf.ring_attention, axis_name="rows", **options), mesh=mesh, in_specs=cut, out_specs=cut
+    )
+    return lambda *arrays: parts(*(x[:, :, order] for x in arrays))[:, :, np.argsort(order)]
+
+
+def results(attend, arrays):
+    """O and gradients."""
+    o, pull = jax.vjp(attend, *arrays)
+    return o, *pull(jnp.cos(o))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_reproducible_bits(mesh, schedule):
+    """Of an all-to-all those of one device; of the others the same on every run."""
+    arrays = [
+        jax.random.normal(key, (3, heads, 16, 8))
+        for key, heads in zip(jax.random.split(jax.random.key(2), 3), (8, 4, 4), strict=True)
+    ]
+    mode = "batch" if schedule == "alltoall" else "run"
+    options = {"causal": True, "reproducible": mode}
+    attend = jax.jit(partial(results, in_order(mesh, schedule=schedule, **options)))
+    first = attend(arrays)
+    others = [attend(arrays) for _ in range(3)]
+    if schedule == "alltoall":
+        others = [results(partial(cf.attention, **options), arrays)]
+        # Of one sequence of the batch, too.
+        for x, y in zip(attend([x[1:2] for x in arrays]), first, strict=True):
+            assert np.array_equal(x, y[1:2])
+    for other in others:
+        for x, y in zip(first, other, strict=True):
+            assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_vmap(mesh, schedule):
+    """A call for each, of arrays that all share too; results and gradients."""
+    q, k, v = (
+        jax.random.normal(key, (2, 1, heads, 16, 8))
+        for key, heads in zip(jax.random.split(jax.random.key(3), 3), (8, 4, 4), strict=True)
+    )
+    attend = partial(results, in_order(mesh, schedule=schedule, causal=True))
+    mapped = jax.jit(jax.vmap(lambda q, k: attend((q, k, v[0]))))(q, k)
+    for n in range(2):
+        wanted = results(partial(cf.attention, causal=True), (q[n], k[n], v[0]))
+        for x, y in zip(mapped, wanted, strict=True):
+            np.testing.assert_allclose(x[n], y, atol=5e-6)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -444,6 +558,7 @@ def test_random_calls(mesh, pytestconfig):
     cases = [Case((13, 13), dtype="float32", options=odd | x, extra=extra) for x, extra in fixed]
     cases.append(Case((8, 16), dtype="float32", options=FEWER, extra=sinks))
     seeds = seeds_of(pytestconfig.option.sample, 8)
+    cases += fixed_cases(RANKS)
     for case in (*cases, *(random_call(np.random.default_rng(seed)) for seed in seeds)):
         try:
             case.check(run(mesh, case))

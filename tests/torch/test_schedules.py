@@ -10,7 +10,7 @@ import torch.distributed as dist
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.testing import to_numpy
-from tests.schedule_cases import random_case, seeds_of
+from tests.schedule_cases import fixed_cases, packed_cases, random_case, seeds_of
 from tests.torch.processes import in_processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -42,16 +42,18 @@ def run(case, rank, ranks):
 
 def check_random_calls(rank, ranks, seeds):
     """Process 0 compares what all return with float64."""
-    for seed in seeds:
-        case = random_case(np.random.default_rng(seed), ranks)
-        message = f"random_case(np.random.default_rng({seed}), {ranks}) is {case}"
+    cases = {f"random_case(np.random.default_rng({n}), {ranks})": n for n in seeds}
+    cases = {name: random_case(np.random.default_rng(n), ranks) for name, n in cases.items()}
+    for more in (fixed_cases, packed_cases):
+        cases |= {f"{more.__name__}({ranks})[{n}]": case for n, case in enumerate(more(ranks))}
+    for name, case in cases.items():
         try:
             everyone = [None] * ranks if rank == 0 else None
             dist.gather_object(run(case, rank, ranks), everyone)
             if rank == 0:
                 case.check(everyone)
         except Exception as error:
-            raise AssertionError(message) from error
+            raise AssertionError(f"{name} is {case}") from error
 
 
 def check_what_torch_adds(rank, ranks):
@@ -68,6 +70,9 @@ def check_what_torch_adds(rank, ranks):
             lambda *x, how=how: cf.ring_attention(*x, **how), q, k, v, use_reentrant=False
         )
         torch.testing.assert_close(torch.autograd.grad(again.sin().sum(), (q, v)), wanted, rtol=0, atol=0)
+        q = x.clone().requires_grad_()  # alone: an all-gather has nothing to send back
+        of_q = torch.autograd.grad(cf.ring_attention(q, x, x, **how).sin().sum(), q)
+        torch.testing.assert_close(of_q[0], wanted[0], rtol=0, atol=0)
         with pytest.raises(InvalidArgumentsError, match="make different calls: schedule"):
             cf.ring_attention(
                 q,
