@@ -46,6 +46,8 @@ struct Operand {
             const Entry* from = rows(j, count, space + turned_space(count), step);
             return turned(from, count, space, step);
         }
+        if constexpr (kPairs && !kTiles)
+            if (rows_are_pairs() && keys.width % W<Real> == 0) return pairs_down(j, count, space, step);
         const Real* rows = keys.rows(j, count, space, step, kPairs ? up(keys.width, W<Real>) : 0);
         return down<Entry>(space, rows, count, keys.width, *step);
     }
@@ -65,6 +67,21 @@ struct Operand {
     }
 
   private:
+    // Rows of bfloat16 as pairs along the keys, without becoming reals: half of what would be stored, and stored once.
+    const Entry* pairs_down(int64_t j, int64_t count, Real* space, int64_t* step) const {
+        const int64_t row = keys.t.row;
+        const Bf16* from = static_cast<const Bf16*>(keys.t.data) + keys.at(j);
+        Entry* to = reinterpret_cast<Entry*>(space);
+        *step = keys.width;
+        for (; count >= 2; count -= 2, from += 2 * row, to += *step)
+            for (int64_t c = 0; c < *step; c += W<Real>) store(to + c, load_row<Entry>(from + c, row, 0));
+        for (int64_t c = 0; count && c < *step; c += W<Real>) {
+            Bf16 last[2 * W<Real>] = {};    // and none behind it
+            memcpy(last, from + c, sizeof last / 2);
+            store(to + c, load_row<Entry>(last, W<Real>, 0));
+        }
+        return reinterpret_cast<const Entry*>(space);
+    }
     int64_t turned_step(int64_t count) const { return up(count, 2 * kTile) / 2; }
     int64_t turned_space(int64_t count) const { return up(keys.width, 2) * turned_step(count); }
     // Of rows *step apart, which becomes that of the result.

@@ -31,6 +31,7 @@ CASES = [
         ("float64", {"kind": "paged", "new": 5, "window": (50, None)}),
     )
 ] + [
+    KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), dtype="bfloat16"),
     KvCase(latent=True, head_dims=(20, 12), heads=(4, 2), dtype="float32", new=3),
     KvCase(latent=True, head_dims=(576, 512), heads=(8, 1), stored="int8", scales="bh", kind="paged", new=2),
     KvCase(latent=True, head_dims=(48, 32), heads=(4, 2), stored="e4m3", dtype="bfloat16", new=3),

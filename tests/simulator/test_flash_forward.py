@@ -72,6 +72,17 @@ def test_band(variant: FlashForward, turn: int) -> None:
         check(variant, inputs(variant, LENGTHS[turn], heads, less, turn), options)
 
 
+@pytest.mark.parametrize("variant", [BAND[1], BAND[8]], ids=lambda v: v.name)
+def test_a_query_of_nan_is_no_row_without_keys(variant: FlashForward) -> None:
+    """Its LSE is NaN: as -inf it would be left out where results are merged."""
+    q, k, v = inputs(variant, (65, 70), (1, 1), (0, 0))
+    q[0, 0, 3] = np.nan
+    result = forward(variant, q, k, v)
+    for x in (result["o"][0, 0], result["lse"][0, 0]):
+        assert np.isnan(x[3]).all()
+        assert np.isfinite(np.delete(x, 3, 0)).all()
+
+
 @pytest.mark.parametrize("variant", ANY, ids=lambda v: v.name)
 @pytest.mark.parametrize("turn", range(len(FEATURES)), ids=["-".join(names) for names in FEATURES])
 def test_any(variant: FlashForward, turn: int) -> None:

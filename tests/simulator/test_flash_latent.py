@@ -54,10 +54,11 @@ def test_cases(name: str) -> None:
             check(case, device)
 
 
+@pytest.mark.parametrize("stored", ["same", "int8", "e4m3"])
 @pytest.mark.parametrize("value", LIMITS)
-def test_hostile_tables(value: int) -> None:
+def test_hostile_tables(value: int, stored: str) -> None:
     """The worst numbers touch nothing outside the cache; keys that lie nowhere are hidden."""
-    case = latents(kind="paged", new=3, causal=True, lengths=(16, 37, 150), splits=2)
+    case = latents(kind="paged", new=3, causal=True, lengths=(16, 37, 150), splits=2, stored=stored)
     made = case.inputs()
     made["block_table"][0, 1] = made["block_table"][1] = made["block_table"][2, 4] = value
     lengths = {-(2**31): (-(2**31), 37, 150), -1: (16, -1, 2**31 - 1), 2**31 - 1: (16, 37, 2**31 - 1)}
@@ -68,10 +69,51 @@ def test_hostile_tables(value: int) -> None:
     environment, _ = on("sm_86")
     with environment:
         o, lse = cached(**given, **case.options(), splits=2, check=False, return_lse=True)
-    np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3)
+    # why: values of 8 bits are times scales of up to 2, and a new one may be rounded to the next code.
+    np.testing.assert_allclose(o.astype(np.float64), expected.o, atol=4e-3 if stored == "same" else 1e-2)
     np.testing.assert_allclose(lse, expected.lse, atol=1e-4)
     guarded.check_guards()
-    np.testing.assert_allclose(guarded.view.astype(np.float64), expected.k_cache, atol=2e-3)
+    rtol, atol = {"same": (1e-7, 2e-3), "int8": (0, 1), "e4m3": (1 / 8, 2.0**-9)}[stored]
+    found, wanted = (x.astype(np.float64) for x in (guarded.view, expected.k_cache))
+    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol)
+
+
+def test_hostile_indices_of_8_bits() -> None:
+    """Indices outside of the sequence are no keys; they touch nothing outside the cache."""
+    case = latents(stored="int8", selected=45, kind="paged", lengths=(37, 100))
+    made = case.inputs()
+    made["indices"] = made["indices"].astype(np.int64)
+    absent = np.zeros(made["indices"].shape, bool)
+    for at, index in ((0, 2**63 - 1), (7, -(2**63)), (8, 2**31 + 3), (20, 100), (44, -2)):
+        made["indices"][..., at], absent[..., at] = index, True
+    named = {**made, "indices": np.where(absent, -1, made["indices"])}
+    guarded = testing.hostile(made["k_cache"], style="aligned")
+    environment, _ = on("sm_86")
+    results = []
+    with environment:
+        for given in (made, named):
+            caches = {"k_cache": LatentCache(guarded.view, 512), "v_cache": None, "v": None}
+            results.append(cached(**{**given, **caches}, **case.options(), check=False, return_lse=True))
+    for found, wanted in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert np.isfinite(results[0][1]).all()
+    guarded.check_guards()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_scale_of_nan_is_seen_in_its_sequence(splits: int) -> None:
+    """O and LSE are NaN there, also where parts are merged, and have the same bits elsewhere."""
+    case = latents(stored="int8", scales="bh", lengths=(37, 140, 20), room=144)
+    made = case.inputs()
+    given = {**made, "k_cache": LatentCache(made["k_cache"], 512), "v_cache": None, "v": None}
+    worst = {**given, "k_scale": made["k_scale"].copy()}
+    worst["k_scale"][1] = np.nan
+    environment, _ = on("sm_86")
+    with environment:
+        clean, found = (cached(**x, **case.options(), splits=splits, return_lse=True) for x in (given, worst))
+    for x, wanted in zip(found, clean, strict=True):
+        assert np.isnan(x[1]).all()
+        np.testing.assert_array_equal(x[[0, 2]], wanted[[0, 2]])
 
 
 def test_a_view_is_latents() -> None:

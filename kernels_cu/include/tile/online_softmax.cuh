@@ -8,12 +8,13 @@
 
 // What a row came to. Sinks: a key with this score and no value.
 struct FinalRow {
-    float lse;           // natural-log; -inf for a row without keys
+    float lse;           // natural-log; -inf for a row without keys, NaN for one whose scores are NaN
     float normaliser;    // factor on the row of o; 0 for a row without keys
 };
 CF_DEVICE FinalRow finalize_row(float natural_max, float sum, float sink) {
     const float highest = fmaxf(natural_max, sink);
-    if (highest == -kInfinity) return {-kInfinity, 0.0f};
+    // why the sum: it is 0 without keys, and NaN where every score is; as -inf that row would be left out of a merge.
+    if (highest == -kInfinity) return {sum - kInfinity, 0.0f};
     const float share = ex2((natural_max - highest) * kLog2e);
     const float total = sum * share + ex2((sink - highest) * kLog2e);
     return {highest + natural_log(total), share / total};
