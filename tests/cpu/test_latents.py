@@ -137,6 +137,12 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         InvalidArgumentsError, "v is not those of k"),
     "rotation": (
         lambda q, kv, new: (q, LatentCache(kv, 12), None, {"k": new, "rotary": Rotary(*kv[:, 0, :, :4])}),
+        InvalidArgumentsError, "first features of q, and of new latents"),
+    "rotation of q alone": (
+        lambda q, kv, new: (q, LatentCache(kv, 12), None, {"rotary": Rotary(*kv[:, 0, :, :4])}),
+        InvalidArgumentsError, "first features of q, and of new latents"),
+    "rotation of views": (
+        lambda q, kv, new: (q, kv, kv[..., :12], {"k": new, "rotary": Rotary(*kv[:, 0, :, :4])}),
         InvalidArgumentsError, "first 8 features of new latents, which are values too"),
 }  # fmt: skip
 

@@ -107,6 +107,12 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
         )
     if options.get("v") is not None:
         raise InvalidArgumentsError("v is given beside a LatentCache.", hint="v=None: k holds its value")
+    rotary = options.get("rotary")
+    if rotary is not None and not getattr(rotary, "on_read", False):
+        raise InvalidArgumentsError(
+            "rotary turns the first features of q, and of new latents, which are values too.",
+            hint="rotary=None, and the last features of q and k rotated before the call",
+        )
     shape = _shape(x, "latents")
     if not isinstance(columns, (int, np.integer)) or not 0 < columns < (shape[-1] if shape else 0):
         raise InvalidArgumentsError(
