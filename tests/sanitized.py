@@ -59,7 +59,7 @@ def build(sanitizer: str, folder: Path, isas: Sequence[isa.Isa]) -> None:
 def _library(sanitizer: str, mine: isa.Isa, part: str, files: Sequence[Path]) -> Path:
     flag = SANITIZERS[sanitizer][0]
     kept = [option for option in sources.OPTIONS if option != "-O2"]
-    options = [*kept, "-O1", "-g", flag, "-fno-sanitize-recover=undefined", *sources.options(mine, part)]
+    options = [*kept, "-O1", "-g1", flag, "-fno-sanitize-recover=undefined", *sources.options(mine, part)]
     headers = [file for file in sources.files() if file.suffix == ".h"]
     name = f"{sources.library_name(mine, part)}_{sanitizer}"
 

@@ -18,6 +18,7 @@ from cupy_flash.dispatch import backends
 
 from ..machine import timing
 from ..machine.place import Place, tensor_of
+from ..model.candidates import preferred
 from ..work import FLOAT8, Case
 
 # why: by default JAX takes three quarters of the GPU's memory when it starts, from all the others.
@@ -162,6 +163,23 @@ def _by_numpy(case: Case, inputs: Inputs, place: Place) -> Call:
                 os.environ["CUPY_FLASH_CPU"] = before
 
     return by_numpy
+
+
+def _by_mma_sync(case: Case, inputs: Inputs, place: Place) -> Call:
+    """Ours by the kernels of GPUs without wgmma: how those of Ampere and Ada do, on a GPU that is at hand."""
+    q, k, v = (inputs[name] for name in "qkv")
+    plan = {"direction": "backward" if case.passes == "backward" else "forward", **case.options()}
+    usual = cupy_flash.explain(q, k, v, **plan)
+    with preferred("flash"):
+        if cupy_flash.explain(q, k, v, **plan) == usual:
+            raise Skipped("is what cupy_flash is here")
+        call = ours(case, inputs, place)
+
+    def by_mma_sync() -> tuple[Any, ...]:
+        with preferred("flash"):
+            return call()
+
+    return by_mma_sync
 
 
 def _without_cupy(case: Case, inputs: Inputs, place: Place) -> Call:
@@ -358,6 +376,7 @@ OURS = Peer("cupy_flash", ours, float8=True)
 WITHOUT_CUPY = Peer("cupy_flash without CuPy", _without_cupy, ("gpu",))
 PEERS = (
     Peer("cupy_flash deterministic", _deterministic, ("gpu",)),
+    Peer("cupy_flash mma.sync", _by_mma_sync, ("gpu",)),
     Peer("cupy_flash numpy", _by_numpy, ("cpu",)),
     Peer("torch", _sdpa(None), ("cpu",)),
     Peer("torch cudnn", _sdpa("CUDNN_ATTENTION"), ("gpu",)),

@@ -161,8 +161,16 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
             changed = [list(r) for r in rows[key]]
             changed[row][column] = type(rows[key][row][column])(*cell)
             stack.enter_context(mock.patch.dict(rows, {key: tuple(map(tuple, changed))}))
-        others = tuple(f for f in every if f is not family)
-        stack.enter_context(mock.patch.object(cupy_flash.plan.families, "FAMILIES", (family, *others)))
+        stack.enter_context(preferred(family.NAME))
+        yield
+
+
+@contextmanager
+def preferred(name: str) -> Iterator[None]:
+    """Plan with this family before all others."""
+    every = cupy_flash.plan.families.FAMILIES
+    first = sorted(every, key=lambda family: name != family.NAME)
+    with mock.patch.object(cupy_flash.plan.families, "FAMILIES", tuple(first)):
         memo.forget()
         try:
             yield

@@ -6,15 +6,20 @@ import copy
 import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import cupy_flash
 from bench import __main__ as command
 from bench.commands import tune
+from bench.measure import peers
 from bench.model import candidates
 from bench.model.candidates import Question
+from bench.work import Case
 from cupy_flash.cubins import nvrtc
+from cupy_flash.device import simulator
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.families import flash_tiles, hopper
 
@@ -104,3 +109,32 @@ def test_questions_without_an_answer_exit_2(
 ) -> None:
     assert command.main(["tune", *words]) == 2
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_kernels_without_wgmma_are_measured_beside_those_with(
+    passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned anew for each call, and forgotten after it; a GPU that runs them anyway measures them once."""
+    loaded: list[str] = []
+    monkeypatch.setattr(simulator, "load", lambda variant, device=0: loaded.append(variant.kernel) or 1 / 0)
+    case = Case(1, 2, 64, 64, "float16", passes=passes)
+    inputs = case.inputs()
+
+    def first_kernel(call: Callable[[], object]) -> str:
+        loaded.clear()
+        with pytest.raises(ZeroDivisionError):
+            call()
+        return loaded[0]
+
+    monkeypatch.setattr(
+        peers, "ours", lambda _case, x, _place: lambda: cupy_flash.attention(*(x[n] for n in "qkv"))
+    )
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90")
+    ours, mma_sync = (make(case, inputs, None) for make in (peers.ours, peers._by_mma_sync))
+    assert [first_kernel(call) for call in (ours, mma_sync, ours)] == [
+        "flash_forward_sm90", "flash_forward", "flash_forward_sm90"
+    ]  # fmt: skip
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
+    with pytest.raises(peers.Skipped, match="is what cupy_flash is here"):
+        peers._by_mma_sync(case, inputs, None)
