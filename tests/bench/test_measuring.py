@@ -388,13 +388,13 @@ def test_inputs_that_do_not_fit_are_a_sentence(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", ["decode", "varlen", "latency"])
+@pytest.mark.parametrize("name", ["decode", "latents", "varlen", "latency"])
 def test_other_measurements_run_without_a_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = functools.partialmethod(session.Session.cases, visits=1)
     monkeypatch.setattr(session.Session, "cases", once)
-    only = {"decode": "S1/4096", "varlen": "forward", "latency": "S64 "}[name]
+    only = {"decode": "S1/4096", "latents": "D576 float32", "varlen": "forward", "latency": "S64 "}[name]
     words = ("--quick", "--only", only, "--peers", "", "--device", "cpu", "--results", tmp_path)
     assert run(name, *words) == 0
     rows = results.read(tmp_path / f"{name}.csv")
@@ -531,6 +531,7 @@ def test_all_is_every_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "forward",
         "backward",
         "decode",
+        "latents",
         "varlen",
         "latency",
         "cold",
