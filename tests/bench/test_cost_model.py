@@ -86,8 +86,8 @@ def test_wide_heads_keep_the_rate_of_narrow_ones(gpu: rates.Gpu) -> None:
     assert rate(512, "backward") >= 0.5 * rate(512, "forward")
 
 
-# Of the rate of mma.sync, by counts, with every resource overlapped: the least of head dims 64 and 128, causal
-# and not, with the kernels before and after the products. A forward pass is bound by its products everywhere.
+# Of the rate of mma.sync, by counts, with every resource overlapped: the least of head dims 64 and 128, with
+# causal and without, and of all kernels of a pass. A forward pass is bound by its products everywhere.
 # The aim is 0.93: shared memory keeps the gradients of GPUs that do not halve their products below it.
 OF_THE_ROOF = {
     "A100": 0.91, "RTX 3090": 0.98, "RTX 4090": 0.96, "L40S": 0.87, "RTX 5090": 0.97,
