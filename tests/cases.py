@@ -162,35 +162,35 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[di
     """
     draw = random.Random(seed)
     names = sorted(factors)
-    missing = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(factors[a]))
-        for j in range(len(factors[b]))
-    }
+    values = [(name, n) for name in names for n in range(len(factors[name]))]
+    # why bits: all tables of cases are drawn whenever tests are collected.
+    bit = {value: 1 << n for n, value in enumerate(values)}
+    own = {name: sum(bit[value] for value in values if value[0] == name) for name in names}
+    missing = {value: sum(bit.values()) & ~own[value[0]] for value in values}  # it was not yet seen with them
+    pairs = [(a, b) for a, b in itertools.combinations(values, 2) if missing[a] & bit[b]]
 
-    def pairs_of(chosen: Mapping[str, int], mine: tuple[str, int]) -> set[Any]:
-        """Those not yet seen."""
-        pairs = ((mine, other) if mine < other else (other, mine) for other in chosen.items())
-        return missing.intersection(pairs)
-
-    while missing:
-        best: tuple[int, dict[str, int], set[Any]] = (0, {}, set())
-        in_order = sorted(missing)
+    while pairs:
+        best: tuple[int, dict[str, int]] = (0, {})
         for _ in range(10):
-            start = draw.choice(in_order)
-            chosen, covered = dict(start), {start}
+            chosen = dict(draw.choice(pairs))
+            covered, with_these = 1, sum(bit[value] for value in chosen.items())
             rest = [name for name in names if name not in chosen]
             draw.shuffle(rest)
             for name in rest:
-                values = ((value, pairs_of(chosen, (name, value))) for value in range(len(factors[name])))
-                value, pairs = max(values, key=lambda found: (len(found[1]), draw.random()))
-                covered |= pairs
-                chosen[name] = value
-            if len(covered) > best[0]:
-                best = (len(covered), chosen, covered)
-        missing -= best[2]
-        yield {name: factors[name][value] for name, value in best[1].items()}
+                gains = (
+                    ((missing[name, n] & with_these).bit_count(), draw.random(), n)
+                    for n in range(len(factors[name]))
+                )
+                gain, _, chosen[name] = max(gains)
+                covered += gain
+                with_these |= bit[name, chosen[name]]
+            if covered > best[0]:
+                best = (covered, chosen)
+        together = sum(bit[value] for value in best[1].items())
+        for value in best[1].items():
+            missing[value] &= ~together
+        pairs = [(a, b) for a, b in pairs if missing[a] & bit[b]]
+        yield {name: factors[name][n] for name, n in best[1].items()}
 
 
 # Causal, window and align together: they are one band.

@@ -589,6 +589,7 @@ def wheels(checkout, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(4)
 @needs_build
 @pytest.mark.skipif(host().platform != "linux-x86_64", reason="the wheel that is built is for x86-64 Linux")
 def test_the_wheel_of_the_cpu_core(tmp_path):

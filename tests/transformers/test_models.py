@@ -14,6 +14,7 @@ transformers = pytest.importorskip(
 
 import cupy_flash.transformers as cf
 from cupy_flash import UnsupportedError
+from tests.conftest import drawn
 from tests.transformers import tiny
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore")]  # those of the models
@@ -100,10 +101,14 @@ def test_some_decoders(kind, asked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("are_decoders", [True, False], ids=["decoders", "others"])
-def test_every_type_of_model(are_decoders, asked):
+def test_every_type_of_model(are_decoders, asked, request):
+    """On a push one of two: the rest show the same calls of ours a second time."""
     results, wrong = {}, {}
     decoders, others = tiny.kinds_of_models()
+    option = request.config.option
     for kind in decoders if are_decoders else others:
+        if option.in_turn and not drawn(kind, 2, option.sample):
+            continue
         try:
             results[kind] = compared(kind, asked)
         except Exception as error:  # all of them are told, not the first

@@ -49,15 +49,11 @@ def site() -> Callable[[wheels.Wheel], Path]:
 
 @pytest.fixture(scope="session")
 def cubins() -> None:
-    """The kernels that the tests launch, compiled as far as they are not."""
+    """The kernels that tests look for in the store; others are compiled when they are launched."""
     command = [sys.executable, "scripts/build_cubins.py"]
     with build.alone("cubins"):
-        for options in (["--arch", "sm_80"], ["--arch", "sm_90a", "--only", "*_f16_*"],
-                        ["--arch", "sm_90a", "--only", "*fp8_sm90*"],
-                        ["--arch", "sm_90a", "--only", "flash_*ward_f64_*"],
-                        ["--arch", "sm_90a", "--only", "simple_backward_d[es]*_f64_d512_any_*"],
-                        ["--arch", "sm_90a", "--only", "check_primitives"],
-                        ["--arch", "sm_120", "--only", "*fp8_e4m3*"]):  # fmt: skip
+        for arch in ("sm_80", "sm_90a"):
+            options = ["--arch", arch, "--only", "flash_forward*_f16_d64_*"]
             done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
             assert not done.returncode, done.stderr
 

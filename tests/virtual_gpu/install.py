@@ -7,13 +7,18 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from cupy_flash import CubinNotFoundError
+from cupy_flash.cubins import locate
+from cupy_flash.cubins.build import targets
 from cupy_flash.device import choice, cuda, driver, host_build
 from cupy_flash.plan import catalog, families
+from tests.paths import ROOT
 from tests.virtual_gpu.build import build
 from tests.virtual_gpu.redirect import redirect
 
@@ -77,6 +82,7 @@ def install_alone(*archs: str) -> None:
 def _make_gpu(ours: ctypes.CDLL, archs: Iterable[str]) -> None:
     _make_devices(ours, archs)
     _take_schedule(ours)
+    _compile_what_is_missing()
     _kept.append(_RESOLVE(_resolve))
     ours.virtual_gpu_resolver(_kept[-1])
 
@@ -91,6 +97,31 @@ def _take_schedule(ours: ctypes.CDLL) -> None:
     """The schedule inside launches, from the simulator's own variable."""
     policy, _, seed = os.environ.get("CUPY_FLASH_SIMULATOR_POLICY", "late").partition(":")
     ours.virtual_gpu_schedule(("early", "late", "random").index(policy), int(seed or 1))
+
+
+# ---- cubins
+
+
+def _compile_what_is_missing() -> None:
+    """Compile what a call asks for and the checkout lacks: of all kernels tests launch a few."""
+    found = locate.locate
+
+    def located(variant: catalog.Variant, arch: str, driver_version: int | None = None) -> locate.Cubin:
+        try:
+            return found(variant, arch, driver_version)
+        except CubinNotFoundError:
+            released = {locate.capability(target) for target in targets(12)}
+            if variant.function or locate.OVERRIDE in os.environ or locate.capability(arch) not in released:
+                raise
+        script = [sys.executable, "-S", ROOT / "scripts" / "build_cubins.py"]
+        done = subprocess.run(
+            [*script, "--arch", arch, "--only", variant.name], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return found(variant, arch, driver_version)
+
+    locate.locate = located
 
 
 # ---- what runs for a cubin

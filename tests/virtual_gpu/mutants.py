@@ -196,7 +196,7 @@ def checkout(mutant: Mutant | None, folder: Path) -> Iterator[Path]:
     """
     for name in ("cupy_flash", "tests", "bench"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("kernels_cu", "kernels_cpu", "build", "pyproject.toml"):
+    for name in ("kernels_cu", "kernels_cpu", "build", "scripts", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     if mutant is not None:
         text = (ROOT / mutant.file).read_text()

@@ -100,9 +100,9 @@ def test_every_wheel_has_its_turn_with_every_suite() -> None:
 def test_suite(
     wheel: Wheel, suite: str, on_virtual_gpu: Callable[..., Outcome], request: pytest.FixtureRequest
 ) -> None:
-    """Of large tables each wheel runs a sample of its own, others each day."""
+    """Of large tables each wheel runs the same sample, another each day: its kernels are compiled once."""
     devices, tests, variables = SUITES[suite]
-    sample = f"{request.config.option.sample} {wheel}"
+    sample = request.config.option.sample
     outcome = on_virtual_gpu(
         wheel, "-m", "not slow", "--sample", sample, *tests, devices=devices, extra=variables
     )
