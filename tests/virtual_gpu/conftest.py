@@ -56,6 +56,7 @@ def cubins() -> None:
                         ["--arch", "sm_90a", "--only", "*fp8_sm90*"],
                         ["--arch", "sm_90a", "--only", "flash_*ward_f64_*"],
                         ["--arch", "sm_90a", "--only", "simple_backward_d[es]*_f64_d512_any_*"],
+                        ["--arch", "sm_90a", "--only", "simple_statistics_*_bf16_*"],
                         ["--arch", "sm_90a", "--only", "check_primitives"],
                         ["--arch", "sm_120", "--only", "*fp8_e4m3*"]):  # fmt: skip
             done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
