@@ -1,8 +1,8 @@
 """The least time of kernels on a GPU, resource by resource, so that a gap has a name.
 
-Counts are the simulator's (costs.csv), rates are published (rates.py). Each resource alone gives a time; a
-kernel that overlaps all of them perfectly takes the largest, one that overlaps nothing their sum. What is in
-neither: launch, ramp-up and the last wave, waiting at barriers, instructions that are not counted.
+Counts are the simulator's (costs.csv), of doubles beside products SASS's (doubles.py); rates are published
+(rates.py). Each resource alone gives a time; a kernel that overlaps all of them perfectly takes the largest,
+one that overlaps nothing their sum. What is in neither: launch, ramp-up and the last wave, waiting at barriers, instructions that are not counted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.launch import Launch
 
 from ..work import Case
-from . import counting, rates
+from . import counting, doubles, rates
 from .rates import Gpu
 
 _SHARED_CYCLES = ("matrix_load_cycles", "matrix_store_cycles", "shared_load_cycles", "shared_store_cycles",
                   "copy_store_cycles")  # fmt: skip
 # Bytes that go through shared memory beside these: operands that wgmma reads there, bulk copies.
 _SHARED_BYTES = ("product_bytes", "bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
-_KINDS = {"e4m3": "8-bit", "f16": "16-bit", "bf16": "16-bit"}  # else tf32
+_KINDS = {"e4m3": "8-bit", "f16": "16-bit", "bf16": "16-bit", "f64": "64-bit"}  # else tf32
 _L2_BYTES = ("global_load_bytes", "global_store_bytes", "bulk_load_bytes", "bulk_store_bytes",
              "bulk_reduce_bytes")  # fmt: skip
 
@@ -35,6 +35,15 @@ class Cost(NamedTuple):
     @property
     def overlapped(self) -> float:
         return max(self.seconds.values(), default=0.0)
+
+    @property
+    def in_turns(self) -> float:
+        """With everything overlapped but products and other arithmetic of doubles, which one unit may do."""
+        return max(self.overlapped, self.seconds.get("tensor", 0.0) + self.seconds.get("doubles", 0.0))
+
+    @property
+    def summed(self) -> float:
+        return sum(self.seconds.values())
 
     @property
     def bound(self) -> str:
@@ -74,6 +83,8 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
     }
     if kind in matrix:
         seconds["tensor"] = total("mma_flops") / (matrix[kind] * clocks)
+    if issued := doubles.ISSUED.get((architecture(gpu.arch).target, variant.name)):
+        seconds["doubles"] = heads * pairs / issued.pairs * 32 * issued.doubles / (gpu.doubles * clocks)
     if "mma_flops" not in counts and "simple" in variant.kernel and "delta" not in variant.kernel:
         seconds["ffma"] = 4 * heads * pairs * case.head_dim / (gpu.ffma * clocks)
     return Cost(variant.name, seconds)

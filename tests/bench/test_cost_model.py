@@ -7,9 +7,10 @@ import shutil
 import pytest
 
 from bench import __main__ as command
-from bench.model import cost_model, counting, rates
+from bench.model import cost_model, counting, doubles, rates
 from bench.work import Case
-from cupy_flash.plan.catalog import ARCHITECTURES
+from cupy_flash.plan.catalog import ARCHITECTURES, architecture
+from tests.paths import ROOT
 
 A100 = "NVIDIA A100-SXM4-80GB"
 
@@ -106,3 +107,32 @@ def test_products_bind(name: str, passes: str, head_dim: int, causal: bool) -> N
     products = sum(cost.seconds.get("tensor", 0.0) for cost in costs)
     share = products / sum(cost.overlapped for cost in costs)
     assert share >= (OF_THE_ROOF[name] if passes == "backward" else 1)
+
+
+README = (ROOT / "kernels_cu/README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("passes", "head_dim"), [("forward", 64), ("forward", 128), ("backward", 64)])
+@pytest.mark.parametrize("name", ["A100", "H100", "H200"])
+def test_doubles(name: str, passes: str, head_dim: int, causal: bool) -> None:
+    """Half of the peak of DMMA, if other arithmetic of doubles waits for products; and the table's row."""
+    gpu = rates.known(name)
+    assert gpu is not None
+    case = Case(4, 16, 8192, head_dim, "float64", causal, passes)
+    costs = cost_model.of_case(case, gpu.arch, gpu)
+    clocks = gpu.multiprocessors * gpu.gigahertz * 1e9
+    peak = case.flops() / (gpu.mma["64-bit"] * clocks)
+    assert peak / sum(cost.in_turns for cost in costs) >= 0.5
+    if causal:
+        return
+    products, *beside = (
+        sum(cost.seconds.get(part, 0.0) for cost in costs) for part in ("tensor", "doubles", "shared", "L2")
+    )
+    target, pairs = architecture(gpu.arch).target, case.batch * case.heads * case.seqlen * case.keys
+    issued = [doubles.ISSUED[target, cost.variant] for cost in costs if "doubles" in cost.seconds]
+    beside.append(pairs * sum(one.instructions / one.pairs for one in issued) / (4 * clocks))
+    ways = [sum(getattr(cost, way) for cost in costs) for way in ("overlapped", "in_turns", "summed")]
+    cells = [f"{x / products:.2f}" for x in beside] + [f"{peak / x:.2f}" for x in ways]
+    named = "A100" if name == "A100" else "H100, H200"
+    assert f"| {named}, {passes} {head_dim} | {' | '.join(cells)} |" in README
