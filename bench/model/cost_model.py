@@ -2,7 +2,8 @@
 
 Counts are the simulator's (costs.csv), of doubles beside products SASS's (doubles.py); rates are published
 (rates.py). Each resource alone gives a time; a kernel that overlaps all of them perfectly takes the largest,
-one that overlaps nothing their sum. What is in neither: launch, ramp-up and the last wave, waiting at barriers, instructions that are not counted.
+one that overlaps nothing their sum. What is in neither: launch, ramp-up and the last wave, waiting at
+barriers, instructions that are not counted.
 """
 
 from __future__ import annotations
