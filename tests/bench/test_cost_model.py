@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from bench import __main__ as command
-from bench.model import cost_model, counting, doubles, rates
+from bench.model import cost_model, counting, doubles, rates, stretches
 from bench.work import Case
 from cupy_flash.plan.catalog import ARCHITECTURES, architecture
 from tests.paths import ROOT
@@ -136,3 +136,17 @@ def test_doubles(name: str, passes: str, head_dim: int, causal: bool) -> None:
     cells = [f"{x / products:.2f}" for x in beside] + [f"{peak / x:.2f}" for x in ways]
     named = "A100" if name == "A100" else "H100, H200"
     assert f"| {named}, {passes} {head_dim} | {' | '.join(cells)} |" in README
+
+
+@pytest.mark.parametrize("name", OF_THE_ROOF)
+def test_a_threshold_for_maxima(name: str) -> None:
+    """What it gains in the worst case, as the table has it; in the best, where products bind, nothing."""
+    gpu = rates.known(name)
+    assert gpu is not None
+    cells = []
+    for head_dim in (64, 128):
+        products, *counts = stretches.WAITING[architecture(gpu.arch).target, head_dim]
+        both = [[stretches.worst(products, one, gpu) for one in of_kind] for of_kind in counts]
+        gains = [f"{100 * (after / before - 1):+.1f}" for before, after in zip(*both, strict=True)]
+        cells += [" / ".join(f"{of_kind[0]:.2f}" for of_kind in both), "; ".join(dict.fromkeys(gains))]
+    assert f"| {name.removesuffix(' 6000 Blackwell')} | {' | '.join(cells)} |" in README

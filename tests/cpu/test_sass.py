@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.model.doubles import ISSUED
+from bench.model.stretches import LEAST, WAITING
 from cupy_flash.cubins import build, nvrtc, sass, sources
 from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.cubins.sass import Listing
@@ -215,7 +216,8 @@ PIN = "@never pmevent 1;"
 @functools.cache
 def built(variant, cuda, target="sm_90a"):
     """A variant as compiled, which no gate refuses: taken from the store of the tree if it is there."""
-    ((folder, _),) = build.build(cuda, [target], ROOT / "build/cubins", only={variant.name}, progress=False)
+    made = build.build(cuda, [target], ROOT / "build/cubins", only={variant.name}, progress=False)
+    (folder,) = (folder for folder, _ in made if folder.name == target)
     return sass.disassemble(folder / f"{variant.name}.cubin")
 
 
@@ -566,6 +568,23 @@ def test_doubles_issue_what_the_cost_model_says(target, name, cuda):
     products = {"": 2, "dkv": 4, "dq": 3}[variant.step]
     of_product = {"sm_80": 8 * 8 * 4, "sm_90a": 16 * 8 * 8}[target]
     assert turn.products * of_product == products * issued.pairs * variant.head_dim
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("target", "head_dim"), WAITING)
+def test_what_stands_between_products_is_what_the_worst_case_says(target, head_dim, cuda):
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    (variant,) = (
+        v for v in families.variants(target)
+        if v.name.startswith(f"flash_forward_bf16_d{head_dim}_band") and v.head_dim_v == head_dim
+    )  # fmt: skip
+    turn, waiting = sass.turn(built(variant, cuda, target), sass.COPIES), WAITING[target, head_dim]
+    assert turn.products == waiting.products
+    assert sum(n for n in turn.stretches if n > LEAST) == waiting.plain[cuda - 12]
 
 
 UNDER = next(v for v in families.variants("sm_80") if v.name.startswith("flash_backward_dqkv_f16_d128_band"))
