@@ -23,8 +23,9 @@ _SHARED_CYCLES = ("matrix_load_cycles", "matrix_store_cycles", "shared_load_cycl
 # Bytes that go through shared memory beside these: operands that wgmma reads there, bulk copies.
 _SHARED_BYTES = ("product_bytes", "bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
 _KINDS = {"e4m3": "8-bit", "f16": "16-bit", "bf16": "16-bit", "f64": "64-bit"}  # else tf32
-_L2_BYTES = ("global_load_bytes", "global_store_bytes", "bulk_load_bytes", "bulk_store_bytes",
-             "bulk_reduce_bytes")  # fmt: skip
+# why sectors: L2 serves them whole, and once for lanes that read the same.
+_SECTORS, _SECTOR = ("global_load_sectors", "global_store_sectors"), 32
+_BULK_BYTES = ("bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
 
 
 class Cost(NamedTuple):
@@ -75,12 +76,13 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
     kind = _KINDS.get(variant.dtype, "tf32")
     # A Hopper kernel's products are wgmma's; the source says which it is.
     matrix = gpu.wgmma if "sm90" in variant.source else gpu.mma
+    moved = _SECTOR * total(*_SECTORS) + total(*_BULK_BYTES)
     seconds = {
         "exp": total("exps") / (rates.EXPS * clocks),
         "shared": (total(*_SHARED_CYCLES) + total(*_SHARED_BYTES) / rates.SHARED_BYTES) / clocks,
         "shuffle": total("shuffles") / (rates.SHUFFLES * clocks),
-        "L2": (total(*_L2_BYTES) + 4 * total("atomics")) / gpu.l2,
-        "HBM": min(case.traffic(), total(*_L2_BYTES)) / gpu.hbm,
+        "L2": (moved + 4 * total("atomics")) / gpu.l2,
+        "HBM": min(case.traffic(), moved) / gpu.hbm,
     }
     if kind in matrix:
         seconds["tensor"] = total("mma_flops") / (matrix[kind] * clocks)
@@ -92,17 +94,22 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
 
 
 def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
-    """The costs of a case's launches; empty if no kernel takes it, or one was not counted."""
+    """The costs of a case's launches, and of what is zeroed before them.
+
+    Empty if no kernel takes it, or one was not counted.
+    """
     target = architecture(arch).target
     mine = (target, case.head_dim)
     counted = {name: counts for (of, name, d), counts in counting.table().items() if (of, d) == mine}
     try:
-        launches = case.plan(arch).launches
+        plan = case.plan(arch)
     except UnsupportedError:
         return []
-    if not all(launch.variant.name in counted for launch in launches):
+    if not all(launch.variant.name in counted for launch in plan.launches):
         return []
-    return [of_launch(case, launch, counted[launch.variant.name], gpu) for launch in launches]
+    costs = [of_launch(case, launch, counted[launch.variant.name], gpu) for launch in plan.launches]
+    zeroed = sum(part.nbytes for part in plan.workspace if part.name in plan.zeroed)
+    return [*costs, Cost("zeros", {"HBM": zeroed / gpu.hbm})] if zeroed else costs
 
 
 def describe(costs: list[Cost]) -> str:
