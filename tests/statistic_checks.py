@@ -30,11 +30,10 @@ def assert_close(made: Any, q: np.ndarray, k: np.ndarray, places: int, **options
     norms = [np.linalg.norm(x, axis=-1).max(initial=0) for x in (state.q, state.k)]
     rest = (state.lse[seen], state.added[np.isfinite(state.added)])
     size = abs(state.scale) * norms[0] * norms[1] + sum(np.abs(x).max(initial=0) for x in rest) + 8
-    acc = np.dtype("float64" if q.dtype == np.float64 else "float32")
+    there = [name for name in made._fields if getattr(made, name) is not None]
+    acc = next(getattr(made, name).dtype for name in there)
     off = 2 * float(np.finfo(acc).eps) * size
     least = 1e-37  # weights below may be 0, each of those that a key receives
-    there = [name for name in made._fields if getattr(made, name) is not None]
-    assert there
     for name in there:
         if name == "top_keys":
             continue
