@@ -411,7 +411,7 @@ class Turn(NamedTuple):
 
 
 def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None:
-    """A whole tile's way round the loop with the most mma.sync products; None if there are none.
+    """A whole tile's way round the loop with the most mma.sync products; None if there is none.
 
     Of all ways it has the most products, then the most of these accesses, then the fewest instructions:
     without masks, and without what is for ragged tiles. A loop inside is passed once. COPIES alone also pass
@@ -436,6 +436,8 @@ def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None
             name, form = code[index].name, code[index].form
             own = (int(name in _PRODUCTS), int(name in accesses and ".ZFILL" not in form), -1)
             best[index] = ((own[0] + rest[0], own[1] + rest[1], own[2] + rest[2]), following)
+    if start not in best:  # what is seldom stands behind the kernel, and branches back
+        return None
     way, index = [], start
     while index >= 0:
         way.append(code[index])

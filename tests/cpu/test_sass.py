@@ -533,6 +533,10 @@ def test_a_turn_is_that_of_a_whole_tile():
     assert turn.doubles == 0
 
 
+def test_a_loop_that_no_way_goes_round_has_no_turn():
+    assert sass.turn(listing(".L_x_1:", MMA, "EXIT", "@P0 BRA `(.L_x_1)", "EXIT")) is None
+
+
 def test_a_turn_of_doubles():
     """A product is none of the arithmetic beside it, which a way past a mask has not all of."""
     product = "DMMA.884 R24, R8, R12, R24"
