@@ -60,7 +60,8 @@ def main() -> int:
                 if turn := sass.turn(listing):
                     print(f"  {turn.instructions} instructions of a whole tile: {turn.products} products, "
                           f"{turn.barriers} barriers; most exponentials between two products "
-                          f"{turn.exponentials}, instructions {turn.stretches[:6]}")  # fmt: skip
+                          f"{turn.exponentials}, instructions {turn.stretches[:6]}; "
+                          f"{turn.doubles} of doubles")  # fmt: skip
             for start, end in listing.loops() if arguments.loops else []:
                 inside = listing.instructions[start : end + 1]
                 shortest = listing.turn(start, end)

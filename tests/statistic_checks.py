@@ -12,11 +12,17 @@ from cupy_flash.testing import reference
 from tests.cases import Case
 from tests.checks import Device
 
-__all__ = ["assert_close", "check_statistics"]
+__all__ = ["SUMS", "assert_close", "check_packed", "check_statistics", "on_host"]
+
+# What kernels count: all but top_k.
+SUMS = ("key_sum", "key_max", "entropy")
 
 
 def assert_close(made: Any, q: np.ndarray, k: np.ndarray, places: int, **options: Any) -> None:
-    """Hold every result to FP64: a weight is off by at most the errors of its score and of its LSE."""
+    """Hold every result that is there to FP64.
+
+    A weight is off by at most the errors of its score and of its LSE.
+    """
     exact = testing.reference_statistics(q, k, top_k=places, **options)
     state = reference.forward(q, k, np.zeros((*k.shape[:-1], 1)), reference.Options(**options))
     p = state.p.reshape(state.p.shape[4 - q.ndim :])
@@ -24,17 +30,20 @@ def assert_close(made: Any, q: np.ndarray, k: np.ndarray, places: int, **options
     norms = [np.linalg.norm(x, axis=-1).max(initial=0) for x in (state.q, state.k)]
     rest = (state.lse[seen], state.added[np.isfinite(state.added)])
     size = abs(state.scale) * norms[0] * norms[1] + sum(np.abs(x).max(initial=0) for x in rest) + 8
-    acc = made.entropy.dtype
+    there = [name for name in made._fields if getattr(made, name) is not None]
+    acc = next(getattr(made, name).dtype for name in there)
     off = 2 * float(np.finfo(acc).eps) * size
     least = 1e-37  # weights below may be 0, each of those that a key receives
-    for name in ("key_sum", "key_max", "entropy", "top_weights"):
+    for name in there:
+        if name == "top_keys":
+            continue
         ours, theirs = getattr(made, name), getattr(exact, name)
-        if ours is None and name == "top_weights":
-            return  # which kernels do not list
         assert ours.shape == theirs.shape, name
         assert ours.dtype == acc, name
         room = off * (theirs + (name == "entropy")) + least * (p.shape[-2] if name == "key_sum" else 1)
         assert (np.abs(ours - theirs) <= room).all(), (name, np.abs(ours - theirs).max(), room.max())
+    if "top_keys" not in there:
+        return
     # Of nearly equal weights any order is right; the weights are those of the keys.
     found = np.where(made.top_keys >= 0, np.take_along_axis(p, np.maximum(made.top_keys, 0), -1), 0.0) \
         if p.shape[-1] else np.zeros(made.top_keys.shape)  # fmt: skip
@@ -43,7 +52,12 @@ def assert_close(made: Any, q: np.ndarray, k: np.ndarray, places: int, **options
     assert ((once[..., 1:] != once[..., :-1]) | (once[..., 1:] < 0)).all(), "a key is listed twice"
 
 
-def check_statistics(case: Case, device: Device) -> None:
+def on_host(made: cupy_flash.AttentionStatistics) -> cupy_flash.AttentionStatistics:
+    """The same with arrays of NumPy."""
+    return cupy_flash.AttentionStatistics(*(None if x is None else testing.to_numpy(x) for x in made))
+
+
+def check_statistics(case: Case, device: Device, want: tuple[str, ...] = SUMS) -> None:
     """Hold what kernels count of a case to FP64, of arrays among NaN, without lse and with it."""
     arrays = case.inputs()
     options = {n: x for n, x in case.options(arrays).items() if n not in ("dropout", "seed")}
@@ -51,8 +65,34 @@ def check_statistics(case: Case, device: Device) -> None:
     q, k, v = (device.hostile(arrays[name], case.style).view for name in "qkv")
     lse = cupy_flash.attention(q, k, v, return_lse=True, **on_device)[1]
     for known in (None, lse):
-        made = cupy_flash.attention_statistics(
-            q, k, known, want=("key_sum", "key_max", "entropy"), **on_device
-        )
-        host = [x if x is None or isinstance(x, np.ndarray) else x.get() for x in made]
-        assert_close(cupy_flash.AttentionStatistics(*host), arrays["q"], arrays["k"], 1, **options)
+        made = on_host(cupy_flash.attention_statistics(q, k, known, want=want, **on_device))
+        assert tuple(name for name in made._fields if getattr(made, name) is not None) == want
+        assert_close(made, arrays["q"], arrays["k"], 1, **options)
+
+
+def check_packed(device: Device, dtype: str, *, known: bool) -> None:
+    """Hold what kernels count of packed sequences to FP64 of each alone; known: with the LSE of a call."""
+    rng = np.random.default_rng(0)
+    cut_q, cut_k = np.array([0, 5, 5, 75, 82], np.int32), np.array([0, 9, 13, 150, 153], np.int32)
+    q, k = (rng.standard_normal(shape).astype(dtype) for shape in ((84, 4, 16), (156, 2, 16)))
+    used = np.array([8, 4, 130, 3], np.int32)
+    options: dict[str, Any] = {"causal": True, "align": "bottom_right", "window": (40, 0)}
+    packing = device.arrays({"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k, "seqused_k": used})
+    queries, keys = device.array(q), device.array(k)
+    lse = None
+    if known:
+        lse = cupy_flash.attention_varlen(queries, keys, keys, **packing, return_lse=True, **options)[1]
+    made = on_host(cupy_flash.attention_statistics(queries, keys, lse, want=SUMS, **packing, **options))
+    covered = np.zeros(len(k), bool)
+    for b in range(4):
+        of_q, of_k = slice(*cut_q[b : b + 2]), slice(cut_k[b], cut_k[b] + used[b])
+        covered[of_k] = True
+        one = [x.swapaxes(0, 1)[None] for x in (q[of_q], k[of_k])]
+        own = made._replace(
+            key_sum=made.key_sum[None, :, of_k], key_max=made.key_max[None, :, of_k],
+            entropy=made.entropy[None, :, of_q],
+        )  # fmt: skip
+        assert_close(own, *one, 1, **options)
+    assert not made.key_sum[:, ~covered].any()
+    assert not made.key_max[:, ~covered].any()
+    assert not made.entropy[:, cut_q[-1] :].any()

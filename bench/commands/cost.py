@@ -23,6 +23,7 @@ def _projected(gpu: Gpu) -> list[str]:
         for causal in (False, True):
             kinds = [(short, "forward"), (short, "backward")]
             kinds += [(short, "jvp"), (short, "hvp")] if head_dim <= 128 else []
+            kinds += [("float64", "forward"), ("float64", "backward")] if "64-bit" in gpu.mma else []
             kinds += [(FLOAT8, "forward")] if "8-bit" in {**gpu.mma, **gpu.wgmma} else []
             for dtype, passes in kinds:
                 case = Case(2, 2048 // head_dim, 8192, head_dim, dtype, causal, passes)
@@ -30,7 +31,7 @@ def _projected(gpu: Gpu) -> list[str]:
                 if not costs:
                     continue
                 least = sum(cost.overlapped for cost in costs)
-                most = sum(sum(cost.seconds.values()) for cost in costs)
+                most = sum(cost.summed for cost in costs)
                 bound = max(costs, key=lambda cost: cost.overlapped).bound
                 lines.append(
                     f"  {case!s:52} {case.flops() / most / 1e12:6.0f} to {case.flops() / least / 1e12:6.0f}"

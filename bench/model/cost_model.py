@@ -1,8 +1,9 @@
 """The least time of kernels on a GPU, resource by resource, so that a gap has a name.
 
-Counts are the simulator's (costs.csv), rates are published (rates.py). Each resource alone gives a time; a
-kernel that overlaps all of them perfectly takes the largest, one that overlaps nothing their sum. What is in
-neither: launch, ramp-up and the last wave, waiting at barriers, instructions that are not counted.
+Counts are the simulator's (costs.csv), of doubles beside products SASS's (doubles.py); rates are published
+(rates.py). Each resource alone gives a time; a kernel that overlaps all of them perfectly takes the largest,
+one that overlaps nothing their sum. What is in neither: launch, ramp-up and the last wave, waiting at
+barriers, instructions that are not counted.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from cupy_flash.plan.catalog import Variant, architecture
 from cupy_flash.plan.launch import Launch
 
 from ..work import Case
-from . import counting, rates
+from . import counting, doubles, rates
 from .rates import Gpu
 
 _SHARED_CYCLES = ("matrix_load_cycles", "matrix_store_cycles", "shared_load_cycles", "shared_store_cycles",
                   "copy_store_cycles")  # fmt: skip
 # Bytes that go through shared memory beside these: operands that wgmma reads there, bulk copies.
 _SHARED_BYTES = ("product_bytes", "bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
-_KINDS = {"e4m3": "8-bit", "f16": "16-bit", "bf16": "16-bit"}  # else tf32
-_L2_BYTES = ("global_load_bytes", "global_store_bytes", "bulk_load_bytes", "bulk_store_bytes",
-             "bulk_reduce_bytes")  # fmt: skip
+_KINDS = {"e4m3": "8-bit", "f16": "16-bit", "bf16": "16-bit", "f64": "64-bit"}  # else tf32
+# why sectors: L2 serves them whole, and once for lanes that read the same.
+_SECTORS, _SECTOR = ("global_load_sectors", "global_store_sectors"), 32
+_BULK_BYTES = ("bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
 
 
 class Cost(NamedTuple):
@@ -35,6 +37,15 @@ class Cost(NamedTuple):
     @property
     def overlapped(self) -> float:
         return max(self.seconds.values(), default=0.0)
+
+    @property
+    def in_turns(self) -> float:
+        """With everything overlapped but products and other arithmetic of doubles, which one unit may do."""
+        return max(self.overlapped, self.seconds.get("tensor", 0.0) + self.seconds.get("doubles", 0.0))
+
+    @property
+    def summed(self) -> float:
+        return sum(self.seconds.values())
 
     @property
     def bound(self) -> str:
@@ -65,32 +76,40 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
     kind = _KINDS.get(variant.dtype, "tf32")
     # A Hopper kernel's products are wgmma's; the source says which it is.
     matrix = gpu.wgmma if "sm90" in variant.source else gpu.mma
+    moved = _SECTOR * total(*_SECTORS) + total(*_BULK_BYTES)
     seconds = {
         "exp": total("exps") / (rates.EXPS * clocks),
         "shared": (total(*_SHARED_CYCLES) + total(*_SHARED_BYTES) / rates.SHARED_BYTES) / clocks,
         "shuffle": total("shuffles") / (rates.SHUFFLES * clocks),
-        "L2": (total(*_L2_BYTES) + 4 * total("atomics")) / gpu.l2,
-        "HBM": min(case.traffic(), total(*_L2_BYTES)) / gpu.hbm,
+        "L2": (moved + 4 * total("atomics")) / gpu.l2,
+        "HBM": min(case.traffic(), moved) / gpu.hbm,
     }
     if kind in matrix:
         seconds["tensor"] = total("mma_flops") / (matrix[kind] * clocks)
+    if issued := doubles.ISSUED.get((architecture(gpu.arch).target, variant.name)):
+        seconds["doubles"] = heads * pairs / issued.pairs * 32 * issued.doubles / (gpu.doubles * clocks)
     if "mma_flops" not in counts and "simple" in variant.kernel and "delta" not in variant.kernel:
         seconds["ffma"] = 4 * heads * pairs * case.head_dim / (gpu.ffma * clocks)
     return Cost(variant.name, seconds)
 
 
 def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
-    """The costs of a case's launches; empty if no kernel takes it, or one was not counted."""
+    """The costs of a case's launches, and of what is zeroed before them.
+
+    Empty if no kernel takes it, or one was not counted.
+    """
     target = architecture(arch).target
     mine = (target, case.head_dim)
     counted = {name: counts for (of, name, d), counts in counting.table().items() if (of, d) == mine}
     try:
-        launches = case.plan(arch).launches
+        plan = case.plan(arch)
     except UnsupportedError:
         return []
-    if not all(launch.variant.name in counted for launch in launches):
+    if not all(launch.variant.name in counted for launch in plan.launches):
         return []
-    return [of_launch(case, launch, counted[launch.variant.name], gpu) for launch in launches]
+    costs = [of_launch(case, launch, counted[launch.variant.name], gpu) for launch in plan.launches]
+    zeroed = sum(part.nbytes for part in plan.workspace if part.name in plan.zeroed)
+    return [*costs, Cost("zeros", {"HBM": zeroed / gpu.hbm})] if zeroed else costs
 
 
 def describe(costs: list[Cost]) -> str:

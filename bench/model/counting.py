@@ -18,7 +18,7 @@ from cupy_flash.call.adopt import adopt
 from cupy_flash.call.arrays import numpy_dtype
 from cupy_flash.device import simulator
 from cupy_flash.plan.catalog import architecture
-from cupy_flash.plan.families import variants
+from cupy_flash.plan.families import f64, variants
 
 from ..work import FLOAT8, Case, drawn
 
@@ -55,7 +55,7 @@ def _launches(
     one = Case(1, 1, length, case.head_dim, case.dtype)
     host = drawn(one.shapes() | {"o": one.shapes()["q"]}, case.dtype, 0)
     do, q, k, v, o = (_aligned(host[name]) for name in ("do", "q", "k", "v", "o"))
-    lse = _aligned(np.full(q.shape[:3], 5.0, np.float32))
+    lse = _aligned(np.full(q.shape[:3], 5.0, np.float64 if case.dtype == "float64" else np.float32))
 
     def empty(like: object, shape: tuple[int, ...], dtype: str) -> object:  # noqa: ARG001
         return adopt(_aligned(np.zeros(shape, numpy_dtype(dtype))), "output")
@@ -105,6 +105,9 @@ def kept(arch: str) -> list[Case]:
             for head_dim in (64, 128)
         ]
         cases += [Case(1, 1, 1024, 512, short)]
+    if any(f64.variants(row)):
+        cases += [Case(1, 1, 1024, head_dim, "float64") for head_dim in (64, 128)]
+        cases += [Case(1, 1, 1024, 64, "float64", passes="backward")]
     if {"hopper", "fp8"} & {*row.families}:
         cases += [Case(1, 1, 1024, head_dim, FLOAT8) for head_dim in (64, 128, 256)]
     return cases

@@ -36,6 +36,11 @@ class Gpu(NamedTuple):
     hbm: float
     l2: float
 
+    @property
+    def doubles(self) -> float:
+        """Instructions of doubles, of a lane: tensor cores have twice as many multiply-adds."""
+        return self.mma["64-bit"] / 4
+
 
 # The same on all of these: special functions (ex2) and bytes of shared memory.
 EXPS = 16
@@ -44,7 +49,7 @@ SHARED_BYTES = 128
 SHUFFLES = 1
 
 _TURING = {"16-bit": 1024.0}
-_A100 = {"16-bit": 2048.0, "tf32": 1024.0}
+_A100 = {"16-bit": 2048.0, "tf32": 1024.0, "64-bit": 128.0}
 _CONSUMER = {"16-bit": 512.0, "tf32": 256.0}
 # 8-bit floats since Ada: twice 16 bits. GeForce halves both where accumulators are FP32.
 _GEFORCE = {"8-bit": 1024.0, **_CONSUMER}
@@ -54,7 +59,8 @@ _GEFORCE_50 = {**_GEFORCE, "8-bit": 2048.0}
 _ADA_PRO = {"8-bit": 2048.0, "16-bit": 1024.0, "tf32": 512.0}
 _HOPPER = {"8-bit": 8192.0, "16-bit": 4096.0, "tf32": 2048.0}
 # mma.sync reaches about 62 % of wgmma's rate on Hopper (micro-benchmarks of arXiv:2402.13499).
-_HOPPER_MMA = {kind: 0.62 * rate for kind, rate in _HOPPER.items()}
+# why not doubles: they have no wgmma, and the published 67 TFLOP/s of an H100 is mma.sync's.
+_HOPPER_MMA = {kind: 0.62 * rate for kind, rate in _HOPPER.items()} | {"64-bit": 256.0}
 
 # Sources: the vendor's data sheets and white papers; tensor rate = peak / (multiprocessors x boost clock).
 GPUS = (

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from .. import trust
 from ..errors import UnsupportedError
 
 __all__ = [
-    "REQUIREMENT", "Instruction", "Listing", "Turn", "covered", "disassemble", "disassembler",
+    "COPIES", "REQUIREMENT", "Instruction", "Listing", "Turn", "covered", "disassemble", "disassembler",
     "fewest", "fewest_of_a_round", "misallocated", "overwritten", "products", "scattered", "turn",
 ]  # fmt: skip
 
@@ -380,6 +380,11 @@ def _width(now: Instruction) -> int:
 
 # ---------------------------------------------------------------------- mma.sync
 
+_PRODUCTS = ("HMMA", "DMMA")
+_DOUBLES = ("DADD", "DFMA", "DMUL", "DSETP")
+_ACCESSES = ("LDGSTS", "LDG", "LDS", "STS", "RED", "REDG", "MUFU", "BAR")
+COPIES = ("LDG", "LDGSTS")
+
 
 class Turn(NamedTuple):
     """One way round a loop.
@@ -393,6 +398,8 @@ class Turn(NamedTuple):
         order, so that its tensor core waits for them, if no other warp has products just then.
     exponentials : int
         The most between one product and the next.
+    doubles : int
+        Arithmetic of doubles, without the products.
     """
 
     instructions: int
@@ -400,18 +407,20 @@ class Turn(NamedTuple):
     barriers: int
     stretches: tuple[int, ...]
     exponentials: int
+    doubles: int
 
 
-def turn(listing: Listing) -> Turn | None:
-    """A whole tile's way round the loop with the most mma.sync products; None if there are none.
+def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None:
+    """A whole tile's way round the loop with the most mma.sync products; None if there is none.
 
-    Of all ways it has the most products, then the most copies and other accesses to memory, then the fewest
-    instructions: without masks, and without what is for ragged tiles. A loop inside is passed once.
+    Of all ways it has the most products, then the most of these accesses, then the fewest instructions:
+    without masks, and without what is for ragged tiles. A loop inside is passed once. COPIES alone also pass
+    by masks that read shared memory.
     """
     code = listing.instructions
 
     def products_of(loop: tuple[int, int]) -> int:
-        return sum(i.name == "HMMA" for i in code[loop[0] : loop[1] + 1])
+        return sum(i.name in _PRODUCTS for i in code[loop[0] : loop[1] + 1])
 
     start, end = max(
         listing.loops(), key=lambda loop: (products_of(loop), loop[0] - loop[1]), default=(0, -1)
@@ -424,18 +433,20 @@ def turn(listing: Listing) -> Turn | None:
         onwards = [n for n in _following(listing, index, frozenset()) if n > index and n in best]
         if onwards or index == end:
             rest, following = max((best[n][0], n) for n in onwards) if index < end else ((0, 0, 0), -1)
-            name = code[index].name
-            own = (int(name == "HMMA"), int(name in _ACCESSES), -1)
+            name, form = code[index].name, code[index].form
+            own = (int(name in _PRODUCTS), int(name in accesses and ".ZFILL" not in form), -1)
             best[index] = ((own[0] + rest[0], own[1] + rest[1], own[2] + rest[2]), following)
+    if start not in best:  # what is seldom stands behind the kernel, and branches back
+        return None
     way, index = [], start
     while index >= 0:
         way.append(code[index])
         index = best[index][1]
     names = [i.name for i in way]
-    first = names.index("HMMA")
+    first = next(index for index, name in enumerate(names) if name in _PRODUCTS)
     stretches: list[list[Instruction]] = []
     for now in way[first:] + way[:first]:
-        if now.name == "HMMA":
+        if now.name in _PRODUCTS:
             stretches.append([])
         else:
             stretches[-1].append(now)
@@ -445,10 +456,8 @@ def turn(listing: Listing) -> Turn | None:
         names.count("BAR"),
         tuple(sorted(map(len, stretches), reverse=True)),
         max(sum(i.form.startswith(".EX2") for i in stretch) for stretch in stretches),
+        sum(name in _DOUBLES for name in names),
     )
-
-
-_ACCESSES = ("LDGSTS", "LDG", "LDS", "STS", "RED", "REDG", "MUFU", "BAR")
 
 
 # ---------------------------------------------------------------------- where control goes

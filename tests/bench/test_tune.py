@@ -67,6 +67,21 @@ def test_every_cell_of_the_tables_can_be_replaced(arch: str) -> None:
     assert tried >= (20 if arch == "sm_75" else 35)
 
 
+@pytest.mark.parametrize("mask", ["band", "any"])
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    [*(("hopper_forward", d) for d, v in hopper._FORWARD if d == v),
+     *(("hopper_backward", d) for d, v in hopper._BACKWARD if d == v)],
+)  # fmt: skip
+def test_every_cell_of_hopper_can_be_replaced(kernel: str, head_dim: int, mask: str) -> None:
+    question = Question(kernel, "sm_90", "float16", head_dim, mask)
+    cell = candidates.now(question)
+    another = next(x for x in candidates.cells(question) if x[:2] != cell[:2])
+    for other in (cell, another):
+        launches = tune._plan(question, other, 2048).launches
+        assert other[:2] in [launch.variant.tile for launch in launches]
+
+
 @pytest.mark.simulator
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator compiles kernels with g++")
 def test_ranking_without_a_gpu_says_that_it_is_none(capsys: pytest.CaptureFixture[str]) -> None:

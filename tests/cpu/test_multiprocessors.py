@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.call.problem import Cache, Problem
+from cupy_flash.call.spans import Intervals
 from cupy_flash.plan import catalog
 from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import decode, hopper, pack_gqa
@@ -85,6 +86,22 @@ def work_of(p: Problem, bits: int, tile: tuple[int, int], number: int) -> int:
 
 
 @pytest.mark.parametrize("multiprocessors", COUNTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_that_stay_over_spans(shape: dict[str, int], multiprocessors: int) -> None:
+    """Tiles of one head, given out one by one where there are more of them than blocks."""
+    problem = FORWARD._replace(spans=Intervals(False, 1, 4096), **shape)
+    plan = choose(problem, "sm_90a", multiprocessors)
+    assert plan.family == hopper.NAME
+    launch = plan.launches[-1]
+    tiles = problem.batch * problem.heads_q * blocks_of(problem.seqlen_q, launch.variant.tile[0])
+    counted = any(part.name == "next_tile" for part in plan.workspace)
+    assert counted == (tiles > multiprocessors) == bool(plan.zeroed)
+    assert launch.grid[0] == min(tiles, multiprocessors)
+    order, _ = taken(launch.grid[0], tiles, np.random.default_rng(0).random(tiles), counted=counted)
+    assert sorted(order) == list(range(tiles))
+
+
+@pytest.mark.parametrize("multiprocessors", COUNTS)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("bits", [0, 2])
 def test_the_cost_is_when_the_last_block_ends(bits: int, band: dict[str, int], multiprocessors: int) -> None:
@@ -101,12 +118,19 @@ def test_the_cost_is_when_the_last_block_ends(bits: int, band: dict[str, int], m
 # ---------------------------------------------------------------------- splits of keys
 
 
-def caches() -> Iterator[Problem]:
-    """Few and many sequences, short and long ones, of one query and of several."""
+def caches(arch: str) -> Iterator[Problem]:
+    """Few and many sequences, short and long ones, of one query and of several, of wide heads and latents."""
     for batch, keys, queries in ((1, 32768, 1), (1, 4096, 1), (3, 10000, 2), (13, 2000, 1), (200, 8192, 1)):
         yield CACHED._replace(batch=batch, seqlen_k=keys, seqlen_q=queries)
     for batch, keys, queries in ((1, 50000, 1), (5, 20000, 2), (1, 500000, 1)):
         yield CACHED._replace(batch=batch, seqlen_k=keys, seqlen_q=queries, heads_q=35, heads_k=5)
+    if arch != "sm_75":
+        latents = CACHED._replace(
+            heads_k=1, head_dim=576, head_dim_v=512, cache=Cache("float16", latent=True)
+        )
+        for batch, keys, heads in ((1, 32768, 16), (5, 20000, 128), (70, 3000, 16)):
+            yield latents._replace(batch=batch, seqlen_k=keys, heads_q=heads)
+            yield CACHED._replace(batch=batch, seqlen_k=keys, heads_q=heads, head_dim=512, head_dim_v=512)
 
 
 @pytest.mark.parametrize("multiprocessors", COUNTS)
@@ -114,9 +138,9 @@ def caches() -> Iterator[Problem]:
 def test_splits_leave_less_than_a_wave_idle(arch: str, multiprocessors: int) -> None:
     """Every step of every tile of queries is one part's; no other number of parts costs less."""
     row = catalog.architecture(arch)._replace(multiprocessors=multiprocessors)
-    for problem in caches():
-        plan = choose(problem, arch, multiprocessors)
-        assert plan.family == decode.NAME
+    for problem in caches(arch):
+        assert not decode.refusals(problem, row)
+        plan = decode.plan(problem, row)
         variant, splits = decode.cheapest(problem, row)
         launch = next(x for x in plan.launches if x.variant == variant)
         rows = problem.heads_q // problem.heads_k * problem.seqlen_q

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.model.doubles import ISSUED
+from bench.model.stretches import LEAST, WAITING
 from cupy_flash.cubins import build, nvrtc, sass, sources
 from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.cubins.sass import Listing
@@ -214,7 +216,8 @@ PIN = "@never pmevent 1;"
 @functools.cache
 def built(variant, cuda, target="sm_90a"):
     """A variant as compiled, which no gate refuses: taken from the store of the tree if it is there."""
-    ((folder, _),) = build.build(cuda, [target], ROOT / "build/cubins", only={variant.name}, progress=False)
+    made = build.build(cuda, [target], ROOT / "build/cubins", only={variant.name}, progress=False)
+    (folder,) = (folder for folder, _ in made if folder.name == target)
     return sass.disassemble(folder / f"{variant.name}.cubin")
 
 
@@ -527,11 +530,65 @@ def test_a_turn_is_that_of_a_whole_tile():
     assert turn.exponentials == 2
     assert turn.stretches == (6, 4, 2, 0)
     assert turn.instructions == 4 + 6 + 4 + 2
+    assert turn.doubles == 0
+
+
+def test_a_loop_that_no_way_goes_round_has_no_turn():
+    assert sass.turn(listing(".L_x_1:", MMA, "EXIT", "@P0 BRA `(.L_x_1)", "EXIT")) is None
+
+
+def test_a_turn_of_doubles():
+    """A product is none of the arithmetic beside it, which a way past a mask has not all of."""
+    product = "DMMA.884 R24, R8, R12, R24"
+    lines = [
+        ".L_x_1:", product, "DADD R0, R2, R4", "@P1 BRA `(.L_x_2)", "DMUL R0, R2, R4", ".L_x_2:", product,
+        "DSETP.GT.AND P2, PT, R0, R2, PT", "DFMA R0, R2, R4, R6", "@P0 BRA `(.L_x_1)", "EXIT",
+    ]  # fmt: skip
+    turn = sass.turn(listing(*lines))
+    assert turn.products == 2
+    assert turn.doubles == 3
+    assert turn.stretches == (3, 2)
 
 
 def test_a_kernel_without_products_has_no_turn():
     assert sass.turn(listing(*(line for line in TILE if line != MMA))) is None
     assert sass.turn(listing(MMA, "EXIT")) is None
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("target", "name"), ISSUED)
+def test_doubles_issue_what_the_cost_model_says(target, name, cuda):
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    (variant,) = (v for v in families.variants(target) if v.name == name)
+    turn, issued = sass.turn(built(variant, cuda, target), sass.COPIES), ISSUED[target, name]
+    assert turn.doubles == issued.doubles
+    assert 0.9 * issued.instructions < turn.instructions <= issued.instructions
+    rows, (m, n) = 16, variant.tile
+    assert issued.pairs == rows * min(m, n)
+    products = {"": 2, "dkv": 4, "dq": 3}[variant.step]
+    of_product = {"sm_80": 8 * 8 * 4, "sm_90a": 16 * 8 * 8}[target]
+    assert turn.products * of_product == products * issued.pairs * variant.head_dim
+
+
+@pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
+@pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("target", "head_dim"), WAITING)
+def test_what_stands_between_products_is_what_the_worst_case_says(target, head_dim, cuda):
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
+    (variant,) = (
+        v for v in families.variants(target)
+        if v.name.startswith(f"flash_forward_bf16_d{head_dim}_band") and v.head_dim_v == head_dim
+    )  # fmt: skip
+    turn, waiting = sass.turn(built(variant, cuda, target), sass.COPIES), WAITING[target, head_dim]
+    assert turn.products == waiting.products
+    assert sum(n for n in turn.stretches if n > LEAST) == waiting.plain[cuda - 12]
 
 
 UNDER = next(v for v in families.variants("sm_80") if v.name.startswith("flash_backward_dqkv_f16_d128_band"))

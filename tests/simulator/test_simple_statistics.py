@@ -16,11 +16,10 @@ from tests.block_cases import random_blocks
 from tests.cases import Case
 from tests.checks import Device
 from tests.simulator.simple_kernels import FEATURE_CASES, LENGTH_CASES, VARIANT_CASES
-from tests.statistic_checks import assert_close, check_statistics
+from tests.statistic_checks import SUMS, assert_close, check_packed, check_statistics
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(64)]
 RNG = np.random.default_rng(0)
-SUMS = ("key_sum", "key_max", "entropy")
 
 
 @pytest.mark.parametrize("case", VARIANT_CASES, ids=str)
@@ -57,29 +56,7 @@ def test_bands_that_miss_the_keys(align: int, device: Device) -> None:
 
 @pytest.mark.parametrize("known", [False, True], ids=["alone", "with lse"])
 def test_packed_is_dense_of_each_sequence(known: bool, device: Device) -> None:
-    cut_q, cut_k = np.array([0, 5, 5, 75, 82], np.int32), np.array([0, 9, 13, 150, 153], np.int32)
-    q, k = RNG.standard_normal((84, 4, 16)), RNG.standard_normal((156, 2, 16))
-    used = np.array([8, 4, 130, 3], np.int32)
-    options: dict[str, Any] = {"causal": True, "align": "bottom_right", "window": (40, 0)}
-    packing = {"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k, "seqused_k": used, "want": SUMS, **options}
-    lse = None
-    if known:
-        given = {"seqused_k": used, **options}
-        lse = cupy_flash.attention_varlen(q, k, k, cut_q, cut_k, return_lse=True, **given)[1]
-    made = cupy_flash.attention_statistics(q, k, lse, **packing)
-    covered = np.zeros(len(k), bool)
-    for b in range(4):
-        of_q, of_k = slice(*cut_q[b : b + 2]), slice(cut_k[b], cut_k[b] + used[b])
-        covered[of_k] = True
-        one = [x.swapaxes(0, 1)[None] for x in (q[of_q], k[of_k])]
-        own = made._replace(
-            key_sum=made.key_sum[None, :, of_k], key_max=made.key_max[None, :, of_k],
-            entropy=made.entropy[None, :, of_q],
-        )  # fmt: skip
-        assert_close(own, *one, 1, **options)
-    assert not made.key_sum[:, ~covered].any()
-    assert not made.key_max[:, ~covered].any()
-    assert not made.entropy[:, cut_q[-1] :].any()
+    check_packed(device, "float64", known=known)
 
 
 @pytest.mark.parametrize("name", ["spans", "blocks"])

@@ -111,6 +111,8 @@ MUTANTS = (
            '*_tensor(views, "o"),\n        *_rows(views, "lse")',
            '*_tensor(views, "k"), *_tensor(views, "q"), *_tensor(views, "v"), '
            '*_tensor(views, "o"),\n        *_rows(views, "lse")', (STREAMS,)),
+    Mutant("sums and maxima of weights exchanged", _ABI, '("key_sum", "key_max", "entropy") for field',
+           '("key_max", "key_sum", "entropy") for field', ("tests/gpu/test_statistics.py", "-k", "alone")),
 )  # fmt: skip
 
 # The same of the driver's own library, where there is no CuPy.

@@ -57,7 +57,10 @@ SUITES = {
     ),
     "results": Suite(
         "sm_80",
-        tuple(f"tests/gpu/test_{name}.py" for name in ("attention", "flash_f64", "kv_cache", "varlen")),
+        tuple(
+            f"tests/gpu/test_{name}.py"
+            for name in ("attention", "flash_f64", "kv_cache", "varlen", "statistics")
+        ),
     ),
     "hopper": Suite(
         "sm_90", tuple(f"tests/gpu/test_{name}.py" for name in ("hopper", "flash_f64", "float8"))

@@ -107,6 +107,13 @@ class Tensor(torch.Tensor):
     def new_empty(self, shape: Any, dtype: Any = None, **_: Any) -> Tensor:
         return allocated(tuple(shape), dtype or self.dtype, self.ordinal)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Zero all of it on torch's stream, which is all that is asked of it."""
+        assert (index, value) == (..., 0)
+        nbytes, handle = self.numel() * self.itemsize, streams.get(self.ordinal, 0)
+        with on(self.ordinal):
+            call("cudaMemsetAsync", c_void_p(self.data_ptr()), 0, c_size_t(nbytes), c_void_p(handle))
+
     def numpy_of(self, handle: int | None = None) -> np.ndarray:
         """What torch's stream, or this one, leaves in it."""
         dtype = str(self.dtype).removeprefix("torch.")

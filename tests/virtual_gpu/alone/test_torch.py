@@ -7,6 +7,7 @@ import sys
 import threading
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from cupy_flash.check.places import Place
 from cupy_flash.check.primitives import primitives_of
 from cupy_flash.device import choice, cuda, libcuda
 from tests.gpu.calls import arrays, both, check
+from tests.statistic_checks import SUMS, assert_close
 from tests.virtual_gpu import install
 from tests.virtual_gpu.alone import gpu
 
@@ -155,3 +157,15 @@ def test_kv_cache() -> None:
     o = cupy_flash.attention_with_kv_cache(*given[:3], cache_seqlens=given[3])
     expected = cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=np.array([77], np.int32))
     np.testing.assert_allclose(o.numpy_of().astype(float), expected.astype(float), atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "known"), [("float16", False), (ml_dtypes.bfloat16, True)], ids=["float16", "bfloat16 with lse"]
+)
+def test_statistics(dtype: Any, known: bool) -> None:
+    """Also of bfloat16, which CuPy has not."""
+    q, k = (x.astype(dtype) for x in arrays()[:2])
+    lse = cupy_flash.attention(q, k, k, causal=True, return_lse=True)[1]
+    *given, of_rows = gpu.tensors(1, q, k, lse)
+    made = cupy_flash.attention_statistics(*given, of_rows if known else None, want=SUMS, causal=True)
+    assert_close(made._replace(**on_host({name: getattr(made, name) for name in SUMS})), q, k, 1, causal=True)
