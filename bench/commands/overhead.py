@@ -155,11 +155,16 @@ def _over_a_stand_in() -> list[Row]:
         raise Missing(f"{reason}: launches over a stand-in for the driver")
     wheel = wheels.WHEELS[1]
     try:
+        first = host_time.first_call()
         found = host_time.measure(wheel)
     except (FileNotFoundError, wheels.Unreachable) as error:
         raise Missing(f"{error}: launches over a stand-in for the driver") from error
     over = f"over a stand-in for the driver that does nothing (CuPy {wheel.version})"
-    return [Row(f"{what} by {by}, {over}", us) for (what, by), us in found.items()]
+    alone = f"by {host_time.LIBRARY}, over a stand-in for the driver"
+    return [
+        Row(f"first attention on torch tensors {alone}: plan, load, launch", first),
+        *(Row(f"{what} by {by}, {over}", us) for (what, by), us in found.items()),
+    ]
 
 
 def _cold() -> list[Row]:
