@@ -13,7 +13,6 @@ from .call.functions import body_of
 from .call.opaque import opaque
 from .errors import InvalidArgumentsError
 from .plan.catalog import SHORT
-from .plan.families.simple import HEAD_DIMS
 from .program.function import Program
 
 if TYPE_CHECKING:
@@ -77,6 +76,7 @@ class ScoreFunction(Program):
         """
         from .cubins.build import archs_here
         from .cubins.user_cache import function_into_cache
+        from .plan.families.simple import HEAD_DIMS
 
         body = body_of(self, adopted(**{f"bound[{n}]": x for n, x in enumerate(arguments)}))
         archs = archs_here() if archs is None else archs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import stat
@@ -40,6 +39,8 @@ def packaged(requirement: str, relative: str) -> Path | None:
 
     why by its metadata: else any folder nvidia on sys.path would do, also one in the current directory.
     """
+    import importlib.metadata  # why here: with it come email, zipfile and 50 more, and no call needs them
+
     try:
         package = importlib.metadata.distribution(requirement.partition("==")[0])
     except importlib.metadata.PackageNotFoundError:

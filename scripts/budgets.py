@@ -12,13 +12,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cupy_flash.plan import catalog, families  # noqa: E402
-from cupy_flash.plan.families import flash  # noqa: E402
+from cupy_flash.plan.families import decode_wide, flash  # noqa: E402
 
 WHEEL_BYTES = 60_000_000
 # Of the kernels of a family for one target. From sm_100 on a cubin holds its code twice, which is why it has
 # 1.2 to 1.4 times the bytes of sm_80; the second one is what the driver makes code for higher minors of.
 # Head dims above 256 brought sm_120 to 12.05 MB, all compiled; estimates differ from that by 2 %.
 FAMILY_BYTES = {flash.NAME: 13_000_000}
+# Of what few people call, compressed, for all targets of a wheel. Latents are keys and values in one (MLA).
+ABOVE_256, LATENTS = "head dims above 256", "latents"
+PART_BYTES = {ABOVE_256: 5_000_000, LATENTS: 3_000_000}
 REFERENCE = "sm_80"  # the target that CI compiles whole
 
 
@@ -36,6 +39,26 @@ def excess(sizes: Mapping[tuple[str, str], float]) -> list[str]:
         "scripts/budgets.py"
         for (target, family), size in sizes.items()
         if size > FAMILY_BYTES.get(family, size)
+    ]
+
+
+def part_of(variant: catalog.Variant) -> str:
+    """Which of `PART_BYTES` a kernel counts in; empty if in none.
+
+    Those of the simple family take any head dim, and are no more for that.
+    """
+    if variant.head_dim == decode_wide.LATENT:
+        return LATENTS
+    return ABOVE_256 if "_wide" in variant.source else ""
+
+
+def excess_of_parts(sizes: Mapping[str, float]) -> list[str]:
+    """The same of `PART_BYTES`, by bytes in a wheel."""
+    return [
+        f"the kernels of {part} take {sizes[part] / 1e6:.2f} MB, over their budget of {most / 1e6:.2f} MB. "
+        "Try: fewer variants, or another PART_BYTES in scripts/budgets.py"
+        for part, most in PART_BYTES.items()
+        if sizes.get(part, 0) > most
     ]
 
 

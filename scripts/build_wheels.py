@@ -120,7 +120,7 @@ class Wheel(NamedTuple):
     name : str
     bytes : int
     parts : dict of str to int
-        Bytes of every target, and of every family of kernels.
+        Bytes of every target, of every family of kernels, and of what `budgets.part_of` names.
     sizes : dict of (str, str) to int
         Bytes of a target's family when they are installed.
     cubins : int
@@ -147,9 +147,9 @@ def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
             if path.suffix == ".cubin":
                 count += 1
                 target = path.parent.name
-                family = family_of(target)[path.stem]
-                parts[target] += file.compress_size
-                parts[family] += file.compress_size
+                family, part = kind_of(target)[path.stem]
+                for name in filter(None, (target, family, part)):
+                    parts[name] += file.compress_size
                 sizes[target, family] += file.file_size
     name = wheel.name.split("-")[0].replace("_", "-")
     return Wheel(name, wheel.stat().st_size, parts, sizes, count, seconds)
@@ -157,7 +157,7 @@ def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
 
 def excess(wheel: Wheel) -> list[str]:
     """What of a wheel is over its budget: a line for each, with a way out."""
-    found = budgets.excess(wheel.sizes)
+    found = budgets.excess(wheel.sizes) + budgets.excess_of_parts(wheel.parts)
     if wheel.bytes > budgets.WHEEL_BYTES:
         found.append(
             f"it has {wheel.bytes / 1e6:.2f} MB, over the budget of {budgets.WHEEL_BYTES / 1e6:.2f} MB. "
@@ -167,9 +167,10 @@ def excess(wheel: Wheel) -> list[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def family_of(target: str) -> dict[str, str]:
-    """The family of every variant of a target."""
-    return {variant.name: family for variant, family in families.names(target).items()}
+def kind_of(target: str) -> dict[str, tuple[str, str]]:
+    """The family of every variant of a target, and what `budgets.part_of` says of it."""
+    every = families.names(target).items()
+    return {variant.name: (family, budgets.part_of(variant)) for variant, family in every}
 
 
 def table(wheels: Sequence[Wheel]) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from ..machine import timing, weather
+from ..machine import fresh, timing, weather
 from ..measure.session import Session, Settings, progress
 from ..work import Case
 
@@ -76,7 +76,12 @@ def _seconds(imports: str, body: str) -> list[float] | str:
     code = _FRAME.format(shape=CASE.shapes()["q"], imports=imports, body=body)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False
+            [sys.executable, "-c", code],
+            env=fresh.environment(),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return "took more than 3 minutes"

@@ -2,17 +2,15 @@
 
 Every number is the best of many averages over a millisecond or two, so that other processes hardly count; an
 adapter's is the difference of two such, its own and that of cupy_flash.attention with the same results.
+Of an import and a first call it is the processor time of fresh processes, whose bytecode is on disk.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import timeit
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from statistics import median
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -27,6 +25,7 @@ from cupy_flash.device import cuda, driver
 from cupy_flash.dispatch import backends, memo
 from cupy_flash.plan.choose import choose
 
+from ..machine import fresh
 from ..machine.conditions import machine
 from ..measure.results import append
 
@@ -40,17 +39,6 @@ class Row(NamedTuple):
     what: str
     us: float
     limit: float | None = None
-
-
-def _import_us(module: str) -> float:
-    """Median time of a fresh interpreter that imports a module, less one that imports nothing."""
-
-    def run(code: str) -> float:
-        command = [sys.executable, "-c", code]
-        return timeit.timeit(lambda: subprocess.run(command, check=True), number=1)
-
-    pairs = [(run(f"import {module}"), run("pass")) for _ in range(9)]
-    return median(a - b for a, b in pairs) * 1e6
 
 
 def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -167,11 +155,28 @@ def _over_a_stand_in() -> list[Row]:
         raise Missing(f"{reason}: launches over a stand-in for the driver")
     wheel = wheels.WHEELS[1]
     try:
+        first = host_time.first_call()
         found = host_time.measure(wheel)
     except (FileNotFoundError, wheels.Unreachable) as error:
         raise Missing(f"{error}: launches over a stand-in for the driver") from error
     over = f"over a stand-in for the driver that does nothing (CuPy {wheel.version})"
-    return [Row(f"{what} by {by}, {over}", us) for (what, by), us in found.items()]
+    alone = f"by {host_time.LIBRARY}, over a stand-in for the driver"
+    return [
+        Row(f"first attention on torch tensors {alone}: plan, load, launch", first),
+        *(Row(f"{what} by {by}, {over}", us) for (what, by), us in found.items()),
+    ]
+
+
+def _cold() -> list[Row]:
+    q = "q = numpy.ones((1, 1, 4, 8), numpy.float32)"
+    numpy, ours, _, call = fresh.least_us(
+        ["import numpy", "import cupy_flash", q, "cupy_flash.attention(q, q, q)"]
+    )
+    return [
+        Row("import cupy_flash, and with it NumPy, in a fresh process", numpy + ours, 150e3),
+        Row("import cupy_flash, after NumPy", ours),
+        Row("first attention on NumPy arrays of 4 x 8, after the import", call),
+    ]
 
 
 def _core() -> list[Row]:
@@ -188,7 +193,6 @@ def _core() -> list[Row]:
         }
     )
     return [
-        Row("import cupy_flash, beside the interpreter's start", _import_us("cupy_flash"), 150e3),
         Row("adopt one NumPy array", us["adopt"], 2.0),
         Row("describe a call, the first of its kind", us["describe"]),
         Row("find what was prepared for calls of its kind", us["again"]),
@@ -213,7 +217,14 @@ def _torch() -> list[Row]:
             "recorded": lambda: attention(leaf, leaf, leaf),
         }
     )
+    torchs, _, ours, _, call = fresh.least_us(
+        ["import torch", "import cupy_flash", "import cupy_flash.torch", "q = torch.ones(1, 1, 4, 8)",
+         "cupy_flash.torch.attention(q, q, q)"], 5
+    )  # fmt: skip
     return [
+        Row("import torch", torchs),
+        Row("import cupy_flash.torch, after torch and cupy_flash", ours),
+        Row("first attention on torch tensors of 4 x 8, after the import", call),
         Row("adopt one torch tensor", us["adopt"], 2.0),
         Row("cupy_flash.torch beyond attention, no gradient", us["plain"] - us["core"], 8.0),
         Row("cupy_flash.torch beyond attention, recorded", us["recorded"] - us["core with lse"], 20.0),
@@ -223,20 +234,32 @@ def _torch() -> list[Row]:
 def _jax() -> list[Row]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
+    from jax.experimental.buffer_callback import buffer_callback
 
     from cupy_flash.jax import attention
 
     q = np.ones((1, 1, 4, 8), np.float32)
     x, jitted = jax.numpy.asarray(q), jax.jit(attention)
+    results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (x.shape, x.shape[:-1])]
+    nothing = jax.jit(buffer_callback(lambda *_: None, results))
     us = _call_us(
         {
             "adopt": lambda: adopt(x, "q"),
             "core with lse": lambda: cupy_flash.attention(q, q, q, return_lse=True),
+            "nothing": lambda: nothing(x, x, x)[0].block_until_ready(),
             "jitted": lambda: jitted(x, x, x).block_until_ready(),
             "at once": lambda: attention(x, x, x).block_until_ready(),
         }
     )
+    jaxs, _, ours, _, call = fresh.least_us(
+        ["import jax", "import cupy_flash", "import cupy_flash.jax", "q = jax.numpy.ones((1, 1, 4, 8))",
+         "jax.jit(cupy_flash.jax.attention)(q, q, q).block_until_ready()"], 5
+    )  # fmt: skip
     return [
+        Row("import jax", jaxs),
+        Row("import cupy_flash.jax, after jax and cupy_flash", ours),
+        Row("first jitted attention on JAX arrays of 4 x 8, after the import, compiled", call),
+        Row("a jitted callback of JAX's own on as many arrays, which does nothing", us["nothing"]),
         Row("adopt one JAX array", us["adopt"], 2.0),
         Row("cupy_flash.jax beyond attention on NumPy, jitted", us["jitted"] - us["core with lse"], 15.0),
         Row("cupy_flash.jax beyond attention on NumPy, at once", us["at once"] - us["core with lse"]),
@@ -245,7 +268,7 @@ def _jax() -> list[Row]:
 
 def run() -> None:
     """Measure, print and append to bench/results/overhead.csv."""
-    rows = _core() + _to_launch()
+    rows = _cold() + _core() + _to_launch()
     for module, measure in (
         ("torch", _by_either_driver),
         ("torch", _over_a_stand_in),

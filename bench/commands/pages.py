@@ -126,7 +126,9 @@ def _overhead() -> str:
     )
     return f"""## What Python costs
 
-On the processor, without a GPU ({where}), microseconds; the least of many calls:
+On the processor, without a GPU ({where}), microseconds; the least of many calls.
+Imports and first calls are of fresh processes that find their bytecode on disk, in CPU time, the least
+of 5 or 9:
 
 {markdown(["what", "us"], [[row["what"], tables.number(row["us"])] for row in newest])}"""
 

@@ -36,8 +36,10 @@ def driver_of(device: tuple[str, int], library: str) -> Driver | None:
     """
     if device[0] == "cuda":
         return gpu_driver(library)
-    chosen = os.environ.get("CUPY_FLASH_DRIVER", "")
-    if chosen in ("", "cuda"):
+    if not _variable(_DRIVER):  # before all else, as a short call finds it so
+        return None
+    chosen = os.environ["CUPY_FLASH_DRIVER"]
+    if chosen == "cuda":
         return None
     if chosen.partition(":")[0] != "simulator":
         raise InvalidArgumentsError(
@@ -52,7 +54,8 @@ def driver_of(device: tuple[str, int], library: str) -> Driver | None:
 def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Hashable:
     """What a plan takes from the environment: a simulated architecture, or what computes on the CPU."""
     if driver is None:
-        return os.environ.get("CUPY_FLASH_CPU", "")
+        chosen: Hashable = _variable(_CPU)
+        return chosen
     if device[0] == "cuda":
         return None
     return driver.arch(device[1]), driver.multiprocessors(device[1])
@@ -147,7 +150,7 @@ class Backend(ABC):
             CUDA stream handle; default is the current one of the library.
         """
 
-    def run_at(self, numbers: dict[str, int], keep: object, library: str) -> None:
+    def run_at(self, numbers: dict[str, int], keep: object, library: str, stream: int | None = None) -> None:
         """`run` a call of which nothing is known but addresses, of what is `addressed`, and `abi.SEED`.
 
         Parameters
@@ -157,6 +160,8 @@ class Backend(ABC):
             What keeps the arrays alive.
         library : str
             Whose arrays they are.
+        stream : int, optional
+            As of `run`.
         """
         raise NotImplementedError
 
@@ -224,7 +229,13 @@ class OnCore(Backend):
         with telling(moment.progress) as tell:
             self.core.run(numbers, moment.seed, keep, tell, library)
 
-    def run_at(self, numbers: dict[str, int], keep: object, library: str) -> None:
+    def run_at(
+        self,
+        numbers: dict[str, int],
+        keep: object,
+        library: str,
+        stream: int | None = None,  # noqa: ARG002
+    ) -> None:
         """As of `Backend`."""
         self.core.run(numbers, numbers[SEED], keep, None, library)
 
@@ -266,9 +277,15 @@ class OnDevice(Backend):
             numbers[LENGTH] = max(length, 0)
         self._launch(numbers, arrays["q"].library, workspace, stream)
 
-    def run_at(self, numbers: dict[str, int], keep: object, library: str) -> None:  # noqa: ARG002
+    def run_at(
+        self,
+        numbers: dict[str, int],
+        keep: object,  # noqa: ARG002
+        library: str,
+        stream: int | None = None,
+    ) -> None:
         """As of `Backend`; memory that goes back to a library is used in the order of the stream."""
-        self._launch(numbers, library)
+        self._launch(numbers, library, stream=stream)
 
     def _launch(
         self, numbers: dict[str, int], library: str, workspace: int | None = None, stream: int | None = None

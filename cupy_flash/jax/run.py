@@ -21,6 +21,7 @@ from ..call.problem import OFFSETS, Problem, describe
 from ..call.progress import told_anywhere
 from ..call.spans import check_spans
 from ..call.values import Moment
+from ..device.abi import SEED
 from ..device.run import Driver
 from ..dispatch.backends import Backend, chosen_by_environment, driver_of, ready
 from ..dispatch.memo import lifted
@@ -135,9 +136,15 @@ def run(
             }
         )
         seed = read.pop("seed", 0)
-        backend, problem, places = _ready(
+        backend, problem, places, numbered = _ready(
             config, own, residues, device, driver, environment, tuple(read.items())
         )
+        told = told_anywhere()
+        if numbered and told is None:
+            numbers = {name: pointers[i] for name, i in numbered}
+            numbers[SEED] = seed
+            backend.run_at(numbers, None, "jax", stream)
+            continue
         views = {name: view._replace(pointer=pointers[i]) for name, (i, view) in places.items()}
         if config.longest and device == CPU:
             check_packing(views, (views["q"].shape[2], views["k"].shape[2]), config.longest)
@@ -149,7 +156,7 @@ def run(
             check_integers(problem.function, problem.extents, backend.integer_bits, views)
         if config.cached and config.cached.checked(device):
             check_values(problem, _as_given(views, problem))
-        backend.run(views, Moment(seed, told_anywhere()), stream=stream)
+        backend.run(views, Moment(seed, told), stream=stream)
 
 
 def _check_cuts(views: dict[str, ArrayView], packing: Packing | None) -> None:
@@ -213,8 +220,10 @@ def _ready(
     driver: Driver | None,
     _environment: Hashable,
     read: tuple[tuple[str, float], ...],
-) -> tuple[Backend, Problem, dict[str, tuple[int, ArrayView]]]:
+) -> tuple[Backend, Problem, dict[str, tuple[int, ArrayView]], tuple[tuple[str, int], ...]]:
     """A call, what it computes, and by name the number of each buffer and how to see it, but for its address.
+
+    Last the numbers of the buffers whose addresses are all that it needs; none where arrays are looked at.
 
     why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
     """
@@ -235,11 +244,11 @@ def _ready(
     for name, source in _OTHERWISE:
         if name in views:
             places.setdefault(name, places.get(source, 0))
-    return (
-        ready(problem, views, driver),
-        problem,
-        {name: (places[name], view) for name, view in views.items()},
-    )
+    backend = ready(problem, views, driver)
+    integers = problem.function is not None and backend.integer_bits
+    looked_at = config.longest or config.cached or problem.spans or problem.blocks or integers
+    numbered = () if looked_at else tuple((name, places[array]) for name, array in backend.addressed)
+    return backend, problem, {name: (places[name], view) for name, view in views.items()}, numbered
 
 
 def described(

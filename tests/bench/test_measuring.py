@@ -17,7 +17,7 @@ import pytest
 from bench import __main__ as command
 from bench import work
 from bench.commands import functions, lengths, memory, spans
-from bench.machine import ceilings, conditions, place, timing, weather
+from bench.machine import ceilings, conditions, fresh, place, timing, weather
 from bench.measure import accuracy, peers, results, session
 from bench.measure.peers import OURS, PEERS, Peer, Skipped
 
@@ -510,6 +510,14 @@ def test_threads_hold_the_blas() -> None:
         assert {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"} <= {1}
     finally:
         limit.restore_original_limits()
+
+
+def test_steps_of_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one namespace, each for itself; and with bytecode, without which imports are compilations."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    steps = ["n = 300_000", "sum(range(10 * n))", "import sys; assert not sys.dont_write_bytecode"]
+    short, long, _ = fresh.least_us(steps, 1)
+    assert 0 <= short < long
 
 
 def test_where_a_row_was_measured() -> None:

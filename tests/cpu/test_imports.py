@@ -225,6 +225,46 @@ assert cupy_flash.explain(q, q, q)
     assert loaded_after(code, decoys) == ("", [])
 
 
+# What neither an import nor a first call on NumPy arrays needs: tables of kernels, what only GPUs take,
+# and the readers of e-mail and of archives that importlib.metadata comes with.
+NOT_NEEDED = (
+    "cupy_flash.plan.families", "cupy_flash.cubins", "cupy_flash.device.driver", "cupy_flash.device.cuda",
+    "cupy_flash.device.simulator", "cupy_flash.parallel", "cupy_flash.info", "cupy_flash.testing",
+    "email", "importlib.metadata", "random", "subprocess", "zipfile",
+)  # fmt: skip
+IMPORT, FIRST_CALL = "import cupy_flash", "cupy_flash.attention(q, q, q)"
+# Modules that each brings with it, those of Python included; 95 and 43 in Python 3.11.
+MOST_MODULES = {IMPORT: 110, FIRST_CALL: 55}
+
+
+def modules_of(step: str) -> set[str]:
+    """Names of the modules that a step of a fresh process brings, which NumPy and the step before did not."""
+    code = f"""
+import sys, numpy as np
+q = np.ones((1, 2, 8, 4), np.float32)
+for step in {list(MOST_MODULES)!r}:
+    before = set(sys.modules)
+    exec(step)
+    if step == {step!r}:
+        print(*sys.modules.keys() - before)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("step", MOST_MODULES)
+def test_what_is_not_needed_is_not_imported(step: str) -> None:
+    """Milliseconds depend on the machine; which modules are read and how many does not."""
+    found = modules_of(step)
+    assert found & {"cupy_flash.api", "cupy_flash.cpu.forward"}
+    assert not found & set(NOT_NEEDED)
+    assert len(found) <= MOST_MODULES[step], sorted(found)
+
+
 def test_public_names_are_there_and_documented() -> None:
     import cupy_flash
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import statistics
 import zlib
 from fnmatch import fnmatch
 
@@ -85,6 +86,24 @@ def test_a_wheel_will_keep_to_its_budget(budgets, cuda):
     packed = len(zlib.compress(some)) / len(some)
     total = sum(budgets.estimate(path.parent.name, None, sizes_in(path), reference) for path in manifests)
     assert packed * total <= budgets.WHEEL_BYTES, f"{packed * total / 1e6:.1f} MB"
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_parts_of_a_wheel_will_keep_to_their_budgets(budgets, cuda):
+    """By what their kernels take for sm_80, compressed; one that is only elsewhere counts as their mean."""
+    packed = {part: {} for part in budgets.PART_BYTES}
+    for variant in families.variants(budgets.REFERENCE):
+        if part := budgets.part_of(variant):
+            path = MANIFEST.with_name(f"{variant.name}.cubin")
+            if not path.exists():
+                pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
+            packed[part][variant.name] = len(zlib.compress(path.read_bytes()))
+    total = dict.fromkeys(packed, 0)
+    for variant in (v for target in build.targets(cuda) for v in families.names(target)):
+        if part := budgets.part_of(variant):
+            total[part] += packed[part].get(variant.name, statistics.mean(packed[part].values()))
+    assert all(total.values())
+    assert budgets.excess_of_parts(total) == [], total
 
 
 @pytest.mark.parametrize("only", ["*", "*_f16_*", "flash_backward_*_f16_d192_*", "flash_*_tf32x3_d256_*"])

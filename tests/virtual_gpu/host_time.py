@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ ROUNDS = 300
 SECONDS = 1e-3  # of a round
 
 CUPY, LIBRARY = "CuPy", "the driver's own library"
+FIRST = "first"
 LAUNCH, CALL = "a launch", "attention of one query, torch tensors,"
 Way = tuple[str, str]
 
@@ -38,13 +40,25 @@ def measure(wheel: wheels.Wheel, rounds: int = ROUNDS) -> dict[Way, float]:
     rounds : int
         Averages, of which the best counts.
     """
-    command = [sys.executable, "-S", "-m", __spec__.name, str(rounds)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=process.environment(wheels.install(wheel)), capture_output=True, text=True
-    )
+    return {(what, by): us for what, by, us in _in_a_process(wheels.install(wheel), str(rounds))}
+
+
+def first_call(repeat: int = 5) -> float:
+    """Microseconds of the first call of a process on tensors of torch, without CuPy: the least of some.
+
+    It finds the driver, plans, checks and loads the cubin, and launches. The tables of kernels are there.
+    """
+    us: list[float] = [_in_a_process(None, FIRST) for _ in range(repeat)]
+    return min(us)
+
+
+def _in_a_process(site: Path | None, what: str) -> Any:
+    """What a fresh process of this module finds out, with CuPy from a folder, or without it."""
+    command = [sys.executable, "-S", "-m", __spec__.name, what]
+    done = subprocess.run(command, cwd=ROOT, env=process.environment(site), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return {(what, by): us for what, by, us in json.loads(done.stdout.splitlines()[-1])}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _in_turn(
@@ -121,6 +135,43 @@ def _both_ways(rounds: int) -> dict[Way, float]:
         return _in_turn(ways, take, rounds)
 
 
+def _first_call() -> float:
+    """In a process that has called nothing, and has no CuPy."""
+    from cupy_flash.device import cuda
+
+    with patch.object(cuda.Kernel, "launch", cuda.Kernel.launch):
+        install.install_alone("sm_80")
+    import torch
+
+    import cupy_flash
+    from tests.virtual_gpu.alone import gpu
+
+    of_stand_in: list[float] = []
+
+    def found(*of_cubin: Any, find: Callable[..., Any] = install._simulated) -> Any:
+        """Which kernel of the simulator a cubin is, which a driver does not ask."""
+        start = time.process_time()
+        kernel = find(*of_cubin)
+        of_stand_in.append(time.process_time() - start)
+        return kernel
+
+    stand_in, stream = install.library(), types.SimpleNamespace(cuda_stream=0)
+    q, out = map(_plain, gpu.tensors(0, *np.ones((2, 1, 1, 1, 64), np.float16)))
+    with gpu.on(0), patch.object(torch.cuda, "current_stream", lambda _: stream), \
+         patch.object(install, "_simulated", found):  # fmt: skip
+        stand_in.virtual_gpu_idle(1)
+        before = stand_in.virtual_gpu_launched()
+        start = time.process_time()
+        cupy_flash.attention(q, q, q, out=out)
+        seconds = time.process_time() - start
+        assert stand_in.virtual_gpu_launched() == before + 1
+    assert of_stand_in
+    return 1e6 * (seconds - sum(of_stand_in))
+
+
 if __name__ == "__main__":
-    found = _both_ways(int(sys.argv[1]))
-    print(json.dumps([[what, by, us] for (what, by), us in found.items()]))
+    if sys.argv[1] == FIRST:
+        print(json.dumps(_first_call()))
+    else:
+        found = _both_ways(int(sys.argv[1]))
+        print(json.dumps([[what, by, us] for (what, by), us in found.items()]))

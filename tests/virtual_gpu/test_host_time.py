@@ -21,3 +21,9 @@ def test_a_launch_takes_no_longer_than_cupys(site: Callable[[Wheel], Path], cubi
     ours, cupys = us[host_time.LAUNCH, host_time.LIBRARY], us[host_time.LAUNCH, host_time.CUPY]
     assert ours <= cupys, us
     assert us[host_time.CALL, host_time.LIBRARY] > ours
+
+
+def test_a_first_call_is_timed(cubins: None) -> None:
+    """In a process of its own, without CuPy."""
+    us = host_time.first_call(repeat=1)
+    assert 500 < us < 1e6  # 7,500; a call that repeats another takes 21

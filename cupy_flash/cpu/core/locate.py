@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import secrets
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,7 +145,7 @@ def load(library: Library) -> ctypes.CDLL:
         manifest.check_bytes(library.path, file.read(), library.sha256)
         # why drawn: a name that glibc has seen is the library that had it, numbers of files return, and a
         # process may hold a second copy of this package.
-        unique = "".join(secrets.choice(("/", "/./")) for _ in range(64))
+        unique = "".join("/./" if byte & 1 else "/" for byte in os.urandom(64))
         opened = f"/proc/self/fd{unique}{file.fileno()}"
         by_descriptor = sys.platform == "linux" and Path(opened).exists()
         return ctypes.CDLL(opened if by_descriptor else str(library.path))
