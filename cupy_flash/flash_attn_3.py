@@ -413,7 +413,7 @@ def flash_attn_with_kvcache(
         As in `flash_attn_func`.
     qv : Tensor, shape (batch, seqlen_q, heads, head_dim_v) or (rows, heads, head_dim_v), optional
         As in `flash_attn_func`, where k_cache begins behind v_cache in each row of one tensor (a cache of
-        latents); not with float8 or rotary_cos, and not in compiled programs.
+        latents); not with float8 or where rotary_cos turns a part of q, and not in compiled programs.
     attention_chunk
         Nothing: anything else raises.
     scheduler_metadata, pack_gqa, sm_margin
@@ -436,10 +436,16 @@ def flash_attn_with_kvcache(
     """
     _refuse(_HINTS, attention_chunk=attention_chunk)
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
-    if qv is not None and (rotary_cos is not None or q.dtype == torch.float8_e4m3fn):
-        what = "rotary_cos" if rotary_cos is not None else "q of float8"
-        hint = "q and k rotated before the call, and no tensor of 8 bits"
-        raise UnsupportedError(f"qv is not taken beside {what}.", hint=hint)
+    if qv is not None and q.dtype == torch.float8_e4m3fn:
+        raise UnsupportedError("qv is not taken beside q of float8.", hint="no tensor of 8 bits")
+    if qv is not None and rotary_cos is not None:
+        check_tensors(rotary_cos=rotary_cos)
+        turned, features = 2 * rotary_cos.shape[-1], q.shape[-1]
+        if turned != features:
+            raise UnsupportedError(
+                f"qv is not taken beside rotary_cos that turns {turned} of {features} features of q.",
+                hint="rotary_cos of head_dim / 2 columns, or q and k rotated before the call",
+            )
     if cache_seqlens is None:
         cache_seqlens = second.full_length(k_cache, k, page_table, "page_table")
     if page_table is not None and cache_batch_idx is not None:
@@ -461,8 +467,9 @@ def flash_attn_with_kvcache(
         q, scales = _wider(q, k_cache, k, scales)
         caches = QuantizedCache(k_cache, scales["k_scale"]), QuantizedCache(v_cache, scales["v_scale"])
     rotary = second.rotary_of(
-        rotary_cos, rotary_sin, first if rotary_seqlens is None else rotary_seqlens, rotary_interleaved
-    )
+        rotary_cos, rotary_sin, first if rotary_seqlens is None else rotary_seqlens, rotary_interleaved,
+        last=qv is not None,
+    )  # fmt: skip
     return attention_with_kv_cache(
         q, *caches, cache_seqlens=cache_seqlens, k=k, v=v, rotary=rotary, cache_leftpad=cache_leftpad,
         block_table=cache_batch_idx if page_table is None else page_table, cu_seqlens_q=cu_seqlens_q,

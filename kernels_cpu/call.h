@@ -75,8 +75,8 @@ struct Call {
     const int32_t* leftpad;        // (batch,), keys of a cache that nobody sees before the first; or null
     int64_t first_batch;           // of the dropout's counter
     int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v;
-    int64_t offset, left, right;    // keeps i + offset - left <= j <= i + offset + right
-    int64_t rotary, positions;      // features that turn; rows of the tables
+    int64_t offset, left, right;                 // keeps i + offset - left <= j <= i + offset + right
+    int64_t rotary, first_rotated, positions;    // features that turn, the first of them; rows of the tables
     uint64_t seed;
     double scale, softcap, dropout_scale;    // softcap: 0 for none; 1 / (1 - dropout)
     uint32_t dropout_threshold;              // random words below it are dropped; 0: no dropout

@@ -205,11 +205,12 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
     }
 }
 
-// Row n of `rotary` features that turn, by the angles of a position.
+// The features of a row that turn, by the angles of a position.
 template <class Real>
 __attribute__((noinline)) void rotate(const Call& p, Real* x, int64_t position, Real* cos_row,
                                       Real* sin_row) {
     int64_t half = p.rotary / 2;
+    x += p.first_rotated;
     const Tensor &c = p.rotary_cos, &s = p.rotary_sin;
     position = least(most(position, 0), p.positions - 1);
     widen(cos_row, c.data, position * c.row, half, c.column, c.type);

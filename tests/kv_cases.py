@@ -13,7 +13,7 @@ import numpy as np
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import testing
-from cupy_flash.testing.kv_cache import rotate
+from cupy_flash.testing.kv_cache import pairs_of, rotate
 from tests.cases import numpy_dtype, pairwise, unusual
 from tests.checks import Device
 from tests.public import over_cache
@@ -37,6 +37,7 @@ class KvCase:
     new: int = 0
     rotary: int = 0
     interleaved: bool = False
+    last: bool = False  # features are rotated
     tables: str = "float32"  # dtype of cos and sin, or "same"
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -120,16 +121,13 @@ class KvCase:
         Rotated in float and in double they would be rounded to different ones, which no error of attention
         is, and of many queries some are there. `new`: keys that each sequence appends.
         """
-        half = self.rotary // 2
-        first, second = slice(0, half), slice(half, self.rotary)
-        if self.interleaved:
-            first, second = slice(0, self.rotary, 2), slice(1, self.rotary, 2)
+        first, second = pairs_of(self.head_dims[0], self.rotary // 2, self.interleaved, self.last)
         cos, sin = (made[f"rotary_{name}"].astype(np.float64) for name in ("cos", "sin"))
         queries = made["q"].swapaxes(1, 2) if self.layout == "bshd" else made["q"]
         for q, before, appended in zip(queries, made["cache_seqlens"], new, strict=True):
             length = self.prefix + int(before) + appended
             positions = np.arange(length - self.queries, length)
-            turned = rotate(q.astype(np.float64), positions, cos, sin, self.interleaved)
+            turned = rotate(q.astype(np.float64), positions, cos, sin, self.interleaved, self.last)
             between = (turned - 2.0**-20).astype(q.dtype) != (turned + 2.0**-20).astype(q.dtype)
             pairs = between[..., first] | between[..., second]
             for part in (first, second):
@@ -138,7 +136,8 @@ class KvCase:
     def options(self) -> dict[str, Any]:
         """The other arguments."""
         names = ("causal", "window", "softcap", "scale", "layout")
-        return {name: getattr(self, name) for name in names} | {"rotary_interleaved": self.interleaved}
+        flags = {"rotary_interleaved": self.interleaved, "rotary_last": self.last}
+        return {name: getattr(self, name) for name in names} | flags
 
     def _arranged(self, x: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         arranged: np.ndarray = x.swapaxes(1, 2) if self.layout == "bshd" else x
@@ -247,6 +246,7 @@ FEATURES: dict[str, Any] = {
     "new": (0, 1, 5),
     "rotary": (0, 32, 64),
     "interleaved": (False, True),
+    "last": (False, True),
     "tables": ("float32", "same"),
     "band": BANDS,
     "softcap": (None, 3.0),

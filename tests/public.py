@@ -51,7 +51,7 @@ def quantized(q: Any, k: Any, v: Any, scales: Mapping[str, Any]) -> list[Any]:
 
 _ROTARY = {
     "rotary_cos": "cos", "rotary_sin": "sin", "rotary_seqlens": "seqlens",
-    "rotary_interleaved": "interleaved", "rotate_cache": "on_read",
+    "rotary_interleaved": "interleaved", "rotate_cache": "on_read", "rotary_last": "last",
 }  # fmt: skip
 _CODES = ("scale", "zero", "block_scale")
 

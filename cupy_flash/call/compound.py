@@ -64,7 +64,7 @@ class Rotary(NamedTuple):
     ----------
     cos, sin : array, shape (positions, rotated / 2)
         Float32 or the dtype of q, a row for each key that a sequence has room for. The first ``rotated``
-        features of q and k are rotated by position.
+        features of q and k are rotated by position, or the last.
     seqlens : array of int32, shape (batch,), optional
         Position at which the first query and the first new key are rotated. Default: keys where they are
         stored, and the last query where the last key is.
@@ -73,6 +73,8 @@ class Rotary(NamedTuple):
     on_read : bool
         The cache holds keys that are not rotated: RoPE is applied when they are read, each by its place, and
         new keys are stored as they come.
+    last : bool
+        The last ``rotated`` features are rotated, not the first: those behind the values of a `LatentCache`.
     """
 
     cos: Any
@@ -80,6 +82,7 @@ class Rotary(NamedTuple):
     seqlens: Any = None
     interleaved: bool = False
     on_read: bool = False
+    last: bool = False
 
 
 class Tuning(NamedTuple):

@@ -86,6 +86,8 @@ class CacheCall(NamedTuple):
         Which features a rotation pairs.
     unrotated : bool
         Keys of the cache are rotated when they are read.
+    rotates_last : bool
+        A rotation turns the last features, not the first.
     splits : int, optional
     longest : int, optional
         Queries of the longest packed sequence, as the caller claims it.
@@ -97,6 +99,7 @@ class CacheCall(NamedTuple):
 
     interleaved: bool = False
     unrotated: bool = False
+    rotates_last: bool = False
     splits: int | None = None
     longest: int | None = None
     most_keys: int | None = None
@@ -105,8 +108,8 @@ class CacheCall(NamedTuple):
 
 # Its fields by the names of the options.
 _OF_CACHE = {
-    "rotary_interleaved": "interleaved", "rotate_cache": "unrotated", "splits": "splits",
-    "max_seqlen_q": "longest", "max_seqlen_k": "most_keys", "single_keys": "single_keys",
+    "rotary_interleaved": "interleaved", "rotate_cache": "unrotated", "rotary_last": "rotates_last",
+    "splits": "splits", "max_seqlen_q": "longest", "max_seqlen_k": "most_keys", "single_keys": "single_keys",
 }  # fmt: skip
 
 

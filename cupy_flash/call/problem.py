@@ -79,7 +79,7 @@ class Cache(NamedTuple):
     rotary : int
         Features that are rotated; 0 for none.
     interleaved : bool
-        Whether rotation pairs features 2i and 2i + 1, not i and i + rotary / 2.
+        Whether rotation pairs features 2i and 2i + 1 of those, not i and i + rotary / 2.
     splits : int or None
         Parts that the keys are cut into, if the caller chose.
     indexed : bool
@@ -96,6 +96,8 @@ class Cache(NamedTuple):
         Of "int4" and "nvfp4".
     latent : bool
         Whether values are the first columns of the keys, in the same memory.
+    first_rotated : int
+        The first feature that is rotated.
     """
 
     dtype: str
@@ -111,6 +113,7 @@ class Cache(NamedTuple):
     unrotated: bool = False
     codes: Codes | None = None
     latent: bool = False
+    first_rotated: int = 0
 
     def summary(self) -> str:
         """A phrase for people."""
@@ -123,7 +126,8 @@ class Cache(NamedTuple):
             self.appended
         )
         words += ["cache_leftpad"] * self.leftpad
-        where = " from rotary.seqlens" * self.turned_from + " on read" * self.unrotated
+        where = " (last)" * bool(self.first_rotated)
+        where += " from rotary.seqlens" * self.turned_from + " on read" * self.unrotated
         words += [f"rotary={self.rotary}{where}"] * bool(self.rotary)
         words += [f"tuning.splits={self.splits}"] * bool(self.splits)
         return ", ".join(words)

@@ -18,6 +18,7 @@ SPELLED = {
     "rotary_seqlens": "rotary.seqlens",
     "rotary_interleaved": "rotary.interleaved",
     "rotate_cache": "rotary.on_read",
+    "rotary_last": "rotary.last",
     "prefix_k": "prefix[0]",
     "prefix_v": "prefix[1]",
     "cache_batch_idx": "block_table",

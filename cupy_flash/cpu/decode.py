@@ -187,11 +187,12 @@ def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: list[int]) -
     cos, sin = arrays["rotary_cos"], arrays["rotary_sin"]
     positions = np.clip(np.array(first)[:, None] + np.arange(x.shape[-2]), 0, len(cos) - 1)
     cos, sin = (part[positions][:, None].astype(acc) for part in (cos, sin))
-    turned = p.cache.rotary
+    begin, turned = p.cache.first_rotated, p.cache.rotary
+    stop, middle = begin + turned, begin + turned // 2
     if p.cache.interleaved:
-        left, right = slice(0, turned, 2), slice(1, turned, 2)
+        left, right = slice(begin, stop, 2), slice(begin + 1, stop, 2)
     else:
-        left, right = slice(0, turned // 2), slice(turned // 2, turned)
+        left, right = slice(begin, middle), slice(middle, stop)
     wide = x.astype(acc)
     result: Array = wide.copy()
     result[..., left] = wide[..., left] * cos - wide[..., right] * sin

@@ -91,7 +91,10 @@ CACHE = np.dtype(
 ROTARY = np.dtype(
     [("cos", _POINTER), ("sin", _POINTER), ("first", _POINTER)]
     + [(name, "<i8") for name in ("cos_row", "cos_column", "sin_row", "sin_column")]
-    + [(name, "<i4") for name in ("positions", "rotated", "interleaved", "table_type", "on_read", "reserved")]
+    + [
+        (name, "<i4")
+        for name in ("positions", "rotated", "interleaved", "table_type", "on_read", "first_rotated")
+    ]
 )
 DECODE = np.dtype(
     [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
@@ -397,7 +400,8 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
         return (0,) * 13
     table_type, first = _BIAS_TYPES[cos.dtype], _address(views, "rotary_seqlens")
     return (Late("rotary_cos"), Late("rotary_sin"), first, *cos.strides, *sin.strides, cos.shape[0],
-            p.cache.rotary, int(p.cache.interleaved), table_type, int(p.cache.unrotated), 0)  # fmt: skip
+            p.cache.rotary, int(p.cache.interleaved), table_type, int(p.cache.unrotated),
+            p.cache.first_rotated)  # fmt: skip
 
 
 def _decode(p: Problem, views: Views, _launch: Launch) -> tuple[Field, ...]:

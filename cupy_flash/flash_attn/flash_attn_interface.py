@@ -68,11 +68,11 @@ def mode_of(deterministic: bool, reproducible: Mode | None) -> Mode | None:
     return reproducible or ("run" if deterministic else None)
 
 
-def rotary_of(cos: Any, sin: Any, seqlens: Any, interleaved: bool) -> Rotary | None:
+def rotary_of(cos: Any, sin: Any, seqlens: Any, interleaved: bool, last: bool = False) -> Rotary | None:
     """Our rotation from theirs; None without tables."""
     if cos is None and sin is None:
         return None
-    return Rotary(cos, sin, seqlens, interleaved)
+    return Rotary(cos, sin, seqlens, interleaved, last=last)
 
 
 def parts_of(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:

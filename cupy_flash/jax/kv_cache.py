@@ -182,6 +182,7 @@ def _over_cache(
     call = call._replace(
         interleaved=flag(call.interleaved, "rotary.interleaved"),
         unrotated=flag(call.unrotated, "rotary.on_read"),
+        rotates_last=flag(call.rotates_last, "rotary.last"),
         longest=None,  # as the packing has it
     )
     cached = Cached(call, asked, look, packing, columns)

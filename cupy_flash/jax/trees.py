@@ -14,8 +14,8 @@ __all__: list[str] = []
 # why: JAX takes every field of a named tuple for an array, and would trace flags and functions.
 
 
-def _arrays_of_rotary(given: Rotary) -> tuple[tuple[Any, ...], tuple[bool, bool]]:
-    return given[:3], (given.interleaved, given.on_read)
+def _arrays_of_rotary(given: Rotary) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+    return given[:3], given[3:]
 
 
 def _arrays_of_function(given: Bound) -> tuple[tuple[Any, ...], Program]:

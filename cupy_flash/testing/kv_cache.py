@@ -58,6 +58,7 @@ def reference_with_kv_cache(
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     rotary_interleaved: bool = False,
+    rotary_last: bool = False,
     k_scale: Any = None,
     v_scale: Any = None,
     k_zero: Any = None,
@@ -73,7 +74,9 @@ def reference_with_kv_cache(
     ----------
     q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, indices, k, v, layout
         As there.
-    rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale
+    rotary_cos, rotary_sin, rotary_interleaved, rotary_last
+        As there cos, sin, interleaved and last of rotary.
+    k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale
         As there.
     **options
         causal, window, scale, softcap, alibi_slopes, sinks, as there.
@@ -111,7 +114,10 @@ def reference_with_kv_cache(
     ]
     turn = None
     if rotary_cos is not None:
-        turn = (np.asarray(rotary_cos, np.float64), np.asarray(rotary_sin, np.float64), rotary_interleaved)
+        turn = (
+            np.asarray(rotary_cos, np.float64), np.asarray(rotary_sin, np.float64), rotary_interleaved,
+            rotary_last,
+        )  # fmt: skip
 
     sequences = []
     o, lse = np.zeros((batch, heads_q, seqlen_q, caches[1].shape[3])), np.zeros((batch, heads_q, seqlen_q))
@@ -334,18 +340,28 @@ def nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     return found
 
 
+def pairs_of(
+    dim: int, half: int, interleaved: bool, last: bool
+) -> tuple[slice[int, int, int | None], slice[int, int, int | None]]:
+    """The first and the second features of the pairs that rotation turns."""
+    begin = dim - 2 * half if last else 0
+    middle, stop = begin + half, begin + 2 * half
+    if interleaved:
+        return slice(begin, stop, 2), slice(begin + 1, stop, 2)
+    return slice(begin, middle), slice(middle, stop)
+
+
 def rotate(
-    x: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool
-) -> np.ndarray:
+    x: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool,
+    last: bool = False,
+) -> np.ndarray:  # fmt: skip
     """Rotate pairs of features of x (heads, rows, head_dim) by the angles of their positions.
 
     Positions outside the tables take the nearest row of them.
     """
     positions = np.clip(positions, 0, len(cos) - 1)
     cos, sin = cos[positions], sin[positions]
-    half = cos.shape[1]
-    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
-    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    first, second = pairs_of(x.shape[-1], cos.shape[1], interleaved, last)
     turned: np.ndarray = x.copy()
     turned[..., first] = x[..., first] * cos - x[..., second] * sin
     turned[..., second] = x[..., second] * cos + x[..., first] * sin
@@ -353,20 +369,22 @@ def rotate(
 
 
 def rotated_queries(
-    q: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool
-) -> tuple[np.ndarray, np.ndarray]:
+    q: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool,
+    last: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Queries (heads, rows, head_dim) rotated and rounded to their dtype, and what is uncertain about each.
 
     Of 16 bits: two products and their sum in float are off by up to three roundings of float, which next to
     the middle of two numbers of the dtype decides between them, and both are right.
     """
-    exact = rotate(q.astype(np.float64), positions, cos, sin, interleaved)
+    exact = rotate(q.astype(np.float64), positions, cos, sin, interleaved, last)
     rounded = exact.astype(q.dtype).astype(np.float64)
     if q.dtype.itemsize != 2:
         return rounded, np.zeros(exact.shape)
     sizes = (np.abs(q.astype(np.float64)), positions, np.abs(cos))
-    size = np.maximum(*(rotate(*sizes, way * np.abs(sin), interleaved) for way in (-1, 1)))
-    slack = 2 * UNIT_ROUNDOFF["float32"] * size
-    slack[..., 2 * cos.shape[1] :] = 0  # features that are not rotated
+    size = np.maximum(*(rotate(*sizes, way * np.abs(sin), interleaved, last) for way in (-1, 1)))
+    slack = np.zeros(exact.shape)  # of features that are not rotated
+    for part in pairs_of(q.shape[-1], cos.shape[1], interleaved, last):
+        slack[..., part] = 2 * UNIT_ROUNDOFF["float32"] * size[..., part]
     either = [np.abs((exact + way * slack).astype(q.dtype).astype(np.float64) - rounded) for way in (-1, 1)]
     return rounded, np.maximum(*either)

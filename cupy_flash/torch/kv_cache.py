@@ -40,10 +40,12 @@ _ARGUMENTS = (
     ),
     Argument("bool", "rotary_interleaved"),
     Argument("bool", "rotate_cache"),
+    Argument("bool", "rotary_last"),
     Argument("bool", "return_lse"),
 )
 _DEFAULTS = {
-    "rotary_interleaved": False, "rotate_cache": False, "causal": False, "layout": "bhsd", "window": None,
+    "rotary_interleaved": False, "rotate_cache": False, "rotary_last": False, "causal": False,
+    "layout": "bhsd", "window": None,
 }  # fmt: skip
 NAMES = ("q", "k_cache", "v_cache", *_ARRAYS, *(argument.name for argument in _ARGUMENTS))
 _TENSORS = ["Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", *(f"Tensor? {name}" for name in _ARRAYS)]

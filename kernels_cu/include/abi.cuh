@@ -232,17 +232,17 @@ struct Cache {
     Units k_units, v_units;    // of 4-bit codes, two of which are an element of k and v
 };
 
-// Rotation of the first `rotated` features by position.
+// Rotation of `rotated` features by position, from first_rotated on.
 struct Rotary {
     const void* cos;    // (positions, rotated / 2), may be null: no rotation
     const void* sin;
     const int32_t* first;    // (batch): positions of the first query and new key; null: where they stand
     int64_t cos_row, cos_column, sin_row, sin_column;    // strides
     int32_t positions, rotated;
-    int32_t interleaved;    // 1: features 2i and 2i + 1 are a pair, 0: i and i + rotated / 2
+    int32_t interleaved;    // 1: of these features 2i and 2i + 1 are a pair, 0: i and i + rotated / 2
     int32_t table_type;     // BiasType of cos and sin
     int32_t on_read;        // 1: keys are stored as they come, and rotated when they are gathered
-    int32_t reserved;
+    int32_t first_rotated;
 };
 
 // What flash_append, flash_gather, flash_decode and flash_combine take.

@@ -76,6 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "new keys": ({"queries": 4, "new": 4}, {"causal": True}),
     "rotation": ({"queries": 2, "new": 2}, {"causal": True, **tables()}),
     "rotation of pairs": ({"new": 1}, {"rotary_interleaved": True, **tables()}),
+    "rotation of the last": ({"queries": 2, "new": 2}, {"rotary_last": True, **tables()}),
     "rotation from elsewhere": (
         {"queries": 2, "new": 2}, {"rotary_seqlens": np.array([5, 0, 9], np.int32), **tables()},
     ),
@@ -177,6 +178,8 @@ INSIDE: dict[str, dict[str, Any]] = {
     "a window": {"window": (30, 4)},
     "a window that ends at the query": {"window": (30, 0)},
     "pairs of neighbours": {"rotary_interleaved": True},
+    "the last features": {"rotary_last": True},
+    "the last pairs of neighbours": {"rotary_last": True, "rotary_interleaved": True},
     "positions of its own": {"rotary_seqlens": np.array([4, 0, 9], np.int32)},
 }
 BEFORE = {"no own keys": [0, 0, 0], "none, few, many": LENGTHS, "all": [1, 2, 4]}
@@ -205,7 +208,9 @@ def test_rotation_of_queries_inside_the_prefix(name: str, new: int, layout: str)
 
 
 @pytest.mark.parametrize("longest", [None, 13])
-@pytest.mark.parametrize("options", [{}, {"window": (None, 3)}, {"rotary_interleaved": True}], ids=", ".join)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (None, 3)}, {"rotary_interleaved": True}, {"rotary_last": True}], ids=", ".join
+)
 def test_rotation_of_packed_queries_inside_the_prefix(options: dict[str, Any], longest: int | None) -> None:
     """Sequences with more queries than keys, with new keys of other numbers, and with none of either."""
     given = arrays() | tables() | options | {"max_seqlen_q": longest}

@@ -283,6 +283,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cos short": (over_cache, {"rotary": Rotary(f(8, 8), f(8, 8))}, "rotary.cos has 8 positions"),
     "rotary seqlens": (over_cache, {"rotary": Rotary(TABLE, TABLE, f(2))}, "rotary.seqlens is (2)"),
     "interleaved": (over_cache, {"rotary": Rotary(TABLE, TABLE, interleaved=1)}, "rotary.interleaved is 1"),  # type: ignore[arg-type]
+    "last": (over_cache, {"rotary": Rotary(TABLE, TABLE, last=1)}, "rotary.last is 1"),  # type: ignore[arg-type]
     "on_read": (over_cache, {"rotary": Rotary(TABLE, TABLE, LENGTHS, on_read=True)}, "rotary.on_read is"),
     "prefix list": (over_cache, {"prefix": ([1], CACHE[0])}, "prefix[0] is a list"),
     "prefix alone": (over_cache, {"prefix": (CACHE[0], None)}, "prefix has no values"),

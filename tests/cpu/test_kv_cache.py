@@ -27,6 +27,8 @@ CASES = [
     KvCase(dtype="float32", kind="paged", page=64, room=4096, lengths=(4096, 77, 2000), head_dims=(8, 24)),
     KvCase(queries=9, lengths=(2, 160, 5), causal=True),  # more queries than keys
     KvCase(head_dims=(31, 7), rotary=6, new=2, dtype="float32"),
+    KvCase(head_dims=(31, 7), rotary=6, new=2, dtype="float32", last=True),
+    KvCase(head_dims=(33, 7), rotary=30, new=70, queries=70, dtype="float64", last=True, interleaved=True),
     KvCase(dtype="float32", heads=(6, 2), lengths=(3000, 700, 255), room=3008, new=1),
     KvCase(dtype="float32", heads=(4, 2), kind="paged", page=64, room=2048, lengths=(2000, 513)),
     # A prompt, and its second half over the first.
@@ -263,6 +265,7 @@ def of_every_option() -> list[tuple[str, dict[str, Any]]]:
         ("rotary", {**tables, "rotary_seqlens": np.zeros(3, np.int32)}),
         ("rotary", {**tables, "rotary_interleaved": True}),
         ("rotary", {**tables, "rotate_cache": True}),
+        ("rotary", {**tables, "rotary_last": True}),
         ("k_cache", int4), ("k_cache", nvfp4),
         ("cu_seqlens_q", rows), ("max_seqlen_q", {**rows, "max_seqlen_q": 1}),
         ("seqused_q", {**rows, "seqused_q": np.ones(3, np.int32)}),

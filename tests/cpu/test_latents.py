@@ -17,25 +17,46 @@ from cupy_flash import (
     Rotary,
     UnsupportedError,
 )
+from cupy_flash.testing.kv_cache import rotate
 from tests.checks import Device
 from tests.kv_cases import KvCase, check
+from tests.public import cached
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
-CASES = [
-    KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), dtype=dtype, **features)
-    for dtype, features in (
-        ("float16", {"kind": "paged", "page": 7, "room": 161, "new": 2}),
-        ("bfloat16", {"queries": 3, "causal": True, "sinks": True, "kind": "indexed"}),
-        ("float32", {"new": 1, "layout": "bshd", "softcap": 3.0}),
-        ("float64", {"kind": "paged", "new": 5, "window": (50, None)}),
-    )
-] + [
-    KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), dtype="bfloat16"),
-    KvCase(latent=True, head_dims=(20, 12), heads=(4, 2), dtype="float32", new=3),
-    KvCase(latent=True, head_dims=(576, 512), heads=(8, 1), stored="int8", scales="bh", kind="paged", new=2),
-    KvCase(latent=True, head_dims=(48, 32), heads=(4, 2), stored="e4m3", dtype="bfloat16", new=3),
-]
+CASES = (
+    [
+        KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), dtype=dtype, **features)
+        for dtype, features in (
+            ("float16", {"kind": "paged", "page": 7, "room": 161, "new": 2}),
+            ("bfloat16", {"queries": 3, "causal": True, "sinks": True, "kind": "indexed"}),
+            ("float32", {"new": 1, "layout": "bshd", "softcap": 3.0}),
+            ("float64", {"kind": "paged", "new": 5, "window": (50, None)}),
+        )
+    ]
+    + [
+        KvCase(latent=True, head_dims=(576, 512), heads=(16, 1), dtype="bfloat16"),
+        KvCase(latent=True, head_dims=(20, 12), heads=(4, 2), dtype="float32", new=3),
+        KvCase(
+            latent=True, head_dims=(576, 512), heads=(8, 1), stored="int8", scales="bh", kind="paged", new=2
+        ),
+        KvCase(latent=True, head_dims=(48, 32), heads=(4, 2), stored="e4m3", dtype="bfloat16", new=3),
+    ]
+    + [
+        KvCase(latent=True, last=True, rotary=rotary, head_dims=dims, heads=(4, 1), **features)
+        for dims, rotary, features in (
+            ((576, 512), 64, {"kind": "paged", "new": 2, "interleaved": True, "dtype": "bfloat16"}),
+            ((47, 21), 26, {"queries": 3, "causal": True, "dtype": "float64"}),
+            (
+                (47, 21),
+                8,
+                {"new": 70, "queries": 70, "interleaved": True, "dtype": "float32", "tables": "same"},
+            ),
+            ((80, 64), 16, {"new": 2, "stored": "int8", "kind": "indexed"}),
+            ((80, 64), 14, {"new": 3, "stored": "e4m3", "interleaved": True, "scales": "bh"}),
+        )
+    ]
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -111,6 +132,55 @@ def test_a_view_says_the_same_in_8_bits() -> None:
     np.testing.assert_allclose(two, 2 * one, rtol=1e-6)
 
 
+TURNED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "from elsewhere": {"rotary_seqlens": np.int32([3, 0])},
+    "pages": {"block_table": np.int32([[3, 0], [1, 2]])},
+    "a prefix": {"prefix_k": np.random.default_rng(2).standard_normal((1, 5, 21))},
+    "on read": {"rotate_cache": True},
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", TURNED)
+def test_rotated_by_the_call_as_before_it(name: str, interleaved: bool) -> None:
+    """The last features of q and of new latents, whose values keep their bits."""
+    rng, options, lengths = np.random.default_rng(1), dict(TURNED[name]), np.int32([7, 4])
+    q, new = rng.standard_normal((2, 4, 3, 21)), rng.standard_normal((2, 1, 2, 21))
+    kv = rng.standard_normal((4, 1, 8, 21) if name == "pages" else (2, 1, 16, 21))
+    new[0, 0, 0, :4] = 5e-324, -0.0, 1e300, -1e-300
+    cos, sin = np.cos(angles := 6 * rng.random((40, 4))), np.sin(angles)
+
+    def turned(x: np.ndarray, first: Any) -> np.ndarray:
+        rows = np.arange(x.shape[2])
+        return np.stack(
+            [rotate(y, n + rows, cos, sin, interleaved, True) for y, n in zip(x, first, strict=True)]
+        )
+
+    before = lengths + 5 * (name == "a prefix")
+    if name == "a prefix":
+        options["prefix_v"] = options["prefix_k"][..., :13]
+    before, first = (options.get("rotary_seqlens", at) for at in (before, before + 2 - 3))
+    asked = {"v_cache": None, "cache_seqlens": lengths, "causal": True, "return_lse": True, **options}
+    latents, rotated = kv.copy(), turned(kv, (0, 0)) if name == "on read" else kv.copy()
+    found = cached(
+        q, LatentCache(latents, 13), k=new, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved,
+        rotary_last=True, **asked,
+    )  # fmt: skip
+    for unused in ("rotary_seqlens", "rotate_cache"):
+        asked.pop(unused, None)
+    wanted = cached(turned(q, first), LatentCache(rotated, 13), k=turned(new, before), **asked)
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    if name == "on read":
+        for b, n in enumerate(lengths):
+            kv[b, :, n : n + 2] = new[b]
+        assert latents.tobytes() == kv.tobytes()
+        return
+    assert latents[..., :13].tobytes() == rotated[..., :13].tobytes()
+    np.testing.assert_allclose(latents, rotated, rtol=1e-12, atol=1e-12)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "v_cache beside it": (lambda q, kv, _: (q, LatentCache(kv, 12), kv[..., :12]), InvalidArgumentsError,
                           "k_cache is a LatentCache, v_cache is an ndarray"),
@@ -141,9 +211,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "rotation of q alone": (
         lambda q, kv, new: (q, LatentCache(kv, 12), None, {"rotary": Rotary(*kv[:, 0, :, :4])}),
         InvalidArgumentsError, "first features of q, and of new latents"),
+    "rotation of values": (
+        lambda q, kv, new: (
+            q, LatentCache(kv, 12), None, {"k": new, "rotary": Rotary(*kv[:, 0, :, :5], last=True)}),
+        InvalidArgumentsError, "last 10 features of new latents, whose first 12 are values too"),
     "rotation of views": (
         lambda q, kv, new: (q, kv, kv[..., :12], {"k": new, "rotary": Rotary(*kv[:, 0, :, :4])}),
-        InvalidArgumentsError, "first 8 features of new latents, which are values too"),
+        InvalidArgumentsError, "first 8 features of new latents, whose first 12 are values too"),
 }  # fmt: skip
 
 

@@ -183,8 +183,8 @@ def test_queries_not_in_use() -> None:
 
 
 @pytest.mark.parametrize("page", [5, 16])
-@pytest.mark.parametrize("rotary", [0, 16])
-def test_ragged_new_keys(page: int, rotary: int) -> None:
+@pytest.mark.parametrize(("rotary", "last"), [(0, False), (16, False), (16, True)])
+def test_ragged_new_keys(page: int, rotary: int, last: bool) -> None:
     """As flash-attn 3's cu_seqlens_k_new: each sequence brings its own number of keys, and of queries."""
     pool, q, cut = Pool(KEYS, page), queries(), offsets(QUERIES)
     added = (40, 9, 1, 2, 0)
@@ -194,7 +194,7 @@ def test_ragged_new_keys(page: int, rotary: int) -> None:
     tables: dict[str, Any] = {}
     if rotary:
         angles = rng.random((160, rotary // 2)) * 6
-        tables = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+        tables = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "rotary_last": last}
     o, lse = cached(
         q, pool.k, pool.v, cache_seqlens=before, block_table=pool.table, k=k, v=v, cu_seqlens_q=cut,
         cu_seqlens_k_new=offsets(added), causal=True, layout="bshd", return_lse=True, **tables,
@@ -215,18 +215,20 @@ def test_ragged_new_keys(page: int, rotary: int) -> None:
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-12)
 
 
-def _turned(x: np.ndarray, positions: np.ndarray, tables: dict[str, np.ndarray]) -> np.ndarray:
+def _turned(x: np.ndarray, positions: np.ndarray, tables: dict[str, Any]) -> np.ndarray:
     rotated: np.ndarray = testing.kv_cache.rotate(
-        x.swapaxes(0, 1), positions, tables["rotary_cos"], tables["rotary_sin"], False
+        x.swapaxes(0, 1), positions, tables["rotary_cos"], tables["rotary_sin"], False, tables["rotary_last"]
     ).swapaxes(0, 1)
     return rotated
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("interleaved", "last"), [(False, False), (True, False), (False, True), (True, True)]
+)
 @pytest.mark.parametrize("lengths", [QUERIES, (1, 2, 0, 1, 2)])
 @pytest.mark.parametrize("page", [5, 16])
 def test_keys_that_are_rotated_when_they_are_read(
-    page: int, lengths: tuple[int, ...], interleaved: bool
+    page: int, lengths: tuple[int, ...], interleaved: bool, last: bool
 ) -> None:
     """As flashinfer's ROPE_LLAMA: what is stored stays as it came, new keys too."""
     angles = np.random.default_rng(6).random((150, 8)) * 6
@@ -237,15 +239,16 @@ def test_keys_that_are_rotated_when_they_are_read(
     before = plain.used - np.array(added, np.int32)
     for b, rows in enumerate(turned.keys):
         rows = testing.kv_cache.rotate(
-            rows.swapaxes(0, 1), np.arange(len(rows)), tables["rotary_cos"], tables["rotary_sin"], interleaved
-        )
+            rows.swapaxes(0, 1), np.arange(len(rows)), tables["rotary_cos"], tables["rotary_sin"],
+            interleaved, last,
+        )  # fmt: skip
         for j, row in enumerate(rows.swapaxes(0, 1)):
             turned.k[turned.table[b, j // page], j % page] = row
     q = queries(lengths)
     given: dict[str, Any] = {
         "cache_seqlens": before, "block_table": plain.table, "k": new_k, "v": new_v, "causal": True,
         "cu_seqlens_q": offsets(lengths), "cu_seqlens_k_new": offsets(added), "layout": "bshd",
-        "rotary_interleaved": interleaved, "return_lse": True, **tables,
+        "rotary_interleaved": interleaved, "rotary_last": last, "return_lse": True, **tables,
     }  # fmt: skip
     wanted = cached(q, turned.k, turned.v, **given)
     kept = plain.k.copy()

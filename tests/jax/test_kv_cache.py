@@ -289,7 +289,9 @@ def test_rotation_of_queries_inside_a_shared_prefix(transform):
         step(q, k_cache, v_cache, k, v, lengths, prefix=tuple(prefix), **short)
 
 
-@pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    "flags", [(False, False), (True, False), (False, True), (False, False, True)], ids=str
+)
 def test_a_rotation_may_be_an_argument(flags):
     given, angles = with_new(), jax.random.normal(jax.random.key(8), (48, 8))
     rotary = Rotary(jnp.cos(angles), jnp.sin(angles), None, *flags)
@@ -553,20 +555,23 @@ def test_donated_pages_are_written_where_they_are():
             np.testing.assert_array_equal(a, b)
 
 
-def test_latents_come_back_as_they_were_given():
+@pytest.mark.parametrize("turns", [False, True])
+def test_latents_come_back_as_they_were_given(turns):
     """Under jit, with a prefix and without; values are seen in the latents, of which there is one buffer."""
     rng = np.random.default_rng(0)
     q, kv, new = (rng.standard_normal(s, np.float32) for s in ((2, 4, 1, 20), (2, 1, 16, 20), (2, 1, 1, 20)))
     prefix = kv[0, :, :5], kv[0, :, :5, :12]
+    angles = 6 * rng.random((21, 4), np.float32)
+    rotary = {"rotary": Rotary(np.cos(angles), np.sin(angles), last=True)} if turns else {}
 
     @partial(jax.jit, static_argnums=2)
     def step(cache, length, has_prefix):
-        more = {"prefix": prefix} if has_prefix else {}
+        more = rotary | ({"prefix": prefix} if has_prefix else {})
         return cf.attention_with_kv_cache(q, LatentCache(cache, 12), cache_seqlens=length, k=new, **more)
 
     for has_prefix in (False, True):
         wanted = kv.copy()
-        more = {"prefix": prefix} if has_prefix else {}
+        more = rotary | ({"prefix": prefix} if has_prefix else {})
         expected = cupy_flash.attention_with_kv_cache(
             q, LatentCache(wanted, 12), cache_seqlens=7, k=new, **more
         )

@@ -143,7 +143,7 @@ def test_over_a_cache(kind):
         options["cu_seqlens_q"] = np.array([0, 1, 6], np.int32)
     if kind == "rotary":
         angles = np.random.default_rng(0).random((48, 8)).astype(np.float32)
-        options["rotary"] = Rotary(np.cos(angles), np.sin(angles), interleaved=True)
+        options["rotary"] = Rotary(np.cos(angles), np.sin(angles), interleaved=True, last=True)
     alone = dict(options)
     if kind == "one length":
         alone["cache_seqlens"] = 21

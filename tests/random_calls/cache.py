@@ -82,8 +82,11 @@ class Cached(KvCase):
         if stored == "int4" and dtype != "float32":
             new = 0  # codes that a call makes stand for no numbers of a short dtype
         prefix = stored == "same" and draw.random() < 0.2
-        turns = dims[0] > 1 and draw.random() < (0.5 if prefix else 0.25)
-        rotary = 2 * draw.randint(1, dims[0] // 2) if turns else 0
+        latent = not prefix and stored not in PARTS and dims[1] < dims[0] and draw.random() < 0.25
+        # of latents the features behind the values
+        turnable = dims[0] - latent * dims[1]
+        turns = turnable > 1 and draw.random() < (0.5 if prefix else 0.25)
+        rotary = 2 * draw.randint(1, turnable // 2) if turns else 0
         # why short ones: of more queries than keys some stand before the first key
         short = min(room, queries)
         lengths = tuple(
@@ -92,7 +95,6 @@ class Cached(KvCase):
         )
         counts = [draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch)]
         tree = bool(not packed and queries <= 17 and new == queries and not rotary and draw.random() < 0.5)
-        latent = not (prefix or rotary) and stored not in PARTS and dims[1] < dims[0] and draw.random() < 0.25
         selects = not (new or prefix or rotary or tree) and draw.random() < 0.25
         often = 0.35 if draw.random() < 0.5 else 0.12
         return cls(
@@ -108,6 +110,7 @@ class Cached(KvCase):
             new=new,
             rotary=rotary,
             interleaved=draw.random() < 0.5,
+            last=latent or draw.random() < 0.5,
             tables=draw.choice(("float32", "same")),
             causal=draw.random() < 0.5,
             window=maybe(draw, 0.3, 1) and (bound(draw, room), bound(draw, room)),
@@ -286,7 +289,7 @@ class Cached(KvCase):
             made["alibi_slopes"] = slopes[b] if slopes.ndim == 2 else slopes
         for name in ("causal", "window", "softcap", "scale"):
             made[name] = getattr(self, name)
-        return made | {"rotary_interleaved": self.interleaved}
+        return made | {"rotary_interleaved": self.interleaved, "rotary_last": self.last}
 
     def _floats(self, arrays: Mapping[str, np.ndarray], x: str) -> np.ndarray:
         """What a cache holds, as floats but for the scales of heads."""
@@ -425,7 +428,7 @@ class Cached(KvCase):
         cos, sin = (arrays[f"rotary_{name}"].astype(np.float64) for name in ("cos", "sin"))
         count = call["q"].shape[2]
         places = self.prefix + int(call["cache_seqlens"][0]) - count + np.arange(count)
-        q, q_error = rotated_queries(call["q"][0], places, cos, sin, self.interleaved)
+        q, q_error = rotated_queries(call["q"][0], places, cos, sin, self.interleaved, self.last)
         return q[None], q_error[None]
 
     def _rows(

@@ -73,7 +73,10 @@ CLASSES = {
     "simple_f64_int8": ("sm_80", KvCase(dtype="float64", stored="int8", scales="bh", new=2)),
     "simple_f64_e4m3": ("sm_70", KvCase(dtype="float64", stored="e4m3", kind="paged", new=2)),
     "simple_wide": ("sm_80", KvCase(head_dims=(264, 64), kind="paged", new=1, rotary=8)),
-    "flash_odd": ("sm_80", KvCase(head_dims=(31, 7), kind="paged", new=2, rotary=6, layout="bshd")),
+    "flash_odd": (
+        "sm_80",
+        KvCase(head_dims=(31, 7), kind="paged", new=2, rotary=6, layout="bshd", last=True, interleaved=True),
+    ),
     "flash_f32_int8": ("sm_80", KvCase(dtype="float32", stored="int8", kind="paged", new=1, sinks=True)),
     "flash_f32_e4m3": ("sm_80", KvCase(dtype="float32", stored="e4m3", scales="bh", new=5, alibi="h")),
 }

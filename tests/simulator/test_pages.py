@@ -70,8 +70,11 @@ def test_ragged_new_keys_and_every_rotation(arch: str) -> None:
         "cu_seqlens_q": cut, "cu_seqlens_k_new": offsets(added), "causal": True, "layout": "bshd",
         "rotary_cos": np.cos(angles).astype(np.float32), "rotary_sin": np.sin(angles).astype(np.float32),
     }  # fmt: skip
-    turns: list[dict[str, Any]] = [{}, {"rotary_seqlens": np.array([3, 50, 0, 100, 7], np.int32)}]
-    for turn in (*turns, {"rotate_cache": True}):
+    turns: list[dict[str, Any]] = [
+        {}, {"rotary_seqlens": np.array([3, 50, 0, 100, 7], np.int32), "rotary_last": True},
+        {"rotate_cache": True}, {"rotate_cache": True, "rotary_last": True, "rotary_interleaved": True},
+    ]  # fmt: skip
+    for turn in turns:
         results = []
         for simulated in (False, True):
             own = {name: np.nan_to_num(getattr(pool, name)) for name in "kv"}

@@ -137,9 +137,8 @@ def test_the_operator_of_caches(layout, return_lse):
     chosen = {**given, "cache_seqlens": LENGTHS, "causal": True, "layout": layout, "return_lse": return_lse}
     names = [argument.name for argument in operator._schema.arguments]
     assert not chosen.keys() - names
-    torch.library.opcheck(
-        operator, tuple({"rotary_interleaved": False, "rotate_cache": False, **chosen}.get(n) for n in names)
-    )
+    flags = ("rotary_interleaved", "rotate_cache", "rotary_last")
+    torch.library.opcheck(operator, tuple({**dict.fromkeys(flags, False), **chosen}.get(n) for n in names))
 
 
 def test_what_a_cache_does_not_take_is_said_in_programs_too():

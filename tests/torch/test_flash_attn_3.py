@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn_3
-from tests.torch.test_flash_attn import expected, rows
+from tests.torch.test_flash_attn import expected, rotated, rows
 
 pytestmark = pytest.mark.torch
 
@@ -72,20 +72,30 @@ def test_queries_that_look_for_values_too():
         torch.testing.assert_close(got, expect)
 
 
-@pytest.mark.parametrize("new", [0, 2])
+@pytest.mark.parametrize(("new", "turns"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("paged", [False, True])
-def test_queries_that_look_for_values_in_a_cache(paged, new):
-    """Which is of latents: keys begin behind the values of a row, and new ones are stored there."""
+def test_queries_that_look_for_values_in_a_cache(paged, new, turns):
+    """Which is of latents: keys begin behind the values of a row, and new ones are stored there.
+
+    Rotated are q and k, not qv and v.
+    """
     made = rows((2, 2, 4, 8), (2, 2, 4, 24), (2, 32, 1, 32), (2, new, 1, 8), (2, new, 1, 24))
     q, qv, latents, k, v = (x.detach().float() for x in made)
-    want = torch.cat((latents[:, :10], torch.cat((v, k), -1)), 1)
+    angles = torch.arange(128.0).view(32, 4)
+    turned_q, turned_k = (
+        rotated(x, angles[10:12].cos(), angles[10:12].sin(), True) if turns else x for x in (q, k)
+    )
+    want = torch.cat((latents[:, :10], torch.cat((v, turned_k), -1)), 1)
     table = {"page_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)} if paged else {}
     v_cache, k_cache = latents.view((4, 16, 1, 32) if paged else latents.shape).split((24, 8), -1)
     o = flash_attn_3.flash_attn_with_kvcache(
-        q, k_cache, v_cache, *((k, v) if new else (None, None)), qv, cache_seqlens=10, causal=True, **table
-    )
-    torch.testing.assert_close(o, expected(torch.cat((qv, q), -1), want, want[..., :24], causal=True)[0])
-    torch.testing.assert_close(latents[:, : 10 + new], want, rtol=0, atol=0)
+        q, k_cache, v_cache, *((k, v) if new else (None, None)), qv,
+        *((angles.cos(), angles.sin()) if turns else (None, None)), cache_seqlens=10, causal=True, **table,
+    )  # fmt: skip
+    whole = torch.cat((qv, turned_q), -1)
+    torch.testing.assert_close(o, expected(whole, want, want[..., :24], causal=True)[0])
+    torch.testing.assert_close(latents[:, : 10 + new], want, rtol=0, atol=1e-6 * turns)
+    assert torch.equal(latents[:, : 10 + new, ..., :24], want[..., :24])
 
 
 def test_packed_heads_side_by_side():
@@ -301,7 +311,12 @@ def test_what_is_not_taken_raises_by_name(call, name, value):
         ),
         "cache": lambda: flash_attn_3.flash_attn_with_kvcache(x, x, x, **{name: value}),
         "rotated": lambda: flash_attn_3.flash_attn_with_kvcache(
-            x, latents[..., 8:], latents[..., :8], rotary_cos=cos, rotary_sin=cos, **{name: value}
+            x,
+            latents[..., 8:],
+            latents[..., :8],
+            rotary_cos=cos[:, :2],
+            rotary_sin=cos[:, :2],
+            **{name: value},
         ),
     }
     with pytest.raises(UnsupportedError, match=f"{name} is not taken"):

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, LatentCache, QuantizedCache, UnsupportedError
+from cupy_flash import InvalidArgumentsError, LatentCache, QuantizedCache, Rotary, UnsupportedError
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts, over_cache
 
 pytestmark = pytest.mark.torch
@@ -212,17 +212,25 @@ def test_what_4_bits_cannot_hold_is_stored_as_from_numpy():
             np.testing.assert_array_equal(made.numpy(), wanted)
 
 
-def test_latents_in_plain_and_compiled_programs():
-    """A new latent is stored where it belongs, and values are seen in it."""
+@pytest.mark.parametrize("turns", [False, True])
+def test_latents_in_plain_and_compiled_programs(turns):
+    """A new latent is stored where it belongs, and values are seen in it; the rest may be rotated."""
     torch.manual_seed(0)
     q, kv, new = torch.randn(2, 4, 1, 20), torch.randn(2, 1, 16, 20), torch.randn(2, 1, 1, 20)
+    quarters = torch.zeros(16, 4), torch.ones(16, 4)  # rotated numbers are exact
+    rotary = Rotary(*quarters, last=True) if turns else None
 
     def step(cache):
-        return cf.attention_with_kv_cache(q, LatentCache(cache, 12), cache_seqlens=7, k=new)
+        return cf.attention_with_kv_cache(q, LatentCache(cache, 12), cache_seqlens=7, k=new, rotary=rotary)
+
+    def turned(x):
+        return torch.cat((x[..., :12], -x[..., 16:], x[..., 12:16]), -1) if turns else x
 
     wanted = kv.clone()
-    wanted[:, :, 7] = new[:, :, 0]
-    expected = torch_sdpa(q, wanted[:, :, :8].expand(2, 4, 8, 20), wanted[:, :, :8, :12].expand(2, 4, 8, 12))
+    wanted[:, :, 7] = turned(new)[:, :, 0]
+    expected = torch_sdpa(
+        turned(q), wanted[:, :, :8].expand(2, 4, 8, 20), wanted[:, :, :8, :12].expand(2, 4, 8, 12)
+    )
     for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         cache = kv.clone()
         torch.testing.assert_close(run(cache), expected)

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 import cupy_flash.torch as cf
-from cupy_flash import LatentCache
+from cupy_flash import LatentCache, Rotary
 from tests.transformers.absorbed import absorbed
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -40,6 +40,7 @@ def test_absorbed_form_is_the_layer():
     """A prompt, then tokens one by one, and two drafts at once."""
     attention, rotary = layer()
     latents, cache, length = torch.zeros(2, 1, 32, RANK + ROPE), DynamicCache(), 0
+    cos, sin = (x[0, :, : ROPE // 2] for x in rotary(latents, torch.arange(32)[None]))
     for tokens in (9, 1, 1, 2):
         hidden = torch.randn(2, tokens, 64)
         rotation = rotary(hidden, torch.arange(length, length + tokens)[None])
@@ -50,9 +51,9 @@ def test_absorbed_form_is_the_layer():
         def attend(q, new, length=length):
             return cf.attention_with_kv_cache(
                 q, LatentCache(latents, RANK), k=new, cache_seqlens=length, causal=True,
-                scale=attention.scaling,
+                rotary=Rotary(cos, sin, interleaved=True, last=True), scale=attention.scaling,
             )  # fmt: skip
 
-        actual = absorbed(attention, hidden, rotation, attend)
+        actual = absorbed(attention, hidden, attend)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         length += tokens

@@ -51,14 +51,16 @@ def test_absorbed_form_is_the_layer():
         mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None].expand(2, -1, -1, -1)
         expected, _ = attention(hidden, rotation, mask, past_key_values=cache)
 
-        def attend(q, new, stop=length + tokens):
+        def attend(q, new, stop=length + tokens, rotation=rotation):
+            turned = deepseek.apply_rotary_pos_emb_interleave(q[..., RANK:], new[..., RANK:], *rotation)
+            q, new = (torch.cat((x[..., :RANK], y), -1) for x, y in zip((q, new), turned, strict=True))
             latents[:, :, stop - q.shape[2] : stop] = new
             return cf.attention_with_kv_cache(
                 q, LatentCache(latents, RANK), cache_seqlens=stop, indices=found[-1], causal=True,
                 scale=attention.scaling,
             )  # fmt: skip
 
-        actual = absorbed(attention, hidden, rotation, attend)
+        actual = absorbed(attention, hidden, attend)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         length += tokens
 

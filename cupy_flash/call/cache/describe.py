@@ -173,10 +173,14 @@ def describe_cache(
     else:
         views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
     rotary = turned_features(raw, sizes)
+    first_rotated = sizes.head_dim - rotary if flag(call.rotates_last, "rotary.last") else 0
     unrotated = flag(call.unrotated, "rotary.on_read")
-    if latent and rotary and "k" in raw and not unrotated:
-        headline = f"rotary turns the first {rotary} features of new latents, which are values too."
-        raise wrong(headline, raw, "rotary=None, and the last features of q and k rotated before the call")
+    if latent and rotary and "k" in raw and not unrotated and first_rotated < sizes.head_dim_v:
+        which = f"{'last' if first_rotated else 'first'} {rotary}"
+        values = sizes.head_dim_v
+        headline = f"rotary turns the {which} features of new latents, whose first {values} are values too."
+        most = sizes.head_dim - values
+        raise wrong(headline, raw, f"cupy_flash.Rotary(cos, sin, last=True), which turns at most {most}")
     if unrotated and (not rotary or "rotary_seqlens" in raw):
         headline = f"rotary.on_read is True {'with rotary.seqlens' if rotary else 'without rotary.cos'}."
         hint = "cupy_flash.Rotary(cos, sin, on_read=True): keys are rotated by their place"
@@ -254,6 +258,7 @@ def describe_cache(
             unrotated,
             codes_of(views, kind) if kind else None,
             latent,
+            first_rotated if rotary else 0,
         ),
     )
     return problem, views

@@ -77,7 +77,9 @@ def _rotation(rotary: Any) -> dict[str, Any]:
         raise InvalidArgumentsError(
             f"rotary is {kind_of(rotary)}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
         )
-    names = ("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved", "rotate_cache")
+    names = (
+        "rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved", "rotate_cache", "rotary_last",
+    )  # fmt: skip
     return dict(zip(names, rotary, strict=True))
 
 
@@ -108,10 +110,10 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
     if options.get("v") is not None:
         raise InvalidArgumentsError("v is given beside a LatentCache.", hint="v=None: k holds its value")
     rotary = options.get("rotary")
-    if rotary is not None and not getattr(rotary, "on_read", False):
+    if isinstance(rotary, Rotary) and not rotary.on_read and not rotary.last:
         raise InvalidArgumentsError(
             "rotary turns the first features of q, and of new latents, which are values too.",
-            hint="rotary=None, and the last features of q and k rotated before the call",
+            hint="rotary._replace(last=True), which turns the last features",
         )
     shape = _shape(x, "latents")
     if not isinstance(columns, (int, np.integer)) or not 0 < columns < (shape[-1] if shape else 0):

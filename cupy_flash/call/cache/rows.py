@@ -96,19 +96,21 @@ class Rows(NamedTuple):
         at = xp.clip(first[self.sequence] + self.row, 0, len(cos) - 1)
         acc = xp.float64 if x.dtype == xp.float64 else xp.float32
         half, wide = cos.shape[1], in_dtype(x, acc)
+        begin = x.shape[-1] - 2 * half if options.get("rotary_last") else 0
+        stop = begin + 2 * half
         if layout == "bshd" or len(x.shape) == 3:
             shape = (*x.shape[:-2], 1, half)
         else:
             shape = (x.shape[0], 1, x.shape[2], half)
         c, s = (in_dtype(table[at], acc).reshape(shape) for table in (cos, sin))
         if options.get("rotary_interleaved"):
-            a, b = wide[..., : 2 * half : 2], wide[..., 1 : 2 * half : 2]
+            a, b = wide[..., begin:stop:2], wide[..., begin + 1 : stop : 2]
         else:
-            a, b = wide[..., :half], wide[..., half : 2 * half]
+            a, b = wide[..., begin : begin + half], wide[..., begin + half : stop]
         turned = [a * c - b * s, b * c + a * s]
         if options.get("rotary_interleaved"):
             turned = [xp.stack(turned, -1).reshape(*wide.shape[:-1], 2 * half)]
-        return in_dtype(xp.concatenate([*turned, wide[..., 2 * half :]], -1), x.dtype)
+        return in_dtype(xp.concatenate([wide[..., :begin], *turned, wide[..., stop:]], -1), x.dtype)
 
 
 def int32_beside(xp: Any, x: Any) -> dict[str, Any]:

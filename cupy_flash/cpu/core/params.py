@@ -25,7 +25,7 @@ __all__ = [
     "Params",
 ]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "codes")
 STOP, NO_MEMORY, OUTSIDE = 1, 2, 3  # of the field state
@@ -70,7 +70,8 @@ CALL = np.dtype(
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
     + [(name, "<u8") for name in ("starts_new", "turned_from", "leftpad")]
     + [(name, "<i8") for name in ("first_batch", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k",
-                                  "head_dim", "head_dim_v", "offset", "left", "right", "rotary", "positions")]
+                                  "head_dim", "head_dim_v", "offset", "left", "right", "rotary",
+                                  "first_rotated", "positions")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
     + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "spans_at_end",
@@ -173,6 +174,7 @@ class Params:
         if p.cache is not None:
             call["slots"] = views["k_cache"].shape[0]
             call["appended"], call["rotary"] = p.cache.appended, p.cache.rotary
+            call["first_rotated"] = p.cache.first_rotated
             call["spans_at_end"] = p.spans is not None
             call["interleaved"], call["rotate_cache"] = p.cache.interleaved, p.cache.unrotated
             call["positions"] = views["rotary_cos"].shape[0] if p.cache.rotary else 0

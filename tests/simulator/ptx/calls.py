@@ -15,6 +15,8 @@ from cupy_flash.device import simulator
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import decode, f16x3, f64, flash, fp8, hopper, simple
+from cupy_flash.testing import reference_with_kv_cache
+from cupy_flash.testing.kv_cache import rotate
 from tests import float8_cases, kv_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
@@ -23,6 +25,7 @@ from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
 from tests.function_cases import FunctionCase
 from tests.kv_cases import KvCase
+from tests.public import cached
 from tests.simulator import (
     test_flash_hessian,
     test_flash_tangent,
@@ -99,6 +102,8 @@ def calls(target: str) -> Iterator[Call]:
         for stored in ("same", "int8", "e4m3") if dtype in ("f32", "f64") else ("same",):
             yield _gathered(dtype, stored, forward)
         yield from (_gathered_codes(dtype, forward, kind) for kind in CODES)
+    if target == "sm_80":  # its kernels ask for no architecture
+        yield _gathered_on_read()
     if target == "sm_90a":
         for dtype in ("f16", "bf16"):
             yield _hopper(dtype)
@@ -439,7 +444,7 @@ def _latents(dtype: str, stored: str) -> Call:
                ("flash_combine.cu", "", dtype)}  # fmt: skip
     case = KvCase(
         dtype=_NUMPY[dtype], stored=stored, latent=True, head_dims=(576, 512), heads=(4, 1),
-        lengths=(37, 300), room=320, kind="paged", new=1, splits=2,
+        lengths=(37, 300), room=320, kind="paged", new=1, splits=2, rotary=64, last=True, interleaved=True,
     )  # fmt: skip
     return Call(f"latents-{dtype}-{stored}", lambda: kv_cases.check(case, _device()), frozenset(kernels))
 
@@ -480,6 +485,23 @@ def _gathered(dtype: str, stored: str, forward: str) -> Call:
             kv_cases.check(case, _device("ieee" if simply else "tf32x3"))
 
     return Call(f"gathered-{dtype}-{stored}", run, frozenset(kernels))
+
+
+def _gathered_on_read() -> Call:
+    """Keys that are rotated as they are gathered, in their last features."""
+    kernels = {("flash_append.cu", "", "f16"), ("flash_gather.cu", "", "f16"),
+               ("flash_forward.cu", "", _products("f16"))}  # fmt: skip
+    case = KvCase(head_dims=(63, 64), new=1, queries=9, rotary=30, last=True, interleaved=True)
+
+    def run() -> None:
+        made, options = case.inputs(), case.options()
+        o = cached(**made, **options, rotate_cache=True)
+        cos, sin = made["rotary_cos"], made["rotary_sin"]
+        turned = rotate(made["k_cache"].astype(float), np.arange(case.room), cos, sin, True, True)
+        exact = reference_with_kv_cache(**made | {"k_cache": turned.astype(np.float16)}, **options)
+        np.testing.assert_allclose(o.astype(float), exact.o, atol=2e-3)
+
+    return Call("gathered-on-read-f16", run, frozenset(kernels))
 
 
 def _decode_codes(dtype: str, kind: str) -> Call:
