@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.parallel import positions
 from tests.paths import ROOT
 from tests.torch.processes import in_processes
 
@@ -93,6 +94,7 @@ def process(rank, ranks):
     check_decode(rank, ranks)
     check_buffers(mesh)
     check_refusals(mesh, own)
+    check_mistakes_of_one(mesh, rank)
 
 
 def code_of(name):
@@ -169,6 +171,15 @@ def check_buffers(mesh):
     assert torch.equal(x, whole)
     assert torch.equal(y, same)
     assert torch.equal(united, whole)
+    # Views of the same memory are cut each by itself, and are views again.
+    tokens = torch.arange(34).reshape(2, 17)
+    kept, views = tokens.clone(), [tokens[:, :-1], tokens[:, 1:]]
+    mine = torch.from_numpy(positions(mesh.get_local_rank(), mesh.size(), 16, causal=True))
+    with cf.context_parallel(mesh, buffers=views, buffer_seq_dims=[1, 1]):
+        for shift, x in enumerate(views):
+            assert torch.equal(x, kept[:, shift + mine])
+    assert torch.equal(tokens, kept)
+    assert [x.data_ptr() for x in views] == [tokens.data_ptr() + n * tokens.itemsize for n in (0, 1)]
     # Attention that is not causal sees all keys, in whatever order.
     for seqlen in (16, 13, 3):
         q = torch.randn(1, 4, seqlen, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -214,6 +225,44 @@ def check_refusals(mesh, own):
         for name, given in (("attn_mask", torch.ones(4, 4, dtype=torch.bool)), ("dropout_p", 0.1)):
             with pytest.raises(UnsupportedError, match=f"{name} is not supported inside of context_parallel"):
                 functional.scaled_dot_product_attention(q, q, q, **{name: given})
+
+
+def check_mistakes_of_one(mesh, rank):
+    """All are told what one process refuses or does otherwise, and the mesh works afterwards."""
+    odd = rank == 1
+
+    @contextlib.contextmanager
+    def told(error, own, others):
+        with pytest.raises(error if odd else InvalidArgumentsError, match=own if odd else others):
+            yield
+        with cf.context_parallel(mesh):
+            functional.scaled_dot_product_attention(q, q, q)
+
+    def enter(x, seq_dim):
+        with cf.context_parallel(mesh, buffers=[x], buffer_seq_dims=[seq_dim]):
+            pass
+
+    q, x = torch.zeros(1, 1, 4, 8), torch.zeros(1, 16)
+    with told(InvalidArgumentsError, "no axis 2", r"process 1  buffers\[0\] has shape"):
+        enter(x, 2 if odd else 1)
+    different = "make different calls: "
+    with told(InvalidArgumentsError, different + "rows of buffers", different + "rows of buffers"):
+        enter(x[:, :8] if odd else x, 1)
+    assert x.shape == (1, 16)
+    mask = torch.ones(4, 4, dtype=torch.bool) if odd else None
+    with cf.context_parallel(mesh), told(UnsupportedError, "attn_mask is not", "process 1  attn_mask is not"):
+        functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    for wrong in (q.half(), q[:, :0], q.expand(2, 1, 4, 8), q.transpose(1, 3)):
+        parts = [wrong if odd else q]
+        with told(InvalidArgumentsError, different + r"buffers\[0\]", different + r"buffers\[0\]"):
+            cf.context_parallel_unshard(mesh, parts, [2])
+    some = dist.DeviceMesh("cpu", [0, 1])
+    if rank > 1:
+        outside = pytest.raises(InvalidArgumentsError, match=f"process {rank} is not in the mesh")
+        with outside:
+            cf.context_parallel_unshard(some, [x], [1])
+        with outside, cf.context_parallel(some):
+            pass
 
 
 def test_a_model_trained_in_parts(tmp_path):
