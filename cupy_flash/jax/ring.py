@@ -16,6 +16,7 @@ from ..call.given import Options, split
 from ..call.masks import Band, resolve_band
 from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
+from ..errors import InvalidArgumentsError
 from ..merge import united
 from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
@@ -433,7 +434,14 @@ def ring_attention(
     causal = flag(options.pop("causal", False), "causal")
     plan = {"schedule": schedule, "parts": parts, "seqlen": seqlen}
     check_schedule({**options, **plan}, packed=cu_seqlens is not None)
-    ranks, packed, longest = int(jax.lax.psum(1, axis_name)), None, None
+    try:
+        ranks = int(jax.lax.psum(1, axis_name))
+    except NameError as error:
+        raise InvalidArgumentsError(
+            f"axis_name is {axis_name!r}, which is no axis here.",
+            hint="the call inside of jax.shard_map, with the name of an axis of its mesh",
+        ) from error
+    packed, longest = None, None
     given = {"q": q, "k": k, "v": v}
     if cu_seqlens is not None:
         options["layout"] = "bshd"

@@ -84,6 +84,7 @@ class _Call:
             for name, x in arrays.items()
             if x is not None
         }
+        self.terms["dlse"] = "given" if "dlse" in self.there else "none"  # it travels
         if cut is None:
             operands, values = split(self.how)
             operands |= {name: x.whole for name, x in self.there.items()}

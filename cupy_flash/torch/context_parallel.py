@@ -12,10 +12,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ..call.options import RingOptions, defaults
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import positions, schedules
-from .ring import ring_attention
+from .ring import agreement_of, attend
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -58,7 +59,8 @@ def context_parallel(
     Raises
     ------
     InvalidArgumentsError
-        The mesh has several dimensions, or a buffer cannot be cut; before any is changed.
+        The mesh has several dimensions, a buffer cannot be cut, or those of other processes have other
+        lengths; before any is changed.
     UnsupportedError
         A call inside has a mask or dropout.
 
@@ -66,34 +68,26 @@ def context_parallel(
     -----
     Query, key and value of every call inside are parts, those of cross attention too. A gradient of a
     parameter is this process's share, as in data parallelism: sum or average it over the mesh. The backward
-    pass may run after the context.
+    pass may run after the context where autograd keeps no buffer for it; it keeps labels for cross entropy
+    and tables for products, and torch refuses it then.
     """
-    schedules.check({"schedule": schedule}, packed=False)
     group, rank, ranks = _group_of(mesh)
-    lengths = [x.shape[dim] for x, dim in _pairs(buffers, buffer_seq_dims)]
-    uneven: dict[str, Any] = {}
-    if any(n % (2 * ranks) for n in lengths):
-        uneven = {"seqlen": lengths[0], "parts": "zigzag"}
-    if uneven and len({*lengths}) > 1:
-        several = " and ".join(map(str, sorted({*lengths})))
-        raise InvalidArgumentsError(
-            f"buffers have {several} rows, not all multiples of {2 * ranks}.",
-            hint="buffers of one length, or padding to such multiples",
-        )
-    places = [_rows(x, n, rank, ranks) for x, n in zip(buffers, lengths, strict=True)]
-    for number, x in enumerate(buffers):
-        if x.requires_grad:
-            raise InvalidArgumentsError(
-                f"buffers[{number}] requires grad, and is changed in place.",
-                hint="inputs and tables of the model; parameters stay whole in every process",
-            )
-    kept = [x for x in no_restore_buffers if not any(x is other for other in buffers)]
-    if kept:
-        raise InvalidArgumentsError(
-            "no_restore_buffers has a tensor that is not among buffers.", hint="the same tensors in both"
-        )
+    agreement = agreement_of(group, torch.device(mesh.device_type))
+    with agreement.refusals():
+        schedules.check({"schedule": schedule}, packed=False)
+        lengths = [x.shape[dim] for x, dim in _pairs(buffers, buffer_seq_dims)]
+        uneven: dict[str, Any] = {}
+        if any(n % (2 * ranks) for n in lengths):
+            uneven = {"seqlen": lengths[0], "parts": "zigzag"}
+        _refuse(buffers, no_restore_buffers, {*lengths} if uneven else set(), ranks)
+        whole = [x.detach() for x in buffers]
+        cut = [
+            x.index_select(dim, _rows(x, n, rank, ranks))
+            for x, dim, n in zip(whole, buffer_seq_dims, lengths, strict=True)
+        ]
+    agreement.reach({"schedule": schedule, "rows of buffers": lengths})
 
-    def attend(
+    def instead(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -103,36 +97,38 @@ def context_parallel(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        refused = {
-            "attn_mask": "attn_mask=None and is_causal=True; or ring_attention, which takes masks",
-            "dropout_p": "dropout_p=0.0",
-        }
-        for name, given in (("attn_mask", attn_mask is not None), ("dropout_p", dropout_p)):
-            if given:
-                raise UnsupportedError(
-                    f"{name} is not supported inside of context_parallel.", hint=refused[name]
+        def check() -> None:
+            refused = {
+                "attn_mask": "attn_mask=None and is_causal=True; or ring_attention, which takes masks",
+                "dropout_p": "dropout_p=0.0",
+            }
+            for name, given in (("attn_mask", attn_mask is not None), ("dropout_p", dropout_p)):
+                if given:
+                    raise UnsupportedError(
+                        f"{name} is not supported inside of context_parallel.", hint=refused[name]
+                    )
+            if not enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
+                raise InvalidArgumentsError(
+                    f"query has {query.shape[-3]} heads, key {key.shape[-3]}.", hint="enable_gqa=True"
                 )
-        if not enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
-            raise InvalidArgumentsError(
-                f"query has {query.shape[-3]} heads, key {key.shape[-3]}.", hint="enable_gqa=True"
-            )
-        o: Tensor = ring_attention(
-            query, key, value, group=group, causal=is_causal, scale=scale, schedule=schedule, **uneven
-        )
+
+        given = {"causal": is_causal, "scale": scale, "schedule": schedule, **uneven}
+        every = {**defaults(RingOptions), **given}
+        o: Tensor
+        o, _ = attend(query, key, value, group, None, None, False, every, check)
         return o
 
     functional: Any = torch.nn.functional
     before = functional.scaled_dot_product_attention
-    whole = [None if any(x is y for y in no_restore_buffers) else x.detach().clone() for x in buffers]
     try:
-        for x, dim, rows in zip(buffers, buffer_seq_dims, places, strict=True):
-            _become(x, x.detach().index_select(dim, rows))
-        functional.scaled_dot_product_attention = attend
+        for x, part in zip(buffers, cut, strict=True):
+            _become(x, part)
+        functional.scaled_dot_product_attention = instead
         yield
     finally:
         functional.scaled_dot_product_attention = before
         for x, original in zip(buffers, whole, strict=True):
-            if original is not None:
+            if not any(x is y for y in no_restore_buffers):
                 _become(x, original)
 
 
@@ -156,11 +152,18 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
     Raises
     ------
     InvalidArgumentsError
-        As in `context_parallel`.
+        As in `context_parallel`; also parts that do not fit together.
     """
     group, _, ranks = _group_of(mesh)
+    agreement = agreement_of(group, torch.device(mesh.device_type))
+    with agreement.refusals():
+        pairs, terms = _pairs(buffers, seq_dims), {}
+        for number, (x, dim) in enumerate(pairs):
+            shape = [*x.shape[:dim], "rows", *x.shape[dim:][1:]]
+            terms[f"buffers[{number}]"] = f"{x.dtype} ({', '.join(map(str, shape))})"
+    agreement.reach(terms)
     found = []
-    for x, dim in _pairs(buffers, seq_dims):
+    for x, dim in pairs:
         rows = x.new_tensor([x.shape[dim]], dtype=torch.int64)
         everyones = [torch.empty_like(rows) for _ in range(ranks)]
         dist.all_gather(everyones, rows, group=group)
@@ -189,7 +192,33 @@ def _group_of(mesh: Any) -> tuple[Any, int, int]:
             f"mesh has {mesh.ndim} dimensions, and a sequence is cut along one.",
             hint=f'a slice of it, mesh["{names[-1]}"]',
         )
+    if mesh.get_coordinate() is None:
+        raise InvalidArgumentsError(
+            f"process {dist.get_rank()} is not in the mesh.",
+            hint="the call in the processes of the mesh only",
+        )
     return mesh.get_group(), mesh.get_local_rank(), mesh.size()
+
+
+def _refuse(
+    buffers: Sequence[Tensor], no_restore_buffers: Collection[Tensor], uneven: set[int], ranks: int
+) -> None:
+    """Refuse buffers that cannot be cut; uneven: their lengths, if one does not divide."""
+    if len(uneven) > 1:
+        raise InvalidArgumentsError(
+            f"buffers have {' and '.join(map(str, sorted(uneven)))} rows, not all multiples of {2 * ranks}.",
+            hint="buffers of one length, or padding to such multiples",
+        )
+    for number, x in enumerate(buffers):
+        if x.requires_grad:
+            raise InvalidArgumentsError(
+                f"buffers[{number}] requires grad, and is changed in place.",
+                hint="inputs and tables of the model; parameters stay whole in every process",
+            )
+    if any(not any(x is other for other in buffers) for x in no_restore_buffers):
+        raise InvalidArgumentsError(
+            "no_restore_buffers has a tensor that is not among buffers.", hint="the same tensors in both"
+        )
 
 
 def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[tuple[Tensor, int]]:
@@ -216,6 +245,9 @@ def _rows(x: Tensor, length: int, rank: int, ranks: int) -> Tensor:
 
 @torch.no_grad()
 def _become(x: Tensor, other: Tensor) -> None:
-    """Give a tensor another shape and content, in place, so that all who have it see them."""
-    x.resize_(other.shape)
-    x.copy_(other)
+    """Let a tensor have the shape and memory of another, for all who hold it.
+
+    why not written into its own memory: others may be views of that, as inputs and labels are of the same
+    tokens.
+    """
+    x.set_(other)  # type: ignore[call-overload]

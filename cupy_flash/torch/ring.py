@@ -25,7 +25,7 @@ from .ops import first_derivative_only, in_forward_mode
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ring_attention"]
+__all__ = ["agreement_of", "attend", "ring_attention"]
 
 
 class _History:
@@ -95,6 +95,11 @@ class _Link:
         return torch.from_numpy(rows).to(like.device)
 
 
+def agreement_of(group: Any, device: torch.device) -> Agreement:
+    """The comparison of a call that sends messages of its own."""
+    return _Link(group, device, None).agreement
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -108,30 +113,34 @@ class _Ring(torch.autograd.Function):
         causal: bool,
         options: dict[str, Any],
         cut: Any,
+        return_lse: bool,
     ) -> tuple[Any, Any]:
         with_sinks = {**options, "sinks": sinks}
         arrays, terms = {"q": q, "k": k, "v": v}, {"gradients of": recorded}
         o, lse = schedules.forward(Asked(link, arrays, causal, with_sinks, cut, terms))
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.rest = link, recorded, causal, options, cut
+        ctx.rest = link, recorded, causal, options, cut, return_lse
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-        link, recorded, causal, options, cut = ctx.rest
-        q, k, v, sinks, o, lse = saved = ctx.saved_tensors
-        # why even without a gradient: the other processes wait for this one's keys.
-        do = torch.zeros_like(o) if do is None else do
+        link, recorded, causal, options, cut, return_lse = ctx.rest
+        link = link.returning()
+        with link.agreement.refusals():  # memory may be short here too
+            q, k, v, sinks, o, lse = saved = ctx.saved_tensors
+            # why even without gradients: the other processes wait for this one's keys, and exchange dlse.
+            do = torch.zeros_like(o) if do is None else do
+            dlse = torch.zeros_like(lse) if dlse is None and return_lse else dlse
         if options["reproducible"] is None and torch.are_deterministic_algorithms_enabled():
             options = {**options, "reproducible": "run"}
         with torch.no_grad():
             with_sinks = {**options, "sinks": sinks}
             wanted = "k" in recorded, "v" in recorded
             arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-            grads = schedules.backward(Asked(link.returning(), arrays, causal, with_sinks, cut), wanted)
+            grads = schedules.backward(Asked(link, arrays, causal, with_sinks, cut), wanted)
         firsts = (*grads[:3], grads.dsinks)
-        return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 5
+        return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 6
 
 
 def _group(group: Any) -> Any:
@@ -163,8 +172,18 @@ def _refuse(every: dict[str, Any], packed: bool) -> None:
     refuse_lost_gradients(**{name: x for name, x in every.items() if name != "sinks"})
 
 
-def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every: dict[str, Any]) -> Any:
-    """O and LSE."""
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    group: Any,
+    agreement: Any,
+    cut: Any,
+    return_lse: bool,
+    every: dict[str, Any],
+    check: Callable[[], None] | None = None,
+) -> Any:
+    """O and LSE; check: what else this process may refuse, of which the others are told."""
     if not (agreement is None or one_of(agreement, ("call", "signature", "never"))):
         raise InvalidArgumentsError(
             f"agreement is {agreement!r}.", hint='agreement="call", "signature", "never" or None'
@@ -173,6 +192,8 @@ def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every:
     causal, sinks = every.pop("causal"), every.pop("sinks")
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     with link.agreement.refusals():
+        if check is not None:
+            check()
         _refuse(every, cut is not None)
         check_tensors(("q", "k", "v"), **named, alibi_slopes=every["alibi_slopes"])
         if torch._C._are_functorch_transforms_active():
@@ -187,18 +208,18 @@ def _attend(q: Any, k: Any, v: Any, group: Any, agreement: Any, cut: Any, every:
     recorded = [name for name, x in named.items() if x is not None and x.requires_grad]
     if not torch.is_grad_enabled():
         recorded = []
-    return _Ring.apply(q, k, v, sinks, link, recorded, causal, every, cut)
+    return _Ring.apply(q, k, v, sinks, link, recorded, causal, every, cut, return_lse)
 
 
-def _attend_uncompiled(*call: Any) -> Any:
+def attend(*call: Any) -> Any:
     """The same out of sight of torch.compile, which would take the messages for a part of its program."""
     dynamo = sys.modules.get("torch._dynamo")
     # why twice: torch's compiler, which breaks its program to come here, would go on inside.
     return (_attend if dynamo is None else dynamo.disable(_attend))(*call)
 
 
-_attend_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
-_attend_uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+attend._torchdynamo_disable = True  # type: ignore[attr-defined]
+attend._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "ring_attention sends messages between its steps, and is not part of a compiled program: fullgraph=False"
 )
 
@@ -260,5 +281,5 @@ def ring_attention(
         )
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    o, lse = _attend_uncompiled(q, k, v, group, agreement, cu_seqlens, every)
+    o, lse = attend(q, k, v, group, agreement, cu_seqlens, return_lse, every)
     return (o, lse) if return_lse else o

@@ -457,6 +457,25 @@ def test_processes_with_other_schedules_are_told():
     in_threads(2, call)
 
 
+def test_gradients_of_lse_travel_from_all_or_none():
+    """Only in an all-to-all: in the other schedules those of this process's rows stay here."""
+
+    def call(comm):
+        q = np.ones((1, 2, 4, 8), np.float32)
+        dlse = np.ones((1, 2, 4), np.float32) if comm.rank else None
+
+        def gradients(schedule):
+            ring_attention_backward(q, q, q, q, q, q[..., 0], comm, dlse=dlse, schedule=schedule)
+
+        with pytest.raises(InvalidArgumentsError, match="make different calls: dlse"):
+            gradients("alltoall")
+        assert comm.sent == 0
+        for schedule in ("ring", "allgather"):
+            gradients(schedule)
+
+    in_threads(2, call)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize(("module", "at"), [(alltoall, 0), (allgather, 0), (allgather, 1)])

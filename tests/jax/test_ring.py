@@ -89,6 +89,19 @@ def test_parts_that_cannot_be_halved_are_refused(mesh):
         jax.jit(ring)(*qkv(seqlen=12))
 
 
+def test_what_is_no_axis_is_refused(mesh):
+    cut = jax.sharding.PartitionSpec(None, None, "rows")
+    words = r"axis_name is 'rows', which is no axis here\.\nTry: the call inside"
+    with pytest.raises(InvalidArgumentsError, match=words):
+        cf.ring_attention(*qkv(), "rows")  # outside of a shard_map
+    for wrong in ("columns", mesh):
+        ring = jax.shard_map(
+            partial(cf.ring_attention, axis_name=wrong), mesh=mesh, in_specs=cut, out_specs=cut
+        )
+        with pytest.raises(InvalidArgumentsError, match="which is no axis here"):
+            ring(*qkv())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_packed_sequences(mesh, schedule, causal):

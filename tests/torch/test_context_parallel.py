@@ -1,6 +1,8 @@
 """A model in context_parallel: trained in parts it is the model that one process trains."""
 
 import contextlib
+import dataclasses
+import os
 import re
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn import functional
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.parallel import positions
 from tests.paths import ROOT
 from tests.torch.processes import in_processes
 
@@ -87,10 +90,11 @@ def process(rank, ranks):
             for ours, theirs in zip(trained(steps, seqlen, mesh, schedule), wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
             assert functional.scaled_dot_product_attention is own
-    check_sharded(code_of("sharded")["sharded"])
+    check_sharded()
     check_decode(rank, ranks)
     check_buffers(mesh)
     check_refusals(mesh, own)
+    check_mistakes_of_one(mesh, rank)
 
 
 def code_of(name):
@@ -102,28 +106,39 @@ def code_of(name):
     return defined
 
 
-def check_sharded(sharded):
+def check_sharded():
     """Weights sharded over all processes, sequences over two of them, as the page has it."""
-    step, seqlen = code_of("sharded_step")["sharded_step"], 16
-    torch.manual_seed(1)
-    batches = torch.randint(WORDS, (5, 4, seqlen + 1))
-    alone, model = (Model(seqlen).double() for _ in range(2))
-    model.load_state_dict(alone.state_dict())
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    for tokens in batches:
-        loss = functional.cross_entropy(alone(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    before = [x.detach().clone() for x in model.parameters()]
+    sharded, step = code_of("sharded")["sharded"], code_of("sharded_step")["sharded_step"]
+    model, alone = (Model(16).double() for _ in range(2))
+    batches = train_alone(alone, model)
     cp, share = sharded(model, 2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for tokens in batches:
         own = tokens[2 * share : 2 * share + 2]
         step(model, optimizer, own[:, :-1].clone(), own[:, 1:].clone(), cp)
-    for x, wanted, first in zip(model.parameters(), alone.parameters(), before, strict=True):
-        torch.testing.assert_close(x.full_tensor(), wanted, rtol=0, atol=1e-9)
-        assert not torch.equal(wanted, first)
+    check_parameters(model, alone)
+
+
+def train_alone(alone, model, make_optimizer=torch.optim.AdamW, lr=0.01):
+    """Give a model the weights of another, train it in this process, and return the tokens."""
+    batches = torch.randint(WORDS, (3, 4, 17), generator=torch.Generator().manual_seed(1))
+    alone.load_state_dict(model.state_dict())
+    optimizer = make_optimizer(alone.parameters(), lr=lr)
+    for tokens in batches:
+        result = alone(tokens[:, :-1])
+        logits = getattr(result, "logits", result)  # those of transformers
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for x, first in zip(alone.parameters(), model.parameters(), strict=True):
+        assert (x - first).abs().max() > 1e-3
+    return batches
+
+
+def check_parameters(model, alone, tolerance=1e-9):
+    for x, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(x.full_tensor(), wanted, rtol=0, atol=tolerance)
 
 
 def check_decode(rank, ranks):
@@ -156,6 +171,15 @@ def check_buffers(mesh):
     assert torch.equal(x, whole)
     assert torch.equal(y, same)
     assert torch.equal(united, whole)
+    # Views of the same memory are cut each by itself, and are views again.
+    tokens = torch.arange(34).reshape(2, 17)
+    kept, views = tokens.clone(), [tokens[:, :-1], tokens[:, 1:]]
+    mine = torch.from_numpy(positions(mesh.get_local_rank(), mesh.size(), 16, causal=True))
+    with cf.context_parallel(mesh, buffers=views, buffer_seq_dims=[1, 1]):
+        for shift, x in enumerate(views):
+            assert torch.equal(x, kept[:, shift + mine])
+    assert torch.equal(tokens, kept)
+    assert [x.data_ptr() for x in views] == [tokens.data_ptr() + n * tokens.itemsize for n in (0, 1)]
     # Attention that is not causal sees all keys, in whatever order.
     for seqlen in (16, 13, 3):
         q = torch.randn(1, 4, seqlen, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -203,14 +227,132 @@ def check_refusals(mesh, own):
                 functional.scaled_dot_product_attention(q, q, q, **{name: given})
 
 
+def check_mistakes_of_one(mesh, rank):
+    """All are told what one process refuses or does otherwise, and the mesh works afterwards."""
+    odd = rank == 1
+
+    @contextlib.contextmanager
+    def told(error, own, others):
+        with pytest.raises(error if odd else InvalidArgumentsError, match=own if odd else others):
+            yield
+        with cf.context_parallel(mesh):
+            functional.scaled_dot_product_attention(q, q, q)
+
+    def enter(x, seq_dim):
+        with cf.context_parallel(mesh, buffers=[x], buffer_seq_dims=[seq_dim]):
+            pass
+
+    q, x = torch.zeros(1, 1, 4, 8), torch.zeros(1, 16)
+    with told(InvalidArgumentsError, "no axis 2", r"process 1  buffers\[0\] has shape"):
+        enter(x, 2 if odd else 1)
+    different = "make different calls: "
+    with told(InvalidArgumentsError, different + "rows of buffers", different + "rows of buffers"):
+        enter(x[:, :8] if odd else x, 1)
+    assert x.shape == (1, 16)
+    mask = torch.ones(4, 4, dtype=torch.bool) if odd else None
+    with cf.context_parallel(mesh), told(UnsupportedError, "attn_mask is not", "process 1  attn_mask is not"):
+        functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    for wrong in (q.half(), q[:, :0], q.expand(2, 1, 4, 8), q.transpose(1, 3)):
+        parts = [wrong if odd else q]
+        with told(InvalidArgumentsError, different + r"buffers\[0\]", different + r"buffers\[0\]"):
+            cf.context_parallel_unshard(mesh, parts, [2])
+    some = dist.DeviceMesh("cpu", [0, 1])
+    if rank > 1:
+        outside = pytest.raises(InvalidArgumentsError, match=f"process {rank} is not in the mesh")
+        with outside:
+            cf.context_parallel_unshard(some, [x], [1])
+        with outside, cf.context_parallel(some):
+            pass
+
+
 def test_a_model_trained_in_parts(tmp_path):
     in_processes(4, process, tmp_path, seconds=120)
 
 
 def process_of_accelerate(rank, ranks):
-    check_sharded(code_of("on_its_mesh")["on_its_mesh"])
+    """A Llama and its tokens go through accelerate, as the page has it."""
+    import accelerate
+    import transformers
+
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {name: str(x) for name, x in {**names, "OMP_NUM_THREADS": 1}.items()}
+    # why: it refuses context parallelism where there are no GPUs. Tensors stay on the CPU.
+    accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model, alone = (transformers.LlamaForCausalLM(config).double() for _ in range(2))
+    batches, page = train_alone(alone, model), code_of("accelerated_step")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(batches.flatten(0, 1), batch_size=2)
+    accelerator, model, optimizer, loader = page["prepared"](model, optimizer, loader, 2, 2)
+    for tokens in loader:
+        page["accelerated_step"](accelerator, model, optimizer, tokens)
+    check_parameters(model, alone)
 
 
-def test_the_mesh_of_accelerate(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+def test_a_model_of_accelerate(tmp_path):
+    for package in ("accelerate", "transformers"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
     in_processes(4, process_of_accelerate, tmp_path, seconds=120)
+
+
+def process_of_torchtitan(rank, ranks):
+    """A Llama that torchtitan cuts and shards, with the attention of the page."""
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import llama3_configs, parallelize_llama
+
+    config = llama3_configs["debugmodel"](attn_backend="flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=16)
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    alone = config.build()
+    model = code_of("in_parts")["in_parts"](config).build()
+    torch.manual_seed(0)
+    for one in (alone, model):
+        one.init_states()
+    batches = train_alone(alone, model, torch.optim.SGD, lr=1.0)
+    parallelism = ParallelismConfig(context_parallel_degree=ranks, spmd_backend="partial_dtensor")
+    parallel_dims.device_type = "cpu"  # it takes "cuda" where there is no GPU
+    dims = parallel_dims.ParallelDims.from_config(parallelism, ranks)
+    dims.build_mesh()
+    parallelize_llama(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    optimizer, cpu = torch.optim.SGD(model.parameters(), lr=1.0), torch.device("cpu")
+    for tokens in batches:
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        more = {"positions": torch.arange(16).repeat(len(tokens), 1)}
+        cut = prepare_context_parallel_input(inputs, labels, more, dims.get_mesh("cp"), cpu)
+        logits = model(cut[0], **cut[2]).flatten(0, 1)
+        loss = functional.cross_entropy(logits, cut[1].flatten(), reduction="sum")
+        optimizer.zero_grad()
+        (loss / labels.numel()).backward()  # torchtitan adds gradients up
+        optimizer.step()
+    check_parameters(model, alone, 1e-6)
+
+
+def test_a_model_of_torchtitan(tmp_path):
+    for package in ("torchtitan", "triton"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
+    in_processes(2, process_of_torchtitan, tmp_path, seconds=120)

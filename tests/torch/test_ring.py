@@ -251,6 +251,40 @@ def check_what_is_sent(rank, ranks):
         assert [x.grad is not None for x in (q, k, v)] == [x in asked for x in "qkv"]
 
 
+def check_memory_of_what_was_saved(rank, ranks):
+    """One has too little to get back what it saved, such as from another device; all are told."""
+
+    def get_back(x):
+        if rank == 1:
+            raise MemoryError("as if there were too little")
+        return x
+
+    q = torch.ones(1, 2, 4, 8, requires_grad=True)
+    for schedule in ("ring", "alltoall", "allgather"):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, get_back):
+            o = cf.ring_attention(q, q, q, schedule=schedule)
+        told = pytest.raises(InvalidArgumentsError, match="process 1  as if there were")
+        with pytest.raises(MemoryError) if rank == 1 else told:
+            o.sum().backward()
+        check_part(rank, ranks, causal=True)
+
+
+def check_lse_that_one_loss_has(rank, ranks):
+    """The loss of the others has no gradient of it, which an all-to-all would send."""
+    whole = torch.randn(
+        1, ranks, 4 * ranks, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
+    mine = slice(4 * rank, 4 * rank + 4)
+    x = whole.clone().requires_grad_()
+    o, lse = cf.attention(x, x, x, return_lse=True)
+    (wanted,) = torch.autograd.grad(o.sin().sum() + lse[:, :, :4].cos().sum(), x)
+    for schedule in ("ring", "alltoall", "allgather"):
+        x = whole[:, :, mine].clone().requires_grad_()
+        o, lse = cf.ring_attention(x, x, x, schedule=schedule, return_lse=True)
+        loss = o.sin().sum() + (0 if rank else lse.cos().sum())
+        torch.testing.assert_close(torch.autograd.grad(loss, x)[0], wanted[:, :, mine])
+
+
 def check_retries(rank, ranks):
     """Memory is short on both at different steps; both try again, and the result is right."""
     whole = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -276,6 +310,8 @@ def process(rank, ranks):
         check_disagreement(rank, ranks)
         check_when_calls_are_compared(rank, ranks)
         check_seeds(rank, ranks)
+        check_memory_of_what_was_saved(rank, ranks)
+        check_lse_that_one_loss_has(rank, ranks)
     q = torch.ones(1, 1, 6, 8, requires_grad=True)
     if ranks == 4:  # two rings of two
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
