@@ -203,6 +203,14 @@ def in_context(
             return torch.nn.functional.scaled_dot_product_attention(Q, k, k, **given)
 
 
+def outside_of_the_mesh():
+    """A mesh of process 1 in process 0."""
+    with one_process():
+        mesh = dist.DeviceMesh("cpu", [1], _init_backend=False)
+        with cf.context_parallel(mesh, buffers=(), buffer_seq_dims=()):
+            pass
+
+
 def ring_in_a_transform():
     with one_process():
         return torch.func.grad(lambda q: cf.ring_attention(q, K, V).sum())(Q)
@@ -521,6 +529,7 @@ CASES = {
     ),
     "context: no mesh": (in_context, {"mesh": None}, 0, [in_context]),
     "context: dimensions": (in_context, {"shape": (1, 1)}, 0, [in_context]),
+    "context: outside": (outside_of_the_mesh, {}, 0, [in_context]),
     "context: requires grad": (
         in_context,
         {"buffers": [torch.ones(2, requires_grad=True)], "buffer_seq_dims": [0]},
