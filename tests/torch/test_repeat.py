@@ -37,6 +37,10 @@ def qkv(*, heads=(4, 2), lengths=(5, 9), dtype=torch.float32, seed=0, layout="bh
     return [torch.randn(shape, generator=rng).to(dtype) for shape in shapes]
 
 
+def over_cache(q, k, v):
+    return cf.attention_with_kv_cache(q, k, v, cache_seqlens=9)
+
+
 def same(given, wanted):
     pairs = zip(given, wanted, strict=True) if isinstance(wanted, tuple) else [(given, wanted)]
     return all(torch.equal(x, y) and x.dtype == y.dtype and x.stride() == y.stride() for x, y in pairs)
@@ -145,6 +149,19 @@ def test_other_kinds_go_the_whole_way(name, whole):
     cf.attention(q, k, v)
     assert same(cf.attention(*given, **options), wanted)
     assert len(whole) == 1 + ("mask" not in options or isinstance(options["mask"], torch.Tensor))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize("function", [cf.attention, cf.scaled_dot_product_attention, over_cache])
+def test_a_strided_nested_tensor_is_refused_after_others(function, position):
+    """torch's guards would end the process: they ask for strides, which it has not."""
+    tensors = qkv(heads=(4, 4), lengths=(9, 9))
+    for _ in range(3):
+        function(*tensors)
+    tensors[position] = torch.nested.nested_tensor([torch.ones(4, 5, 8), torch.ones(4, 9, 8)])
+    with pytest.raises(InvalidArgumentsError, match="is a nested tensor"):
+        function(*tensors)
 
 
 def test_gradients_are_recorded_after_a_call_without(whole):

@@ -95,6 +95,8 @@ API int virtual_gpu_devices(const int* capabilities, int count) {
         d.base = static_cast<char*>(
             mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
         if (d.base == MAP_FAILED) return false;
+        // why: each access of the host opens and closes all of it, page by page.
+        madvise(d.base, kBytes, MADV_HUGEPAGE);
         d.free[d.base] = d.bytes;
         d.legacy = new Stream{i, true};
         d.peers.resize(size_t(count));
