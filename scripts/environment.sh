@@ -15,6 +15,7 @@ environment() {
     # The stamp is the pyproject.toml that was installed: a change in it installs again.
     if ! cmp -s "$root/pyproject.toml" "$stamp"; then
         echo "installing cupy_flash[$extra] into .venv" >&2
+        # why no bytecode: pip makes that of every file, and a program that of what it imports.
         "$python" -m pip install --quiet --disable-pip-version-check --no-compile --editable "$root[$extra]"
         cp "$root/pyproject.toml" "$stamp"
     fi

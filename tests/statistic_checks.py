@@ -76,7 +76,7 @@ def check_packed(device: Device, dtype: str, *, known: bool) -> None:
     cut_q, cut_k = np.array([0, 5, 5, 75, 82], np.int32), np.array([0, 9, 13, 150, 153], np.int32)
     q, k = (rng.standard_normal(shape).astype(dtype) for shape in ((84, 4, 16), (156, 2, 16)))
     used = np.array([8, 4, 130, 3], np.int32)
-    options: dict[str, Any] = {"causal": True, "align": "bottom_right", "window": (40, 0)}
+    options: dict[str, Any] = {"causal": True, "align": "bottom_right", "window": (41, 0)}
     packing = device.arrays({"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k, "seqused_k": used})
     queries, keys = device.array(q), device.array(k)
     lse = None
