@@ -12,7 +12,8 @@ the formulas to first order, with u the unit roundoff:
 - Rounding of P and dS to the input dtype (16-bit and TF32 only) and of O and the gradients to
   their dtype is independent per element: u / sqrt(6) times the size, added in squares (uniform
   within the last place, which is u to 2 u of the size; the mean square over that is u^2 / 6).
-- Rounding of O enters delta = rowsum(dO * O), and shifts a whole row of dS.
+- Rounding of O enters delta = rowsum(dO * O), and shifts a whole row of dS. Rows with the same delta round
+  alike (one-hot inputs have many): in a gradient that sums over rows, their errors add up, not their squares.
 - Weights of 8-bit inputs are rounded to e4m3 where tensor cores multiply them (precision "e4m3"):
   the same with u = 2^-4, and 2^-18 of a row's largest weight where they are too small for it. The
   row sum and LSE are of the weights before that.
@@ -23,7 +24,9 @@ the formulas to first order, with u the unit roundoff:
   magnitude below what a wrong mask or scale does.
 
 For the maximum the floor is 4 sigma; for the RMS over n rows it is (1 + 3 / sqrt(n)) sigma,
-because the errors within a row share the errors of its probabilities.
+because the errors within a row share the errors of its probabilities. n counts rows by their share
+of the variance, (sum of it)^2 / sum of its squares: rows of zeros do not count. Rows with the same
+log-sum-exp or delta are not independent either: n is at most the number of different ones.
 """
 
 from __future__ import annotations
@@ -171,7 +174,7 @@ def error_budget(
     naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, result=result, **options)
     sigma = _sigmas(q, k, v, do, dlse, precision, result.name, Options(**options), q_error)
     return [
-        _compare(name, value, exact[name], getattr(naive, name), sigma[name])
+        _compare(name, value, exact[name], getattr(naive, name), *sigma[name])
         if exact[name] is not None
         else Verdict(name, "there should be none")
         for name, value in given.items()
@@ -200,7 +203,7 @@ def assert_within_budget(actual: Mapping[str, Any] | Any, q: Any, k: Any, v: Any
 
 
 def _compare(
-    name: str, actual: np.ndarray, exact: np.ndarray, naive: np.ndarray, sigma: np.ndarray
+    name: str, actual: np.ndarray, exact: np.ndarray, naive: np.ndarray, sigma: np.ndarray, most_rows: int
 ) -> Verdict:
     """Compare one tensor, special values first."""
     if actual.shape != exact.shape:
@@ -221,7 +224,10 @@ def _compare(
     yardstick = np.subtract(naive, exact, where=finite, out=np.zeros(exact.shape))
     yardstick = np.abs(np.where(np.isfinite(yardstick), yardstick, 0.0))
     sigma = np.where(finite, sigma, 0.0)
-    rows = max(1, exact.size // (exact.shape[-1] if name in ("o", "dq", "dk", "dv") else 1))
+    variance = np.square(sigma / (sigma.max() or 1.0))
+    if name in ("o", "dq", "dk", "dv"):
+        variance = variance.sum(-1)
+    rows = max(1.0, min(most_rows, float(variance.sum() ** 2 / (np.square(variance).sum() or 1.0))))
     at = tuple(int(n) for n in np.unravel_index(np.argmax(error), exact.shape))
     return Verdict(
         name,
@@ -234,6 +240,14 @@ def _compare(
         naive_largest=float(yardstick.max()),
         naive_rms=_rms(yardstick),
     )
+
+
+def _alike(x: np.ndarray) -> tuple[int, np.ndarray]:
+    """Return how many numbers differ, and of each how often it is there."""
+    with np.errstate(over="ignore"):
+        single = x.astype(np.float32)  # why: equal sums differ in FP64 by the order of their terms
+    different, which, counts = np.unique(single, return_inverse=True, return_counts=True)
+    return len(different), counts[which].reshape(x.shape)
 
 
 def _rms(x: np.ndarray) -> float:
@@ -250,8 +264,8 @@ def _sigmas(
     dtype: str,
     chosen: Options,
     q_error: Any = None,
-) -> dict[str, np.ndarray]:
-    """Return the standard deviation of a correct result of this dtype, per element of each tensor.
+) -> dict[str, tuple[np.ndarray, int]]:
+    """Return a correct result's standard deviation per element, and how many rows err independently at most.
 
     Names: a ``*_walk`` is an absolute bound, added linearly; a ``*_square`` a variance.
     """
@@ -296,6 +310,7 @@ def _sigmas(
             changed, steep = reference.function(chosen, f.capped)
             score_walk = score_walk * np.abs(steep) + acc * ROUNDINGS_PER_SCORE * np.abs(changed)
     score_walk = np.where(f.keep & np.isfinite(score_walk), score_walk, 0.0)
+    different_rows, _ = _alike(f.lse)
     lse_finite = np.where(np.isfinite(f.lse), f.lse, 0.0)[..., None]
     lse_walk = (f.p * score_walk).sum(-1, keepdims=True)
     lse_walk = lse_walk + acc * (np.abs(lse_finite) + depth_keys)
@@ -308,8 +323,8 @@ def _sigmas(
     o_walk = (weights_walk + acc * depth_keys * weights + tiny * f.keep + lost_walk) @ absolute_v
     o_sigma = total(o_walk, o_square)
     sigma = {
-        "o": reference.restore(o_sigma, rank, layout),
-        "lse": reference.restore_rows(lse_walk[..., 0], rank),
+        "o": (reference.restore(o_sigma, rank, layout), different_rows),
+        "lse": (reference.restore_rows(lse_walk[..., 0], rank), different_rows),
     }
     if do is None:
         return sigma
@@ -318,11 +333,13 @@ def _sigmas(
     do4 = reference.canonical(do, layout).astype(np.float64)
     dp = (do4 @ turned(f.v)) * f.dropout
     delta = (do4 * f.o).sum(-1, keepdims=True)
+    different_deltas, copies = _alike(delta)
     delta_size = (np.abs(do4) * np.abs(f.o)).sum(-1, keepdims=True)
     if dlse is not None:
         rows = reference.canonical_rows(dlse).astype(np.float64)[..., None]
         delta, delta_size = delta - rows, delta_size + np.abs(rows)
     delta_sigma = np.sqrt((do4**2 * o_sigma**2).sum(-1, keepdims=True)) + acc * depth_v * delta_size
+    summed_delta_sigma = delta_sigma * np.sqrt(copies)
     ds = f.p * (dp - delta)
     dp_walk = acc * depth_v * (np.abs(do4) @ turned(absolute_v)) * f.dropout
     dp_walk += operand * np.sqrt((do4**2) @ turned(f.v**2)) * f.dropout
@@ -341,7 +358,7 @@ def _sigmas(
     dq_square = (stored**2 * raw**2) @ f.k**2 + (delta_sigma * (row_share @ f.k)) ** 2
     dq_square = scale**2 * dq_square + rounded(f.scale * raw @ f.k)
     dq_walk = scale * (raw_walk + acc * depth_keys * np.abs(raw)) @ absolute_k
-    dk_square = turned(stored**2 * raw**2 + (row_share * delta_sigma) ** 2) @ f.q**2
+    dk_square = turned(stored**2 * raw**2 + (row_share * summed_delta_sigma) ** 2) @ f.q**2
     dk_walk = scale * turned(raw_walk + acc * depth_rows * np.abs(raw)) @ absolute_q
     dv_square = stored**2 * turned(weights**2) @ do4**2
     dv_walk = turned(weights_walk + acc * depth_rows * weights + tiny * f.keep) @ np.abs(do4)
@@ -350,25 +367,26 @@ def _sigmas(
         walk, square, result = (reference.sum_groups(x, f.group) for x in (walk, square, result))
         return reference.restore(total(walk, square + rounded(result)), rank, layout)
 
-    sigma["dq"] = reference.restore(total(dq_walk, dq_square), rank, layout)
-    sigma["dk"] = grouped(dk_walk, scale**2 * dk_square, f.scale * turned(raw) @ f.q)
-    sigma["dv"] = grouped(dv_walk, dv_square, turned(weights) @ do4)
+    sigma["dq"] = reference.restore(total(dq_walk, dq_square), rank, layout), different_rows
+    sigma["dk"] = grouped(dk_walk, scale**2 * dk_square, f.scale * turned(raw) @ f.q), different_deltas
+    sigma["dv"] = grouped(dv_walk, dv_square, turned(weights) @ do4), different_rows
     if chosen.bias is not None:
         shape = np.shape(chosen.bias)
         unit = UNIT_ROUNDOFF[np.asarray(chosen.bias).dtype.name]
         padded = (1,) * (4 - len(shape)) + shape
         depth = np.sqrt(ds.size / max(1, np.prod(padded))) + ROUNDINGS_PER_SCORE
         walk = reference.sum_to_shape(ds_walk + acc * depth * np.abs(ds), shape)
-        shared = f.p * delta_sigma  # one error per row: linear along keys, in squares over rows
+        shared = f.p * summed_delta_sigma  # one error per row: linear along keys, in squares over rows
         along_keys = shared.sum(-1, keepdims=True) if padded[-1] == 1 else shared
         square = reference.sum_to_shape(along_keys**2, shape)
         square = square + stored**2 * reference.sum_to_shape(ds**2, shape)
         square = square + rounded(reference.sum_to_shape(ds, shape), unit)
-        sigma["dbias"] = total(walk, square)
+        sigma["dbias"] = total(walk, square), different_deltas
     if chosen.sinks is not None:
         axes = (0, 2, 3)
         p_sink_walk = f.p_sink * (lse_walk + acc * ROUNDINGS_PER_SCORE)
         depth = np.sqrt(f.q.shape[0] * f.q.shape[2])
         walk = p_sink_walk * np.abs(delta) + acc * depth * f.p_sink * np.abs(delta)
-        sigma["dsinks"] = total(walk.sum(axes), ((f.p_sink * delta_sigma) ** 2).sum(axes))
+        square = ((f.p_sink * summed_delta_sigma) ** 2).sum(axes)
+        sigma["dsinks"] = total(walk.sum(axes), square), different_deltas
     return sigma

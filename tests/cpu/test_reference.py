@@ -291,6 +291,26 @@ def test_sequential_float32_sums_stay_within_the_budget() -> None:
     testing.assert_within_budget({"o": o / total, "lse": lse}, q, k, v)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "length", "head_dims"), [("float16", 15, (1, 5)), ("bfloat16", 17, (63, 96))], ids=str
+)
+def test_rows_that_round_alike_stay_within_the_budget(dtype: str, length: int, head_dims: Any) -> None:
+    """Of one-hot rows each has the same O in another order, so that delta errs the same way in every row."""
+    case = Case(dtype=dtype, heads=(3, 1), lengths=(length, length), head_dims=head_dims, values="onehot")
+    given = case.inputs()
+    q, k, v, do = (given[name] for name in ("q", "k", "v", "do"))
+    exact = testing.reference.forward(q, k, v, testing.Options())
+    weights = np.exp(exact.capped - exact.capped.max(-1, keepdims=True))
+    o = weights.astype(q.dtype).astype(float) @ exact.v / weights.sum(-1, keepdims=True)
+    o = o.astype(q.dtype)
+    do4 = do.astype(float)
+    ds = exact.p * (do4 @ exact.v.swapaxes(-1, -2) - (do4 * o.astype(float)).sum(-1, keepdims=True))
+    dq, dk = exact.scale * ds @ exact.k, exact.scale * ds.swapaxes(-1, -2) @ exact.q
+    dk = testing.reference.sum_groups(dk, exact.group)
+    result = {"o": o, "dq": dq.astype(q.dtype), "dk": dk.astype(q.dtype)}
+    testing.assert_within_budget(result, q, k, v, do=do)
+
+
 def test_lower_precision_exceeds_the_budget() -> None:
     """float32 computed with TF32 products, and float64 computed in float32, are noticed."""
     case = Case(lengths=(64, 64), head_dims=(64, 64))

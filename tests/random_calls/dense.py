@@ -397,7 +397,7 @@ def _drawn(draw: random.Random, dtypes: tuple[str, ...], large: float = 0.06) ->
         "style": style(draw),
         "holes": draw.random() < 0.2,
         "without_sinks": draw.random() < 0.2,
-        # why few keys: the budget takes errors of rows for random ones, not for the same in every row
+        # why few keys: the budget takes sums of many equal terms for random walks, and each step errs alike
         "values": draw.choice(("normal", "onehot")) if max(lengths) <= 70 else "normal",
         "spans": maybe(draw, often / 2, 1) and (
             draw.random() < 0.5, draw.randint(1, 2), draw.choice(("", "h", "b1", "bh", "1h"))),
@@ -406,8 +406,8 @@ def _drawn(draw: random.Random, dtypes: tuple[str, ...], large: float = 0.06) ->
         **band(draw, lengths),
     }  # fmt: skip
     made |= affordable(made["batch"], made["heads"], lengths)
-    # why: one-hot rows have one o, rounded alike in 16 bits, and these gradients add its error up over rows
-    if made["dtype"] in ("float16", "bfloat16") and (made["sinks"] or "q" not in (made["bias"] or "q")):
+    # why: one-hot rows have nearly one o, rounded alike in 16 bits, and dsinks adds its error up over rows
+    if made["dtype"] in ("float16", "bfloat16") and made["sinks"]:
         made["values"] = "normal"
     if 0 in lengths:
         made["blocks"] = None  # what makes random blocks has none to choose from
