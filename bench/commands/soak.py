@@ -8,6 +8,7 @@ threads compute, each with a stream of its own.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import random
 import secrets
@@ -19,8 +20,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from cupy_flash import InvalidArgumentsError, UnsupportedError
+from tests.random_calls.cache import Cached
 from tests.random_calls.dense import Dense
 from tests.random_calls.memory import OnDevice
+from tests.random_calls.trial import KINDS, SHARES
 
 from ..machine import place as places
 from ..machine.blas import one_thread
@@ -72,13 +76,22 @@ def dtypes_of(library: str) -> tuple[str, ...]:
 class Soak:
     """Threads that check problems until the time, the count or somebody's patience ends."""
 
-    def __init__(self, place: Any, seed: int, minutes: float, count: int | None) -> None:
+    def __init__(
+        self,
+        place: Any,
+        seed: int,
+        minutes: float,
+        count: int | None = None,
+        dtypes: tuple[str, ...] = (),
+        kinds: tuple[str, ...] = (),
+    ) -> None:
         self.place, self.seed = place, seed
         self.end = time.monotonic() + 60 * minutes
         self.left = count
-        self.done, self.failures = 0, []  # type: tuple[int, list[str]]
+        self.done, self.refused, self.failures = 0, 0, []  # type: tuple[int, int, list[str]]
         self._lock = threading.Lock()
-        self.dtypes = dtypes_of(place.library)
+        self.dtypes = dtypes or dtypes_of(place.library)
+        self.kinds = kinds or tuple(SHARES)
 
     def _take(self) -> bool:
         with self._lock:
@@ -88,19 +101,38 @@ class Soak:
                 self.left -= 1
             return True
 
+    def draw(self, random_: random.Random) -> Any:
+        """A call that a GPU may have."""
+        kind = random_.choices(self.kinds, [SHARES[name] for name in self.kinds])[0]
+        call = KINDS[kind].draw(random_, self.dtypes)
+        changed: dict[str, Any] = {}
+        if isinstance(call, Dense):
+            # Gradients need finite keys there, and a function of scores would be compiled first.
+            changed = {"holes": False, "function": None}
+            if call.bias_dtype not in dtypes_of(self.place.library):
+                changed["bias_dtype"] = None
+        if isinstance(call, Cached) and call.stored == "e4m3" and self.place.library == "cupy":
+            changed = {"stored": "int8"}  # CuPy has no 8-bit floats
+        return dataclasses.replace(call, **changed)
+
     def work(self, thread: int) -> None:
-        draw = random.Random(1_000_003 * thread + self.seed)
+        random_ = random.Random(1_000_003 * thread + self.seed)
         with _stream(self.place):
             while self._take():
-                case = Dense.draw_plain(draw, self.dtypes)
+                call, refused, report = self.draw(random_), 0, ""
                 try:
-                    case.check(OnDevice(self.place, case.dtype))
+                    memory = OnDevice(self.place, call.dtype)
+                    call.check(memory)
+                    memory.check()
+                except (InvalidArgumentsError, UnsupportedError):
+                    refused = 1
                 except Exception:  # why any: each is a finding
-                    report = f"{case}\n{traceback.format_exc(limit=-3)}"
-                    with self._lock:
-                        self.failures.append(report)
+                    report = f"{call!r}\n{traceback.format_exc(limit=-3)}"
                 with self._lock:
                     self.done += 1
+                    self.refused += refused
+                    if report:
+                        self.failures.append(report)
 
     def run(self, threads: int) -> None:
         workers = [threading.Thread(target=self.work, args=(n,), daemon=True) for n in range(threads)]
@@ -125,7 +157,8 @@ def _stream(place: Any) -> Iterator[None]:
 def on_gpu(chosen: argparse.Namespace, seed: int, place: Any) -> int:
     """Draw and check in several threads."""
     with one_thread():
-        soak, start = Soak(place, seed, chosen.minutes, chosen.count), time.monotonic()
+        some = tuple(chosen.dtype or ()), tuple(chosen.call or ())
+        soak, start = Soak(place, seed, chosen.minutes, chosen.count, *some), time.monotonic()
         held: list[int] = []
         ticker = threading.Thread(target=_watch, args=(soak, chosen.minutes, held), daemon=True)
         ticker.start()
@@ -135,8 +168,8 @@ def on_gpu(chosen: argparse.Namespace, seed: int, place: Any) -> int:
         print(failure, file=sys.stderr)
     minutes = (time.monotonic() - start) / 60
     print(
-        f"soak on {place.gpu or 'CPU'}: {soak.done} problems in {minutes:.1f} minutes on "
-        f"{chosen.threads} threads, {len(soak.failures)} failed; memory grew by {grown / 1e6:.1f} MB"
+        f"soak on {place.gpu or 'CPU'}: {soak.done} calls in {minutes:.1f} minutes, "
+        f"{soak.refused} refused, {len(soak.failures)} wrong; memory grew by {grown / 1e6:.1f} MB"
     )
     if grown > GROWTH_ALLOWED:
         print(f"memory is not flat: more than {GROWTH_ALLOWED / 1e6:.0f} MB")

@@ -245,7 +245,7 @@ class Cached(KvCase):
             given["v_cache"] = given["k_cache"][..., : self.head_dims[1]]
         o, lse = cached(**given | latents, **options, return_lse=True)
         results = numpy_of({"o": o, "lse": lse})
-        after = host | {n: np.array(given[n]) for n in changes}
+        after = host | {n: np.array(testing.to_numpy(given[n])) for n in changes}
         with one_thread():
             if self.new:
                 self._compare_stored(host, after)

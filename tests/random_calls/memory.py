@@ -150,19 +150,32 @@ def _new_result(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 class OnDevice:
-    """Arrays on a GPU, by a place of the benchmarks."""
+    """Arrays on a GPU, by a place of the benchmarks; CuPy's as views into buffers of NaN."""
 
     def __init__(self, place: Any, dtype: str) -> None:
         self._place = place
         self.precision = "tf32x3" if dtype == "float32" else None
+        self._guarded: list[tuple[str, testing.Guarded, bool]] = []
 
-    def put(self, _: str, x: Any, __: str = "contiguous") -> Any:
-        """An input."""
-        return self._place.put(np.ascontiguousarray(x))
+    def put(self, name: str, x: Any, style: str = "contiguous", *, changes: bool = False) -> Any:
+        """An input; one that changes is written by the call."""
+        if style == "contiguous" or self._place.library != "cupy":  # torch has no negative strides
+            return self._place.put(np.ascontiguousarray(x))
+        guarded = testing.hostile(x, style=style, xp=self._place.cupy)
+        self._guarded.append((name, guarded, changes))
+        return guarded.view
 
     def synchronize(self) -> None:
         """Wait for what is computed."""
         self._place.synchronize()
+
+    def check(self) -> None:
+        """Fail if an input has changed, or anything beside what a call writes."""
+        for name, guarded, changes in self._guarded:
+            try:
+                guarded.check_guards() if changes else guarded.check_untouched()
+            except AssertionError as error:
+                raise AssertionError(f"{error} ({name})") from error
 
 
 def numpy_of(named: Mapping[str, Any]) -> dict[str, Any]:

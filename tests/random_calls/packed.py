@@ -186,7 +186,9 @@ class Packed:
         found = {"o": o, "lse": lse, **back._asdict()}
         arrays, how = self._in_a_batch(host)
         with one_thread():
-            testing.assert_within_budget(self._results(host, found), **arrays, **how)
+            testing.assert_within_budget(
+                self._results(host, found), precision=memory.precision, **arrays, **how
+            )
         return None
 
     def _check_second(
