@@ -170,7 +170,9 @@ class Program:
         views = {**views, **plan.workspace_views()}
         self._kernels = tuple(kernels)
         self._parts = tuple((part.name, part.offset) for part in plan.workspace)
-        self._zeroed = tuple((p.offset, p.nbytes) for p in plan.workspace if p.name in plan.zeroed)
+        # Packed sequences that are all empty launch nothing, and then there is nothing to clear.
+        zeroed = plan.zeroed if kernels else ()
+        self._zeroed = tuple((p.offset, p.nbytes) for p in plan.workspace if p.name in zeroed)
         # Launches of one plan that take the same struct see the same views.
         structs: dict[str, Params] = {}
         steps = []

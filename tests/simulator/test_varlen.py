@@ -102,3 +102,21 @@ def test_keys_not_in_use_are_not_there(deterministic: bool, device: Device) -> N
         i, j = slice(cu_q[b], cu_q[b + 1]), kept[cu_used[b] : cu_used[b + 1]]
         results = {"o": o[i], "lse": lse[:, i], "dq": grads.dq[i], "dk": grads.dk[j], "dv": grads.dv[j]}
         testing.assert_within_budget(results, q[i], k[j], v[j], do=do[i], layout="bshd", **options)
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 4), (4, 0)], ids=str)
+def test_rows_of_no_sequence_are_nobodys(lengths: tuple[int, int], device: Device) -> None:
+    """Arrays have more rows than sequences, which may all be empty."""
+    q = k = np.ones((9, 2, HEAD_DIMS["causal"]), np.float16)
+    cuts = [offsets((n,)) for n in lengths]
+    longest = {"max_seqlen_q": lengths[0], "max_seqlen_k": lengths[1]}
+    o, lse = cupy_flash.attention_varlen(q, k, k, *cuts, return_lse=True, **longest)
+    gradients = cupy_flash.attention_varlen_backward(o, q, k, k, o, lse, *cuts, **longest)
+    for x in (
+        o[: lengths[0]],
+        gradients.dq[: lengths[0]],
+        gradients.dk[: lengths[1]],
+        gradients.dv[: lengths[1]],
+    ):
+        assert not x.any()
+    assert np.isneginf(lse[:, : lengths[0]]).all()
