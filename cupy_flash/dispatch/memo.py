@@ -12,7 +12,7 @@ from ..call import outputs
 from ..call.arrays import ArrayView
 from ..call.blocks import check_blocks
 from ..call.cache.describe import describe_cache
-from ..call.cache.kinds import lies_in, same_memory
+from ..call.cache.kinds import lies_in, same_memory, written_caches
 from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
 from ..call.operands import lower_shape
@@ -46,7 +46,7 @@ class Prepared:
         Name, shape and dtype of what a call allocates.
     """
 
-    __slots__ = ("_backend", "_extents", "_make", "problem", "results")
+    __slots__ = ("_backend", "_extents", "_make", "_written", "problem", "results")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -76,6 +76,7 @@ class Prepared:
         )
         self._backend = ready(problem, {**views, **seen}, driver, table)
         self._extents = None if out is None else extents(raw)
+        self._written = (*([] if out is None else ["out"]), *written_caches(raw))
 
     def run(
         self,
@@ -120,6 +121,8 @@ class Prepared:
         if results is None:  # not by new_results: a function call is a hundredth of what a call costs
             results = {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
         backend.run({**raw, **results}, moment, length=length, workspace=given)
+        if self._written:
+            outputs.tell_of_writing(raw, self._written)
         return results
 
     @property

@@ -20,6 +20,7 @@ from .inputs import (
     cast_by_context,
     causal_alignment,
     check_tensors,
+    drawn_seed,
     is_sharded,
     refuse_lost_gradients,
     scaled_queries,
@@ -96,7 +97,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
     call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
     plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
     if options.seed is None and options.dropout:
-        seed = torch.randint(2**62, ())
+        seed = drawn_seed()
         call = call._replace(options=call.options._replace(seed=int(seed) if plain else seed))
     if plain:
         return attend_eagerly(call, return_lse)

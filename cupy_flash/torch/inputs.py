@@ -23,6 +23,7 @@ __all__ = [
     "check_one_device",
     "check_parts",
     "check_tensors",
+    "drawn_seed",
     "is_sharded",
     "refuse_lost_gradients",
     "scaled",
@@ -38,6 +39,14 @@ _CLOSED = ("DTensor", "MaskedTensor", "NestedTensor")
 def is_sharded(x: Any) -> bool:
     """Whether this is a DTensor."""
     return type(x).__name__ == "DTensor"
+
+
+def drawn_seed() -> torch.Tensor:
+    """A seed from torch's generator of the CPU.
+
+    why device: elsewhere, as a default device says, reading it would wait for the GPU, or find no number.
+    """
+    return torch.randint(2**62, (), device="cpu")
 
 
 def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:

@@ -9,7 +9,7 @@ from ..codes import CODE_UNITS, kind_of_codes
 from ..operands import AXES, FLOATS, Views, cast, wrong
 from ..spelling import spelled
 
-__all__ = ["check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "same_memory"]
+__all__ = ["check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "same_memory", "written_caches"]
 
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
@@ -117,11 +117,16 @@ def check_scales(raw: Views, dtype: str) -> None:
             raise wrong(headline, raw, hint)
 
 
+def written_caches(raw: Views) -> tuple[str, ...]:
+    """The arrays that new keys and values are written into, by name; none without new ones."""
+    if "k" not in raw or "k_cache" not in raw:
+        return ()
+    return "k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())
+
+
 def check_writable(raw: Views) -> None:
     """Appending needs caches that can be written."""
-    if "k" not in raw:
-        return
-    for name in ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())):
+    for name in written_caches(raw):
         if raw[name].library == "jax" and raw[name].readonly:
             raise wrong(
                 "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,
