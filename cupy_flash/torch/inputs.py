@@ -24,6 +24,7 @@ __all__ = [
     "check_parts",
     "check_tensors",
     "drawn_seed",
+    "dtypes_of_mask",
     "is_sharded",
     "refuse_lost_gradients",
     "scaled",
@@ -171,6 +172,14 @@ def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return tuple([x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)])
+
+
+def dtypes_of_mask(query: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """Those that torch takes of a mask beside a query; where torch.autocast casts both, also 16 bits."""
+    dtypes = torch.bool, torch.float32, query.dtype
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        return *dtypes, torch.float16, torch.bfloat16
+    return dtypes
 
 
 def widen(given: dict[str, Any], q: Any) -> None:
