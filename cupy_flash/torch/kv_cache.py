@@ -70,7 +70,7 @@ for _device in ("CPU", "CUDA"):
 
 
 def _count_writes(keys: Any, *values: Any) -> Any:
-    """Tell autograd which caches are written, as torch's own operators do, also where they are only traced."""
+    """Tell autograd which caches are written, as torch's own operators do, also where torch only traces."""
     if values[NAMES.index("k")] is not None:
         for cache in values[1:3]:
             torch.autograd.graph.increment_version(cache)

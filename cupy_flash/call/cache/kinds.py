@@ -9,7 +9,15 @@ from ..codes import CODE_UNITS, kind_of_codes
 from ..operands import AXES, FLOATS, Views, cast, wrong
 from ..spelling import spelled
 
-__all__ = ["check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "same_memory", "written_caches"]
+__all__ = [
+    "check_codes",
+    "check_kinds",
+    "check_scales",
+    "check_writable",
+    "lies_in",
+    "same_memory",
+    "written_caches",
+]
 
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
