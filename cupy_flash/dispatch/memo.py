@@ -12,7 +12,7 @@ from ..call import outputs
 from ..call.arrays import ArrayView
 from ..call.blocks import check_blocks
 from ..call.cache.describe import describe_cache
-from ..call.cache.kinds import lies_in, same_memory, written_caches
+from ..call.cache.kinds import check_two_arrays, lies_in, same_memory, written_caches
 from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
 from ..call.operands import lower_shape
@@ -231,7 +231,8 @@ def prepared(
     latents: Any = cache is not None and raw["v_cache"].pointer == raw["k_cache"].pointer
     if latents:
         one_scale = same_memory(raw, "v_scale", "k_scale")
-        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale
+        one = same_memory(raw, "k_cache", "v_cache"), same_memory(raw, "k", "v")
+        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale, *one
     chosen = chosen_by_environment(driver, device)
     # why types: 1 is True, and some options take only one of them.
     flags = want_lse, packing, unrounded
@@ -300,5 +301,8 @@ def _prepare(
         problem, views, _ = describe(direction, inputs, options, *flags)
     else:
         problem, views = describe_cache(inputs, options, cache, *flags[:2])
+        stored = problem.cache
+        assert stored is not None
+        check_two_arrays(inputs, bool(stored.rotary and not stored.unrotated))
     # Packed queries are (rows, heads, head_dim), however a cache lies.
     return Prepared(problem, views, raw, "bshd" if problem.packed else options.layout, driver)

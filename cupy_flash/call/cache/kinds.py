@@ -13,6 +13,7 @@ __all__ = [
     "check_codes",
     "check_kinds",
     "check_scales",
+    "check_two_arrays",
     "check_writable",
     "lies_in",
     "same_memory",
@@ -125,7 +126,20 @@ def check_scales(raw: Views, dtype: str) -> None:
             raise wrong(headline, raw, hint)
 
 
-def written_caches(raw: Views) -> tuple[str, ...]:
+def check_two_arrays(raw: Views, rotated: bool) -> None:
+    """Where one array is both caches, refuse new keys that are not new values too.
+
+    why not where a call is described: `explain` takes one array for all that are alike.
+    """
+    if "k" not in raw or not same_memory(raw, "k_cache", "v_cache"):
+        return
+    # why not in JAX: there one array may be two buffers.
+    if raw["q"].library != "jax" and (rotated or not same_memory(raw, "k", "v")):
+        headline = "k_cache and v_cache are one array, where new values would be stored over new keys."
+        raise wrong(headline, raw, "two arrays; or one array as k and v, without rotary")
+
+
+def written_caches(raw: Mapping[str, ArrayView]) -> tuple[str, ...]:
     """The arrays that new keys and values are written into, by name; none without new ones."""
     if "k" not in raw or "k_cache" not in raw:
         return ()
