@@ -102,7 +102,7 @@ def test_step_by_step_is_all_at_once(kind: str) -> None:
 
 
 def test_one_array_as_both_caches() -> None:
-    """Of values that are the keys, as Gemma 4 has them; nothing is kept of a call of two arrays or of others."""
+    """Of values that are the keys, as Gemma 4 has them."""
     made = arguments(KvCase(dtype="float32", new=1))
     two = {**made, "v_cache": made["k_cache"].copy(), "v": made["k"]}
     one = {**made, "k_cache": made["k_cache"].copy(), "v": made["k"]}
