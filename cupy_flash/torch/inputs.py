@@ -93,6 +93,8 @@ def _tensor_of(x: Any, name: str) -> str:
         return "type(mask)(*map(torch.as_tensor, mask))"
     if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
         return f"torch.as_tensor({name}); or cupy_flash.attention, which takes arrays of NumPy"
+    if name == "mask" and callable(x):
+        return "mask=cupy_flash.mask(f), made once, where f is your function"
     if hasattr(x, "__dlpack__"):
         return f"torch.from_dlpack({name}); or cupy_flash.attention, which takes arrays of other libraries"
     return "a torch tensor"

@@ -558,6 +558,8 @@ def test_the_module_asks_for_a_configuration():
 def test_unknown_option_is_named():
     with pytest.raises(InvalidArgumentsError, match=r"attention\(\) has no option 'softmax_scale'"):
         cf.attention(*qkv(), softmax_scale=1.0)
+    with pytest.raises(InvalidArgumentsError, match=r"Try: mask=cupy_flash\.mask\(f\)"):
+        cf.attention(*qkv(), mask=lambda b, h, i, j: i >= j)
 
 
 def test_the_package_does_not_import_torch():
