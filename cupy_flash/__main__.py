@@ -282,7 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
             run: Callable[[argparse.Namespace], int] = asked.run
             return run(asked)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as where a shell has closed it
+                sys.stdout.flush()
     except (InvalidArgumentsError, UnsupportedError, CubinNotFoundError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -20,6 +20,10 @@ __all__ = ["BROADCASTS", "arguments_of_explain"]
 BROADCASTS = {"keys": (0, 3), "pairs": (2, 3), "heads": (1, 2, 3), "full": (0, 1, 2, 3)}
 
 
+_SIZES = ("batch", "heads", "heads_k", "seqlen", "seqlen_k", "head_dim", "head_dim_v",
+          "cache", "page", "append", "rotary", "blocks")  # fmt: skip
+
+
 def _array(shape: tuple[int, ...], dtype: str) -> ArrayView:
     """A contiguous array at an aligned address, where nothing is."""
     return ArrayView(1 << 20, shape, contiguous(shape), dtype, CPU, "numpy", False, None)
@@ -37,8 +41,13 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     Raises
     ------
     InvalidArgumentsError
-        Options of a cache without one.
+        A size below 0, or options of a cache without one.
     """
+    for name in _SIZES:
+        size = getattr(asked, name)
+        if size is not None and size < 0:
+            option = name.replace("_", "-")
+            raise InvalidArgumentsError(f"--{option} is {size}.", hint=f"--{option} 0, or more")
     queries, heads_k = asked.seqlen, asked.heads_k or asked.heads
     keys, head_dim_v = asked.seqlen_k or queries, asked.head_dim_v or asked.head_dim
     full = (asked.batch, asked.heads, queries, keys if asked.cache is None else _room(asked))

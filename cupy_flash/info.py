@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
+from pathlib import Path
 from typing import Any
 
 from .call.problem import Problem
@@ -45,6 +47,11 @@ def facts() -> dict[str, Any]:
     problems = []
     sets = locate.available(verify=True)
     problems += [found.problem for found in sets if found.problem]
+    override = os.environ.get(locate.OVERRIDE)
+    if override and not Path(override).is_dir():
+        problems.append(
+            f"{locate.OVERRIDE} is {override!r}, which is no folder.\nTry: unset {locate.OVERRIDE}"
+        )
     runs = [{"on": f"cpu, {available_cores()} cores", "with": _on_cpu(problems)}]
     gpus: list[dict[str, Any]] = []
     cupys = driver.installed_cupys()
@@ -97,6 +104,9 @@ def _drivers() -> list[dict[str, str]]:
 def _on_cpu(problems: list[str]) -> str:
     """What computes on the CPU, and why not the compiled core if that does not."""
     try:
+        simulator = choice.host_driver()
+        if simulator is not None:
+            return f"the kernels of {simulator.arch(0)}, simulated ({choice.VARIABLE})"
         found = choose_on_cpu.core()
     except (InvalidArgumentsError, CubinNotFoundError) as error:
         problems.append(f"cpu: {error}")

@@ -302,7 +302,7 @@ def _chunks(
         kept = keep.to("cpu", torch.int8)
         starts = (kept.cumsum(-1) == 0).sum(-1).tolist()
         # A hole hides a key from queries after it.
-        if (kept.diff(dim=-1) == 1).sum(-1).gt(torch.tensor(starts).gt(0)).any():
+        if (kept.diff(dim=-1) == 1).sum(-1).gt(kept.new_tensor(starts).gt(0)).any():
             return None
     cuts = [
         row * q_length + n
@@ -428,7 +428,7 @@ def attention_forward(
         cu_seq_lens_q, cache = cu_seq_lens_q.to(torch.int32), None
         # What the mask says offsets say too, and the layer's window.
         said = torch.uint8 if sliding_window is None else torch.int8
-        attention_mask = _Mask(torch.empty((1, 1, 1, 0), dtype=said), NAME)
+        attention_mask = _Mask(torch.empty((1, 1, 1, 0), dtype=said, device=query.device), NAME)
     for name, value_given in {"cache": cache, **others}.items():
         if name not in _OF_OTHERS and value_given is not None and value_given is not False:
             raise UnsupportedError(

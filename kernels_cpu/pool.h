@@ -54,6 +54,7 @@ inline void do_job(Call& call, Job job, void* what, int64_t number) {
 }
 
 inline void take_jobs(Call& call, Job job, void* what, int64_t count) {
+    DefaultFloats floats;
     while (!stopped(call)) {
         int64_t number = __atomic_fetch_add(&shared.next, 1, __ATOMIC_RELAXED);
         if (number >= count) return;
@@ -90,6 +91,7 @@ inline void forget() { shared = Pool(); }
 inline void register_forget() { pthread_atfork(nullptr, nullptr, forget); }
 
 inline void run_alone(Call& call, Job job, void* what, int64_t count) {
+    DefaultFloats floats;
     for (int64_t i = 0; i < count && !stopped(call); ++i) do_job(call, job, what, i);
 }
 

@@ -1,6 +1,7 @@
-// What Windows spells otherwise.
+// What Windows and processors spell otherwise.
 #pragma once
 #include <stddef.h>
+#include <stdint.h>
 #include <stdlib.h>
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -35,3 +36,18 @@ inline void free_aligned(void* data) {
     free(data);
 #endif
 }
+
+// While it lives its thread rounds to nearest and keeps denormal numbers.
+// why: a program may ask for something else in one of the threads that compute a call (torch.set_flush_denormal).
+struct DefaultFloats {
+#if defined(__x86_64__)
+    unsigned before = __builtin_ia32_stmxcsr();
+    DefaultFloats() { __builtin_ia32_ldmxcsr(0x1f80); }
+    ~DefaultFloats() { __builtin_ia32_ldmxcsr(before); }
+#elif defined(__aarch64__)
+    uint64_t before;
+    DefaultFloats() { asm volatile("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=r"(before)::"memory"); }
+    ~DefaultFloats() { asm volatile("msr fpcr, %0" ::"r"(before) : "memory"); }
+#endif
+    DefaultFloats(const DefaultFloats&) = delete;
+};

@@ -21,8 +21,10 @@ def offsets(x: Any, name: str, claimed: int | None = None) -> ArrayView:
     """Check what can be seen of offsets without reading them."""
     view = adopt(x, name)
     if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
+        fits = len(view.shape) == 1 and view.shape[0]
         raise InvalidArgumentsError(
-            f"{name} is {view.describe()}, not (sequences + 1,) int32.", hint=cast(name, view, "int32")
+            f"{name} is {view.describe()}, not (sequences + 1,) int32.",
+            hint=cast(name, view, "int32") if fits else _of_lengths(view),
         )
     if view.shape[0] > 1 and view.strides[0] != 1:
         raise InvalidArgumentsError(f"{name} is not contiguous.", hint=f"a copy of {name}")
@@ -65,12 +67,23 @@ def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -
     if values[0] != 0 or (lengths < 0).any() or values[-1] > rows:
         raise InvalidArgumentsError(
             f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most.",
-            hint="numpy.concatenate([[0], numpy.cumsum(lengths)])",
+            hint=_of_lengths(view),
         )
     actual = int(lengths.max(initial=0))
     if claimed is not None and claimed < actual:
-        raise InvalidArgumentsError(f"the longest length of {name} is {actual}, not {claimed}.")
+        longest = name.replace("cu_seqlens", "max_seqlen")
+        raise InvalidArgumentsError(
+            f"the longest length of {name} is {actual}, not {claimed}.", hint=f"{longest}={actual}, or more"
+        )
     return actual if claimed is None else int(claimed)
+
+
+def _of_lengths(view: ArrayView) -> str:
+    """Offsets of the library of an array, from lengths of each sequence."""
+    if view.library == "torch":
+        return "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)"
+    library = {"cupy": "cupy", "jax": "jax.numpy"}.get(view.library, "numpy")
+    return f"{library}.cumsum({library}.array([0, *lengths]), dtype='int32')"
 
 
 def check_counts(views: Mapping[str, ArrayView], name: str, cut: str, what: str) -> None:

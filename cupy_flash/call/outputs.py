@@ -32,6 +32,7 @@ __all__ = [
     "finished",
     "namespace",
     "strides_of_new",
+    "tell_of_writing",
     "workspace_address",
     "zeros",
 ]
@@ -142,6 +143,13 @@ def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
         if x.pointer + a < high and low < x.pointer + b and name != "out" and overlap(out, x):
             hint = f"out=None, or a new array of shape {out.shape}"
             raise InvalidArgumentsError(f"out overlaps {spelled(name)} in memory.", table_of(raw), hint=hint)
+
+
+def tell_of_writing(raw: Views, names: tuple[str, ...]) -> None:
+    """Tell torch that arrays were written: gradients that need what they held before must not be computed."""
+    for name in names:
+        if raw[name].library == "torch":
+            sys.modules["torch"].autograd.graph.increment_version(raw[name].owner)
 
 
 def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:

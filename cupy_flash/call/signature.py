@@ -46,8 +46,12 @@ _SYNONYMS = {
     "window_size": "window", "local_window_size": "window", "sliding_window": "window",
     "logits_soft_cap": "softcap", "learnable_sink": "sinks", "s_aux": "sinks",
     "return_softmax_lse": "return_lse", "return_residual": "return_lse", "tensor_layout": "layout",
+    "score_mod": "score", "mask_mod": "mask", "block_mask": "mask",
 }  # fmt: skip
 
+
+# What other libraries have to be told, and this one sees.
+_SEEN = {"enable_gqa": "the call without it: k and v may have fewer heads than q"}
 
 # Names that were there before 0.1.0, and what says the same now. Goes with 0.2.
 _SCALES = (
@@ -149,8 +153,8 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
 
 def _meant(name: str, called: str, names: list[str]) -> str:
     """What somebody may have meant who spelled an option so."""
-    if name in REMOVED:
-        return REMOVED[name]
+    if name in REMOVED or name in _SEEN:
+        return REMOVED.get(name) or _SEEN[name]
     import difflib  # why: it takes 6 ms to import and is needed once in a while
 
     # why 0.75: at difflib's 0.6 out is like layout

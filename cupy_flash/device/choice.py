@@ -1,4 +1,4 @@
-"""Which driver runs kernels for the GPU arrays of a library, and why."""
+"""Which driver runs kernels for the arrays of a library, and why."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from ..errors import InvalidArgumentsError
+
 if TYPE_CHECKING:
     from .gpu import GpuDriver
+    from .run import Driver
 
-__all__ = ["VARIABLE", "gpu_driver", "why_without_cupy"]
+__all__ = ["VARIABLE", "gpu_driver", "host_driver", "why_without_cupy"]
 
 VARIABLE = "CUPY_FLASH_DRIVER"
 # Those that say where their arrays and streams are without CuPy.
@@ -31,6 +34,27 @@ def gpu_driver(library: str) -> GpuDriver:
     from . import driver
 
     return driver
+
+
+def host_driver() -> Driver | None:
+    """The simulator, for arrays in main memory, if the environment asks for it; else nobody.
+
+    Raises
+    ------
+    InvalidArgumentsError
+        The environment asks for what there is not.
+    """
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen in ("", "cuda"):
+        return None
+    if chosen.partition(":")[0] != "simulator":
+        raise InvalidArgumentsError(
+            f"the environment variable {VARIABLE} is {chosen!r}.",
+            hint="unset it, or simulator:sm_90a to simulate that architecture, or cuda to do without CuPy",
+        )
+    from . import simulator
+
+    return simulator
 
 
 def why_without_cupy() -> str:

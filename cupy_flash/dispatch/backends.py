@@ -16,9 +16,9 @@ from ..call.problem import Problem
 from ..call.progress import telling
 from ..call.values import Moment
 from ..device.abi import LENGTH, SEED
-from ..device.choice import gpu_driver
+from ..device.choice import gpu_driver, host_driver
 from ..device.run import Driver, Kernel, Program
-from ..errors import InvalidArgumentsError, UnsupportedError
+from ..errors import UnsupportedError
 from ..plan.choose import Plan, choose
 
 if TYPE_CHECKING:
@@ -38,17 +38,7 @@ def driver_of(device: tuple[str, int], library: str) -> Driver | None:
         return gpu_driver(library)
     if not _variable(_DRIVER):  # before all else, as a short call finds it so
         return None
-    chosen = os.environ["CUPY_FLASH_DRIVER"]
-    if chosen == "cuda":
-        return None
-    if chosen.partition(":")[0] != "simulator":
-        raise InvalidArgumentsError(
-            f"the environment variable CUPY_FLASH_DRIVER is {chosen!r}.",
-            hint="unset it, or simulator:sm_90a to simulate that architecture, or cuda to do without CuPy",
-        )
-    from ..device import simulator
-
-    return simulator
+    return host_driver()
 
 
 def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Hashable:

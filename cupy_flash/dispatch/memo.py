@@ -12,7 +12,7 @@ from ..call import outputs
 from ..call.arrays import ArrayView
 from ..call.blocks import check_blocks
 from ..call.cache.describe import describe_cache
-from ..call.cache.kinds import lies_in, same_memory
+from ..call.cache.kinds import check_two_arrays, lies_in, same_memory, written_caches
 from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
 from ..call.operands import lower_shape
@@ -46,7 +46,7 @@ class Prepared:
         Name, shape and dtype of what a call allocates.
     """
 
-    __slots__ = ("_backend", "_extents", "_make", "problem", "results")
+    __slots__ = ("_backend", "_extents", "_make", "_written", "problem", "results")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -76,6 +76,7 @@ class Prepared:
         )
         self._backend = ready(problem, {**views, **seen}, driver, table)
         self._extents = None if out is None else extents(raw)
+        self._written = (*([] if out is None else ["out"]), *written_caches(raw))
 
     def run(
         self,
@@ -120,6 +121,8 @@ class Prepared:
         if results is None:  # not by new_results: a function call is a hundredth of what a call costs
             results = {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
         backend.run({**raw, **results}, moment, length=length, workspace=given)
+        if self._written:
+            outputs.tell_of_writing(raw, self._written)
         return results
 
     @property
@@ -228,7 +231,8 @@ def prepared(
     latents: Any = cache is not None and raw["v_cache"].pointer == raw["k_cache"].pointer
     if latents:
         one_scale = same_memory(raw, "v_scale", "k_scale")
-        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale
+        one = same_memory(raw, "k_cache", "v_cache"), same_memory(raw, "k", "v")
+        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale, *one
     chosen = chosen_by_environment(driver, device)
     # why types: 1 is True, and some options take only one of them.
     flags = want_lse, packing, unrounded
@@ -297,5 +301,8 @@ def _prepare(
         problem, views, _ = describe(direction, inputs, options, *flags)
     else:
         problem, views = describe_cache(inputs, options, cache, *flags[:2])
+        stored = problem.cache
+        assert stored is not None
+        check_two_arrays(inputs, bool(stored.rotary and not stored.unrotated))
     # Packed queries are (rows, heads, head_dim), however a cache lies.
     return Prepared(problem, views, raw, "bshd" if problem.packed else options.layout, driver)

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from ..call.checks import pair
 from ..call.compound import Rotary, Tuning
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
@@ -29,7 +30,7 @@ Mode: TypeAlias = Literal["run", "batch", "prefill", "device"]
 
 def window_of(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     """Our window from theirs, where -1 is open."""
-    left, right = window_size
+    left, right = pair(window_size)
     return None if left == -1 else left, None if right == -1 else right
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +34,11 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
     every = inspect.signature(function).parameters.values()
     plain = [p.name for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return plain, any(p.kind is p.VAR_POSITIONAL for p in every)
+
+
+def _found(module: str, name: str) -> Any:
+    """What a module has by this name."""
+    return getattr(importlib.import_module(module), name)
 
 
 class Program:
@@ -98,6 +105,13 @@ class Program:
                     hint="names of parameters behind j",
                 )
         self._learned = tuple(map(self._names.index, named))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by its name where a decorator put it in the place of its function; else made again."""
+        module, name = (getattr(self.function, x, "") for x in ("__module__", "__name__"))
+        if name and getattr(sys.modules.get(module), name, None) is self:
+            return _found, (module, name)
+        return type(self), (self.function, self.masks, [self._names[n] for n in self._learned])
 
     @property
     def learned(self) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from .inputs import (
     cast_by_context,
     causal_alignment,
     check_tensors,
+    drawn_seed,
+    dtypes_of_mask,
     is_sharded,
     refuse_lost_gradients,
     scaled_queries,
@@ -96,7 +98,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
     call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
     plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
     if options.seed is None and options.dropout:
-        seed = torch.randint(2**62, ())
+        seed = drawn_seed()
         call = call._replace(options=call.options._replace(seed=int(seed) if plain else seed))
     if plain:
         return attend_eagerly(call, return_lse)
@@ -260,8 +262,8 @@ def scaled_dot_product_attention(
         Leading axes broadcast, also heads. A tensor broadcast along some of several leading axes is not
         expanded if that takes much memory; separate calls run over the other axes instead.
     attn_mask : Tensor or torch.nn.attention.bias.CausalBias, optional
-        bool, True = take part; or of query's dtype, added to the scores. Broadcasts to
-        (..., heads, seqlen_q, seqlen_k).
+        bool, True = take part; or float32 or of query's dtype, under torch.autocast also of another 16 bits,
+        added to the scores as it is. Broadcasts to (..., heads, seqlen_q, seqlen_k).
     dropout_p : float
         The seed is drawn from torch's generator of the CPU.
     is_causal : bool
@@ -296,9 +298,9 @@ def scaled_dot_product_attention(
         raise InvalidArgumentsError(
             "attn_mask and is_causal exclude each other.", hint="cupy_flash.torch.attention, which takes both"
         )
-    if align is None and attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+    if align is None and attn_mask is not None and attn_mask.dtype not in dtypes_of_mask(query):
         raise InvalidArgumentsError(
-            f"attn_mask has dtype {attn_mask.dtype}, not torch.bool or {query.dtype}.",
+            f"attn_mask has dtype {attn_mask.dtype}, not torch.bool, torch.float32 or {query.dtype}.",
             hint="attn_mask.to(torch.bool), True where a query may attend; or attn_mask.to(query.dtype)",
         )
     qkv, batch = together(query, key, value, enable_gqa)

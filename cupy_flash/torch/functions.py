@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_untouched
-from .inputs import cast_by_context, check_parts, widen
+from .inputs import cast_by_context, check_parts, drawn_seed, widen
 from .ops import first_derivative_only
 
 __all__ = ["attend_by_function"]
@@ -63,7 +63,7 @@ def attend_by_function(
             hint="the call outside of torch.func and of programs that are traced",
         )
     if values.dropout and values.seed is None:
-        values = values._replace(seed=int(torch.randint(2**62, ())))
+        values = values._replace(seed=int(drawn_seed()))
     wanted = [name for name, x in tensors.items() if x.requires_grad] if torch.is_grad_enabled() else []
     for name in wanted:
         if name not in WITH_GRADIENT and not name.startswith(_ARGUMENT):

@@ -23,6 +23,8 @@ __all__ = [
     "check_one_device",
     "check_parts",
     "check_tensors",
+    "drawn_seed",
+    "dtypes_of_mask",
     "is_sharded",
     "refuse_lost_gradients",
     "scaled",
@@ -38,6 +40,14 @@ _CLOSED = ("DTensor", "MaskedTensor", "NestedTensor")
 def is_sharded(x: Any) -> bool:
     """Whether this is a DTensor."""
     return type(x).__name__ == "DTensor"
+
+
+def drawn_seed() -> torch.Tensor:
+    """A seed from torch's generator of the CPU.
+
+    why device: elsewhere, as a default device says, reading it would wait for the GPU, or find no number.
+    """
+    return torch.randint(2**62, (), device="cpu")
 
 
 def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
@@ -83,6 +93,8 @@ def _tensor_of(x: Any, name: str) -> str:
         return "type(mask)(*map(torch.as_tensor, mask))"
     if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
         return f"torch.as_tensor({name}); or cupy_flash.attention, which takes arrays of NumPy"
+    if name == "mask" and callable(x):
+        return "mask=cupy_flash.mask(f), made once, where f is your function"
     if hasattr(x, "__dlpack__"):
         return f"torch.from_dlpack({name}); or cupy_flash.attention, which takes arrays of other libraries"
     return "a torch tensor"
@@ -162,6 +174,14 @@ def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return tuple([x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)])
+
+
+def dtypes_of_mask(query: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """Those that torch takes of a mask beside a query; where torch.autocast casts both, also 16 bits."""
+    dtypes = torch.bool, torch.float32, query.dtype
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        return *dtypes, torch.float16, torch.bfloat16
+    return dtypes
 
 
 def widen(given: dict[str, Any], q: Any) -> None:

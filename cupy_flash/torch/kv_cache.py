@@ -69,6 +69,17 @@ for _device in ("CPU", "CUDA"):
     library.impl("attention_with_kv_cache", _run, _device)
 
 
+def _count_writes(keys: Any, *values: Any) -> Any:
+    """Tell autograd which caches are written, as torch's own operators do, also where torch only traces."""
+    if values[NAMES.index("k")] is not None:
+        for cache in values[1:3]:
+            torch.autograd.graph.increment_version(cache)
+    return _operator.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *values)
+
+
+library.impl("attention_with_kv_cache", _count_writes, "ADInplaceOrView", with_keyset=True)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::attention_with_kv_cache", lib=library)
 def _shapes(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(NAMES, values, strict=True))

@@ -153,11 +153,19 @@ def repeated(
 
 
 def _are_aligned(tensors: tuple[Any, ...]) -> bool:
-    """Whether tensors begin at multiples of 16 bytes."""
+    """Whether tensors begin at multiples of 16 bytes; not if they have lost their memory."""
     joined = 0
     for x in tensors:
+        # why: a storage that was resized to 0 is null, and the process would end.
+        if not x.untyped_storage().nbytes():
+            return False
         joined |= x.data_ptr()
     return joined % 16 == 0
+
+
+def _boundary(x: Any) -> int | None:
+    """Bytes behind a multiple of 16 at which a tensor begins; None if it has no memory."""
+    return x.data_ptr() % 16 if x.untyped_storage().nbytes() else None
 
 
 def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | None:
@@ -174,9 +182,9 @@ def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | N
     driver = driver_of(at, "torch")
     try:
         return (  # why not by `_kinds`: a look at three tensors is an eighth of a short call
-            given, q.shape, q.stride(), q.dtype, q.data_ptr() % 16,
-            k.shape, k.stride(), k.dtype, k.data_ptr() % 16, k.device,
-            v.shape, v.stride(), v.dtype, v.data_ptr() % 16, v.device,
+            given, q.shape, q.stride(), q.dtype, _boundary(q),
+            k.shape, k.stride(), k.dtype, _boundary(k), k.device,
+            v.shape, v.stride(), v.dtype, _boundary(v), v.device,
             at, driver, chosen_by_environment(driver, at),
             torch.is_grad_enabled() and _need_gradients(q, k, v),
         )  # fmt: skip
@@ -197,7 +205,7 @@ def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
     add = kinds.extend
     try:
         for x in tensors:
-            add((x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device))
+            add((x.shape, x.stride(), x.dtype, _boundary(x), x.device))
     except RuntimeError:  # no elements in strided memory: sparse, or several directions at once
         return None
     return tuple(kinds)

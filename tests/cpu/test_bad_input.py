@@ -352,6 +352,16 @@ def test_a_thing_with_an_array_inside(thing: Any, hint: str) -> None:
     assert last_line(call, f"q is a {type(thing).__name__}, not an array", q=thing).startswith(hint)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("mask", bool), ("bias", np.float32)])
+def test_what_is_masked_of_a_mask_is_left_out(name: str, dtype: Any) -> None:
+    kept = np.tri(6, dtype=bool)
+    masked = np.ma.masked_array(ones(6, 6, dtype=dtype), ~kept)
+    hint = last_line(call, f"{name} is a MaskedArray", **{name: masked}).removeprefix("Try: ")
+    left = eval(hint.partition(", ")[0], {"numpy": np, name: masked})
+    assert type(left) is np.ndarray
+    assert (left == np.where(kept, 1, 0 if name == "mask" else -np.inf)).all()
+
+
 # ---- out
 
 
@@ -411,6 +421,10 @@ def test_out_that_interleaves_with_an_input_without_touching_it() -> None:
         ("dropout_p", "dropout=..."),
         ("window_size", "window=..."),
         ("windw", "window=..."),
+        ("score_mod", "score=..."),
+        ("mask_mod", "mask=..."),
+        ("block_mask", "mask=..."),
+        ("enable_gqa", "may have fewer heads"),
         ("return_softmax_lse", "return_lse=..."),
         ("zzz", "one of causal"),
         ("kernel", "one of causal"),

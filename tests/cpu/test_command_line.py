@@ -131,6 +131,12 @@ class TestExplain:
         assert "cache of float16, contiguous" in text
         assert "seqlen=1x100" in text
 
+    @pytest.mark.parametrize("more", ["--seqlen -3", "--head-dim -8", "--cache -4", "--cache 40 --append -2"])
+    def test_sizes_below_0(self, more, capsys):
+        assert main(["explain", *more.split()]) == 1
+        *_, option, size = more.split()
+        assert f"{option} is {size}.\nTry: {option} 0, or more" in capsys.readouterr().err
+
     @pytest.mark.parametrize("more", ["--mask keys", "--mask pairs", "--spans key"])
     def test_masks_of_a_cache(self, more, capsys):
         words = ["--arch", "cpu", "--seqlen", "3", "--cache", "100", "--page", "16", *more.split()]
@@ -189,6 +195,12 @@ def test_the_console_command(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command()
     assert capsys.readouterr().out.startswith("usage: cupy-flash ")
+
+
+def test_without_a_stdout(monkeypatch):
+    """As in ... >&-, and in programs of pythonw."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["memory"]) == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of Windows end in another way")

@@ -127,3 +127,22 @@ assert (ours.attention(q, q, q).numpy() == expected).all()
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a fork beside torch's threads")
 def test_a_forked_child_has_threads_of_its_own() -> None:
     run(FORKED)
+
+
+@pytest.mark.skipif(
+    not torch.set_flush_denormal(False), reason="torch cannot flush denormals on this processor"
+)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_a_thread_flushes_to_zero_changes_no_bit(two_threads: None, library: str) -> None:
+    """torch.set_flush_denormal is of one thread, and others compute too."""
+    q, v = torch.zeros(1, 8, 512, 32), torch.full((1, 8, 512, 32), 1e-40)
+    given = (q, q, v) if library == "torch" else (q.numpy(), q.numpy(), v.numpy())
+    if library == "torch":
+        torch.set_num_threads(1)  # so that the caller's computes it all
+    torch.set_flush_denormal(True)
+    try:
+        o = cupy_flash.attention(*given)
+        assert torch.tensor(1e-40) + 0 == 0  # the caller's thread goes on as it was
+    finally:
+        torch.set_flush_denormal(False)
+    assert (o == v.numpy()).all() if library == "numpy" else torch.equal(o, v)

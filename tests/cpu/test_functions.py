@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import sys
 from typing import Any
@@ -708,6 +710,30 @@ def test_each_of_two_functions_takes_its_own_arguments(joined: str, count: int) 
     are = "is" if count == 1 else "are"
     with pytest.raises(InvalidArgumentsError, match=rf"takes 1 argument behind j \(x\); {count} {are} bound"):
         cupy_flash.attention(q, q, q, **how)
+
+
+@cupy_flash.score
+def decorated(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return 2 * s
+
+
+def plain(s: Any, b: Any, h: Any, i: Any, j: Any, slope: Any) -> Any:
+    return s * slope[h]
+
+
+def test_functions_are_pickled_and_copied() -> None:
+    """As multiprocessing and torch.save do with a model that has one."""
+    learned, slopes = cupy_flash.score(plain, learned=["slope"]), np.ones(4, np.float32)
+    q = np.ones((1, 4, 6, 8), np.float32)
+    for _ in range(2):  # the second after it was traced
+        assert pickle.loads(pickle.dumps(decorated)) is decorated
+        for again in (pickle.loads(pickle.dumps(learned)), copy.deepcopy(learned)):
+            assert (again.function, again.masks, again.learned) == (plain, False, (0,))
+        bound = pickle.loads(pickle.dumps(learned(slopes)))
+        wanted = cupy_flash.attention(q, q, q, score=learned(slopes))
+        np.testing.assert_array_equal(cupy_flash.attention(q, q, q, score=bound), wanted)
+    lambdas = cupy_flash.score(lambda s, b, h, i, j: 2 * s)
+    assert copy.deepcopy(lambdas).function is lambdas.function
 
 
 def test_naive_attention_says_where_a_function_reads_outside() -> None:

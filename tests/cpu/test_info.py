@@ -76,6 +76,19 @@ def test_all_is_well(tmp_path, monkeypatch):
     assert "verified, cupy-flash-cuda12x" in info.info_text()
 
 
+def test_what_the_environment_asks_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver.tensor_map, "LIBRARY", "no such library")
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_80")
+    assert "the kernels of sm_80, simulated" in info.facts()["runs"][0]["with"]
+    monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulatr")
+    assert "CUPY_FLASH_DRIVER is 'simulatr'" in one_problem()
+    monkeypatch.delenv("CUPY_FLASH_DRIVER")
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path))
+    assert problems() == []
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "none"))
+    assert one_problem().startswith(f"{locate.OVERRIDE} is ")
+
+
 def test_a_driver_that_does_not_load(monkeypatch):
     monkeypatch.setattr(driver.tensor_map, "LIBRARY", "no such library")
     monkeypatch.setattr(driver, "is_installed", lambda: True)

@@ -101,6 +101,18 @@ def test_step_by_step_is_all_at_once(kind: str) -> None:
         np.testing.assert_allclose(o, expected[:, :, now], atol=1e-12)
 
 
+def test_one_array_as_both_caches() -> None:
+    """Of values that are the keys, as Gemma 4 has them."""
+    made = arguments(KvCase(dtype="float32", new=1))
+    two = {**made, "v_cache": made["k_cache"].copy(), "v": made["k"]}
+    one = {**made, "k_cache": made["k_cache"].copy(), "v": made["k"]}
+    one["v_cache"] = one["k_cache"]
+    for _ in range(2):
+        np.testing.assert_array_equal(cached(**one), cached(**two))
+        with pytest.raises(InvalidArgumentsError, match="are one array"):
+            cached(**{**one, "v": made["v"]})
+
+
 # ---- what is refused
 
 PAGED = KvCase(dtype="float32", kind="paged", new=1, lengths=(20, 37, 16))
@@ -121,6 +133,13 @@ def entry(value: int, where: tuple[int, int]) -> dict[str, Any]:
 def read_only() -> dict[str, Any]:
     made = arguments()
     made["k_cache"].flags.writeable = False
+    return made
+
+
+def one_cache(case: KvCase = KvCase(dtype="float32", new=1), alike: bool = False) -> dict[str, Any]:  # noqa: B008
+    made = arguments(case)
+    made["v_cache"] = made["k_cache"]
+    made["v"] = made["k"] if alike else made["v"]
     return made
 
 
@@ -154,6 +173,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                                           k=zeros(1, 2, 49, 64), v=zeros(1, 2, 49, 64)),
                                 "49 new keys do not fit a cache for 48"),
     "read-only cache": (read_only(), "k_cache is read-only"),
+    "one array as both caches": (one_cache(), "k_cache and v_cache are one array"),
+    "one array as both caches, rotated": (one_cache(TURNED, alike=True), "k_cache and v_cache are one array"),
     "table of another batch": (arguments(PAGED, block_table=zeros(2, 4, dtype=np.int32)), "block_table has"),
     "table of int64": (arguments(PAGED, block_table=zeros(3, 4, dtype=np.int64)), "not int32"),
     "pages of 8, too few": (

@@ -113,6 +113,19 @@ def test_a_cache_is_written_by_a_compiled_program(backend):
         assert not torch.equal(ours["k_cache"], caches()["k_cache"])
 
 
+def test_a_cache_that_a_gradient_needs_is_not_written_by_a_program():
+    weight = torch.ones(caches()["k_cache"].shape[-1], requires_grad=True)
+
+    def step(weight, lengths, **given):
+        loss = (given["k_cache"] * weight).sum()  # needs the cache as it is now
+        return loss, cf.attention_with_kv_cache(**given, cache_seqlens=lengths)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="modified by an inplace operation"):
+        compiled(weight, LENGTHS, **caches())[0].backward()
+
+
 def test_the_functions_of_flash_attn_are_compiled_too():
     given = {name: x.transpose(1, 2) for name, x in caches().items()}
 

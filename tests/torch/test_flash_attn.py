@@ -228,6 +228,21 @@ def test_what_is_not_supported_raises_by_name():
         flash_attn_func(q, k, v, window_size=(-2, -1))
 
 
+def test_what_offsets_are_told_to_be():
+    q, lengths = torch.ones(8, 4, 16), torch.tensor([3, 5])
+
+    def refused(cuts, longest):
+        with pytest.raises(InvalidArgumentsError) as caught:
+            flash_attn_varlen_func(q, q, q, cuts, cuts, longest, longest)
+        return str(caught.value).rpartition("Try: ")[2]
+
+    cuts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    for wrong in (cuts[:0], cuts[None], cuts.flip(0)):
+        assert torch.equal(eval(refused(wrong, 5), {"torch": torch, "lengths": lengths}), cuts)
+    assert torch.equal(eval(refused(cuts.long(), 5), {"torch": torch, "cu_seqlens_q": cuts.long()}), cuts)
+    assert refused(cuts, 4) == "max_seqlen_q=5, or more"
+
+
 def test_errors_say_what_the_caller_wrote():
     """Our names for the same are not those that a caller of flash-attn has seen."""
     q, cache, new = torch.ones(2, 1, 4, 16), torch.ones(2, 32, 2, 16), torch.ones(2, 1, 2, 16)
@@ -243,6 +258,9 @@ def test_errors_say_what_the_caller_wrote():
             flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, **options)
         assert says in str(caught.value)
         assert never not in str(caught.value)
+    with pytest.raises(InvalidArgumentsError, match=r"Try: window_size=\(3, 0\)"):
+        flash_attn_func(q, q, q, window_size=3)
+    assert torch.equal(flash_attn_func(q, q, q, window_size=None), flash_attn_func(q, q, q))
     with pytest.raises(InvalidArgumentsError, match=r"dropout_p=0\.1"):
         flash_attn_func(q, q, q, dropout_p=2.0)
     with pytest.raises(InvalidArgumentsError) as caught:

@@ -69,6 +69,42 @@ def test_a_cache_that_requires_a_gradient_is_refused():
         cached(**given)
 
 
+def appending(given):
+    return [given["k_cache"], given["v_cache"]], lambda: cached(**given)
+
+
+def appending_codes(given):
+    caches = [cupy_flash.quantized.int4(given["k_cache"], group=32) for _ in "kv"]
+    new = {"k": given["k"], "v": given["k"], "cache_seqlens": 5}
+    parts = [part for cache in caches for part in (cache.codes, cache.scale, cache.zero)]
+    return parts, lambda: cupy_flash.attention_with_kv_cache(given["q"], *caches, **new)
+
+
+def writing_out(given):
+    out = torch.empty(3, 8, 1, 16)
+    return [out], lambda: cupy_flash.attention(given["q"], given["k_cache"], given["v_cache"], out=out)
+
+
+@pytest.mark.parametrize("case", [appending, appending_codes, writing_out])
+def test_torch_counts_what_is_written(case):
+    given = tensors()
+    written, call = case(given)
+    for _ in range(3):  # the way of a call that repeats another, too
+        before = [x._version for x in written]
+        call()
+        assert all(x._version > n for x, n in zip(written, before, strict=True))
+    assert given["q"]._version == 0
+
+
+def test_a_cache_that_a_gradient_needs_is_not_written_unnoticed():
+    given = tensors()
+    weight = torch.randn(32, requires_grad=True)
+    loss = (given["k_cache"] * weight).sum()  # needs the cache as it is now
+    cached(**given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # ---- a prefix that the batch shares
 
 

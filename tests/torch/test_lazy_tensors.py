@@ -95,7 +95,8 @@ KINDS = {
     "masked": ("torch.masked.masked_tensor(torch.ones(SHAPE), torch.ones(SHAPE) > 0)", "get_data"),
     "two": ("TwoTensor(torch.ones(SHAPE), torch.ones(SHAPE))", "inside of it"),
     "distributed": ("distributed()", "to_local"),
-    "freed": ("freed(torch.ones(SHAPE))", "without memory"),
+    "freed": ("freed(torch.ones(SHAPE))", "resized to 0"),
+    "part-of-freed": ("freed(torch.ones(2, *SHAPE)[1])", "resized to 0"),
     "causal": ("torch.nn.attention.bias.causal_upper_left(3, 8)", 'causal=True, align="top_left"'),
 }
 PROGRAM = """

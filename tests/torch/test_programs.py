@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import cupy_flash
 import cupy_flash.torch as cf
 
 pytestmark = pytest.mark.torch
@@ -18,6 +19,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 Q, K, V = (torch.randn(2, 4, 17, 8, generator=GENERATOR) for _ in range(3))
 ROWS = tuple(x[0].transpose(0, 1) for x in (Q, K, V))
 CUTS = torch.tensor([0, 5, 17], dtype=torch.int32)
+DOUBLED = cupy_flash.score(lambda s, b, h, i, j: 2 * s)
 
 
 class TestSeeds:
@@ -40,6 +42,18 @@ class TestSeeds:
         assert torch.equal(runs[0], runs[1])
         assert not torch.equal(runs[0], runs[2])
         assert not torch.equal(function(), runs[2])  # the generator moves on
+
+    @pytest.mark.parametrize("score", [None, DOUBLED], ids=["options", "score"])
+    def test_a_default_device_changes_nothing(self, score):
+        runs = []
+        for device in ("cpu", "meta"):
+            torch.manual_seed(5)
+            q = Q.clone().requires_grad_()
+            with torch.device(device):
+                o = cf.attention(q, K, V, dropout=0.5, score=score)
+                o.backward(V)
+            runs.append((o, q.grad))
+        torch.testing.assert_close(*runs, rtol=0, atol=0)
 
     def test_no_dropout_draws_nothing(self):
         torch.manual_seed(3)

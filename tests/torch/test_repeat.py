@@ -441,6 +441,25 @@ def test_guards_of_another_torch_are_done_without(whole, monkeypatch):
     assert len(whole) == 1
 
 
+# The memory of a tensor alone, and that of all three, in which views begin behind its address.
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("at", range(3))
+def test_freed_memory_is_not_read(whole, at, views):
+    """As FSDP frees what is gathered again later."""
+    xs = qkv(heads=(2, 2), lengths=(9, 9))
+    xs = list(torch.stack(xs)) if views else xs
+    for _ in range(3):
+        cf.attention(*xs)
+        recorded = [x.detach().requires_grad_() for x in xs]
+        o = cf.attention(*recorded)
+        torch.autograd.grad(o.sum(), recorded, retain_graph=True)
+    xs[at].untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentsError, match="resized to 0"):
+        cf.attention(*xs)
+    with pytest.raises(InvalidArgumentsError, match="resized to 0"):
+        o.sum().backward()
+
+
 def test_what_lay_off_a_boundary_says_nothing_of_what_does_not(whole):
     q, k, v = qkv()
     for given in ((q, moved(k, 4), v), (q, k, v)):

@@ -160,6 +160,15 @@ def test_what_lies_off_a_boundary_goes_the_whole_way(whole):
     assert len(whole) == 2
 
 
+def test_freed_memory_is_not_read(whole):
+    given = call_of()
+    for _ in range(2):
+        cf.attention_with_kv_cache(**given)
+    given["k_cache"].untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentsError, match="resized to 0"):
+        cf.attention_with_kv_cache(**given)
+
+
 def integers(*values):
     return torch.tensor(values, dtype=torch.int32)
 

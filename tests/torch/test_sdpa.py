@@ -567,15 +567,21 @@ class TestWholeOperator:
             torch.testing.assert_close(layer(x), expected)
         assert calls.forward == 1
 
-    @pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float16])
-    def test_what_is_refused_is_torchs(self, mask_dtype):
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"dropout_p": 1.0}, "dropout is 1.0"),
+            ({"attn_mask": torch.zeros(9, 9, dtype=torch.float16)}, "attn_mask has dtype"),
+        ],
+        ids=["accepted", "refused"],
+    )
+    def test_what_is_refused_is_torchs(self, options, reason):
         """Both what torch accepts and what it refuses, in its own words."""
         q, k, v = qkv(dtype=torch.bfloat16, grad=False)
-        mask = torch.zeros(9, 9, dtype=mask_dtype)
 
         def outcome():
             try:
-                return torch_sdpa(q, k, v, mask)
+                return torch_sdpa(q, k, v, **options)
             except RuntimeError as error:
                 return str(error)
 
@@ -584,7 +590,7 @@ class TestWholeOperator:
             result = outcome()
         assert result == expected if isinstance(expected, str) else torch.equal(result, expected)
         assert calls.forward == 0
-        assert "attn_mask has dtype" in calls.report()
+        assert reason in calls.report()
 
     def test_the_textbook_computation_stays_torchs(self):
         q, k, v = qkv(grad=False)
@@ -645,12 +651,11 @@ class TestPermanently:
     def test_falls_back_on_torch_and_says_why(self, monkeypatch):
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", cf.sdpa_with_fallback)
         q, k, v = qkv(dtype=torch.bfloat16, grad=False)
-        mask = torch.zeros(9, 9)
         with tally.counted() as calls:
-            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
-        assert torch.equal(o, torch_sdpa(q, k, v, mask))
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=1.0)
+        assert torch.equal(o, torch_sdpa(q, k, v, dropout_p=1.0))
         assert list(calls.fallbacks.values()) == [1]
-        assert "attn_mask has dtype torch.float32" in calls.report()
+        assert "dropout is 1.0" in calls.report()
 
     def test_missing_kernels_are_no_reason(self, monkeypatch):
         def missing(*_, **__):

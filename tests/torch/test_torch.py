@@ -360,6 +360,25 @@ class TestSdpa:
         ):
             torch.testing.assert_close(a, b)
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+    def test_masks_of_float32(self, dtype):
+        q, k, v = (x.to(dtype) for x in tensors((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 8)))
+        grads = []
+        for function in (cf.scaled_dot_product_attention, torch_sdpa):
+            mask = torch.linspace(-2, 2, 45).reshape(9, 5).requires_grad_()
+            o = function(q, k, v, mask)
+            assert o.dtype == dtype
+            grads.append((o, *torch.autograd.grad(o.double().sin().sum(), mask)))
+        torch.testing.assert_close(*grads, atol=2e-2 if dtype.itemsize == 2 else 1e-5, rtol=0)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+    def test_masks_under_autocast(self, dtype):
+        q, k, v = (x.float() for x in tensors((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 8)))
+        mask = torch.linspace(-2, 2, 45).reshape(9, 5).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, theirs = (f(q, k, v, mask) for f in (cf.scaled_dot_product_attention, torch_sdpa))
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=0)
+
     def test_heads_and_groups_broadcast_as_torchs_do(self):
         for shapes in (((4, 9, 8), (2, 2, 5, 8), (2, 2, 5, 8)), ((1, 4, 9, 8), (2, 2, 5, 8), (2, 2, 5, 8))):
             q, k, v = tensors(*shapes)
@@ -539,6 +558,8 @@ def test_the_module_asks_for_a_configuration():
 def test_unknown_option_is_named():
     with pytest.raises(InvalidArgumentsError, match=r"attention\(\) has no option 'softmax_scale'"):
         cf.attention(*qkv(), softmax_scale=1.0)
+    with pytest.raises(InvalidArgumentsError, match=r"Try: mask=cupy_flash\.mask\(f\)"):
+        cf.attention(*qkv(), mask=lambda b, h, i, j: i >= j)
 
 
 def test_the_package_does_not_import_torch():

@@ -220,6 +220,12 @@ class TestDecoders:
         # 13 rows are 4 chunks, and so are 5 of padding and 8.
         assert set(masks) == {(torch.int32, (1, 1, 1, 4 + 4 + 1))}
 
+    def test_a_default_device_moves_no_chunks(self):
+        keep = padding("left")
+        with torch.device("meta"):
+            starts = cf._chunks(2, 13, 13, 0, 0, keep, 4, keep.device)
+        assert torch.equal(starts, cf._chunks(2, 13, 13, 0, 0, keep, 4, keep.device))
+
     @torch.no_grad()
     def test_chunks_with_a_hole_are_written_out(self, masks):
         model = chunked()

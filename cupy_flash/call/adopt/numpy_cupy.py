@@ -64,7 +64,11 @@ def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
 def refuse_rules(x: Any, name: str) -> ArrayView:
     """Raise for what computes by rules of its own, such as a masked array."""
     name = spelled(name)
-    raise InvalidArgumentsError(
-        f"{name} is {kind_of(x)}, whose rules differ from an array's.",
-        hint=f"numpy.asarray({name}), and mask= for what to leave out",
-    )
+    hint = f"numpy.asarray({name}), and mask= for what to leave out"
+    if isinstance(x, np.ma.MaskedArray) and name in _LEFT_OUT:
+        hint = f"{name}.filled({_LEFT_OUT[name]}), which leaves out what is masked"
+    raise InvalidArgumentsError(f"{name} is {kind_of(x)}, whose rules differ from an array's.", hint=hint)
+
+
+# What leaves a pair out, in arrays that say it themselves.
+_LEFT_OUT = {"mask": "False", "bias": "-numpy.inf"}

@@ -44,6 +44,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
         )
     try:
         pointer, shape, strides = x.data_ptr(), tuple(x.shape), x.stride()
+        room = x.untyped_storage().nbytes()  # why: a view into freed memory has an address
     except RuntimeError:  # sparse, nested, or wrapped by a transform of torch.func
         raise _no_memory(x, name) from None
     dtype, device = _of_torch(x.dtype, x.device)
@@ -55,7 +56,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
             f"{name} is a lazy view of torch: its values are those in memory, negated.",
             hint=f"{name}.resolve_neg(), which copies",
         )
-    if not pointer and x.numel():
+    if not (pointer and room) and x.numel():
         raise _no_memory(x, name)
     return ArrayView(pointer, shape, strides, dtype, device, "torch", False, x)
 
@@ -84,6 +85,8 @@ def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
         kind, hint = "is a lazy tensor of zeros", f"torch.zeros({name}.shape)"
     elif torch._is_functional_tensor(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
         kind, hint = "is being traced or transformed by torch", _OPERATORS
+    elif not x.untyped_storage().nbytes():
+        kind, hint = "has lost its memory: its storage was resized to 0", f"{name}.clone() before that"
     return InvalidArgumentsError(f"{name} {kind}.", hint=hint)
 
 

@@ -9,7 +9,16 @@ from ..codes import CODE_UNITS, kind_of_codes
 from ..operands import AXES, FLOATS, Views, cast, wrong
 from ..spelling import spelled
 
-__all__ = ["check_codes", "check_kinds", "check_scales", "check_writable", "lies_in", "same_memory"]
+__all__ = [
+    "check_codes",
+    "check_kinds",
+    "check_scales",
+    "check_two_arrays",
+    "check_writable",
+    "lies_in",
+    "same_memory",
+    "written_caches",
+]
 
 # Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
@@ -117,11 +126,29 @@ def check_scales(raw: Views, dtype: str) -> None:
             raise wrong(headline, raw, hint)
 
 
+def check_two_arrays(raw: Views, rotated: bool) -> None:
+    """Where one array is both caches, refuse new keys that are not new values too.
+
+    why not where a call is described: `explain` takes one array for all that are alike.
+    """
+    if "k" not in raw or not same_memory(raw, "k_cache", "v_cache"):
+        return
+    # why not in JAX: there one array may be two buffers.
+    if raw["q"].library != "jax" and (rotated or not same_memory(raw, "k", "v")):
+        headline = "k_cache and v_cache are one array, where new values would be stored over new keys."
+        raise wrong(headline, raw, "two arrays; or one array as k and v, without rotary")
+
+
+def written_caches(raw: Mapping[str, ArrayView]) -> tuple[str, ...]:
+    """The arrays that new keys and values are written into, by name; none without new ones."""
+    if "k" not in raw or "k_cache" not in raw:
+        return ()
+    return "k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())
+
+
 def check_writable(raw: Views) -> None:
     """Appending needs caches that can be written."""
-    if "k" not in raw:
-        return
-    for name in ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())):
+    for name in written_caches(raw):
         if raw[name].library == "jax" and raw[name].readonly:
             raise wrong(
                 "JAX arrays cannot be written, so nothing can be appended to a cache of them.", raw,
