@@ -1,11 +1,12 @@
-// q, k and v of floats as halves, for flash_forward_f16x3_sm90: see hopper/halves.cuh. Runs before it.
+// q, k and v of floats as halves, for flash_forward_f16x3_sm90, and in pass of_gradients also dO, for
+// flash_backward_f16x3_sm90: see hopper/halves.cuh. Runs before them.
 //
 //   [S.1]  the largest finite element of a tile
 //   [S.2]  s, a power of two; h0 = half(x s), h1 = half(x s - h0), and 1 / s
 // why a kernel of its own: the attention kernel would split K and V again for each tile of queries, and the shared memory that
 // this takes, 256 KB of 64 keys of head dim 128, is as much as the products read.
 //
-// Grid:   x: the tiles of q, 64 rows of a group each; of k, kBlockN keys of a head each; of v, the same. Of packed
+// Grid:   x: the tiles of q, 64 rows of a group each; the same of dO; of k, kBlockN keys of a head each; of v, the same. Of packed
 //         sequences as if all were the longest: what is past the end of one returns.
 // Block:  a thread takes 8 elements of a row at a time, and keeps them from [S.1] to [S.2].
 // Shared: the largest of each warp.
@@ -13,6 +14,7 @@
 // Assumes: rows contiguous, on 16-byte boundaries.
 #include "attention/softmax.cuh"
 #include "hopper/halves.cuh"
+#include "hopper/tile_scheduler.cuh"
 
 // ---- Config
 #if !defined(CF_BLOCK_M)
@@ -23,6 +25,37 @@
 #define CF_THREADS 256
 #define CF_SHARED_BYTES 32
 #endif
+#if !defined(CF_PASS)
+#define CF_PASS of_output
+#endif
+enum class Pass { of_output, of_gradients };
+constexpr bool kGradients = Pass::CF_PASS == Pass::of_gradients;
+// A tensor with a row for each query.
+struct OfQueries {
+    const Tensor& from;
+    void* halves;
+    int32_t columns;
+};
+template <bool> struct CallOf {
+    using Params = F16x3ForwardParams;
+    static constexpr int kOfQueries = 1;
+    CF_DEVICE static PackGqa rows(const Params& p) { return PackGqa(p.call); }
+    CF_DEVICE static OfQueries tensor(const Params& p, uint32_t) {
+        return {p.call.q, p.q_halves, p.call.shape.head_dim};
+    }
+};
+template <> struct CallOf<true> {
+    using Params = F16x3BackwardParams;
+    static constexpr int kOfQueries = 2;
+    static_assert(CF_HEAD_DIM == CF_HEAD_DIM_V, "one size of records for q and dO");
+    CF_DEVICE static PackGqa rows(const Params&) { return {}; }
+    CF_DEVICE static OfQueries tensor(const Params& p, uint32_t number) {
+        if (number == 1) return {p.call.d_o, p.do_halves, p.call.shape.head_dim_v};
+        return {p.call.q, p.q_halves, p.call.shape.head_dim};
+    }
+};
+using Call = CallOf<kGradients>;
+using Params = Call::Params;
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kWarps = kThreads / 32;
 
 struct SharedStorage {
@@ -59,10 +92,7 @@ CF_DEVICE void split_tile(SharedStorage& s, void* records, int64_t record, int32
         const float* row = row_of(place / kChunks);
         load_eight(x[n], row, place % kChunks * 8, row ? columns : 0);
         CF_UNROLL
-        for (int i = 0; i < 8; i++) {
-            const uint32_t bits = __float_as_uint(x[n][i]) & 0x7fffffffu;
-            if (bits < 0x7f800000u) highest = larger(highest, bits);
-        }
+        for (int i = 0; i < 8; i++) highest = larger_size(highest, x[n][i]);
     }
     highest = max_over_lanes<32>(highest);
     if (thread % 32 == 0) s.highest[thread / 32] = highest;
@@ -71,8 +101,7 @@ CF_DEVICE void split_tile(SharedStorage& s, void* records, int64_t record, int32
     CF_UNROLL
     for (int warp = 0; warp < kWarps; warp++) highest = larger(highest, s.highest[warp]);
     // [S.2] s = 2^(14 - exponent of the largest)
-    const int exponent = smaller(14 - (static_cast<int>(highest >> 23) - 127), 100);
-    const float factor = __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+    const HalvesScale scale(highest);
     uint8_t* to = static_cast<uint8_t*>(records) + record * T::kRecord;
     CF_UNROLL
     for (int n = 0; n < kEach; n++) {
@@ -80,26 +109,29 @@ CF_DEVICE void split_tile(SharedStorage& s, void* records, int64_t record, int32
         uint32_t first[4], second[4];
         CF_UNROLL
         for (int i = 0; i < 4; i++)
-            split_pair(x[n][2 * i] * factor, x[n][2 * i + 1] * factor, first[i], second[i]);
+            split_pair(x[n][2 * i] * scale.factor, x[n][2 * i + 1] * scale.factor, first[i], second[i]);
         const int offset = T::Part::offset(place / kChunks, place % kChunks);
         st_global(reinterpret_cast<uint4*>(to + offset), uint4{first[0], first[1], first[2], first[3]});
         st_global(reinterpret_cast<uint4*>(to + T::Part::kBytes + offset),
                   uint4{second[0], second[1], second[2], second[3]});
     }
-    const float unit = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+    const float unit = scale.unit;
     if (thread == 0) st_global(reinterpret_cast<float4*>(to + T::kBytes), float4{unit, unit, unit, unit});
 }
 
-CF_DEVICE void flash_split(const F16x3ForwardParams& p) {
+CF_DEVICE void flash_split(const Params& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Shape& shape = p.call.shape;
-    const PackGqa rows(p.call);
+    const PackGqa rows = Call::rows(p);
     const int32_t tiles = rows.tiles(shape.seqlen_q, kBlockM) * (kBlockM / 64), groups = rows.groups(shape);
-    const uint32_t of_q = static_cast<uint32_t>(tiles) * static_cast<uint32_t>(groups * shape.batch);
+    const uint32_t each = static_cast<uint32_t>(tiles) * static_cast<uint32_t>(groups * shape.batch);
+    const uint32_t of_q = Call::kOfQueries * each;
     const int32_t blocks = cdiv(shape.seqlen_k, kBlockN);
     const uint32_t of_k = static_cast<uint32_t>(blocks) * static_cast<uint32_t>(shape.heads_k * shape.batch);
     if (blockIdx.x < of_q) {
-        const TileCoord work = tile_coord(blockIdx.x, tiles, groups);
+        const uint32_t number = blockIdx.x < each ? 0 : 1;
+        const OfQueries tensor = Call::tensor(p, number);
+        const TileCoord work = tile_coord(blockIdx.x - number * each, tiles, groups);
         const Sequence sequence = sequence_of(shape, work.batch);
         const int32_t first = 64 * work.tile;
         // why the whole tile of kBlockM rows: the attention kernel reads all of it.
@@ -107,10 +139,10 @@ CF_DEVICE void flash_split(const F16x3ForwardParams& p) {
         const int64_t record =
             record_of_q(shape, rows, sequence, work.head, work.tile / (kBlockM / 64), kBlockM) +
             work.tile % (kBlockM / 64);
-        split_tile<Halves<64, CF_HEAD_DIM>>(s, p.q_halves, record, shape.head_dim, [&](int i) -> const float* {
+        split_tile<Halves<64, CF_HEAD_DIM>>(s, tensor.halves, record, tensor.columns, [&](int i) -> const float* {
             const int32_t query = rows.query(first + i), head = rows.head(first + i);
             if (query >= sequence.seqlen_q || head >= rows.heads) return nullptr;
-            return head_rows<const float>(p.call.q, work.batch, work.head * rows.heads + head,
+            return head_rows<const float>(tensor.from, work.batch, work.head * rows.heads + head,
                                           sequence.first_q + query);
         });
         return;
@@ -131,4 +163,4 @@ CF_DEVICE void flash_split(const F16x3ForwardParams& p) {
     else split_tile<Halves<kBlockN, CF_HEAD_DIM>>(s, p.k_halves, record, shape.head_dim, row_of);
 }
 
-CF_KERNEL(F16x3ForwardParams, kThreads, 2, flash_split)
+CF_KERNEL(Params, kThreads, 2, flash_split)

@@ -75,6 +75,10 @@ CASES = {
         direction="backward", dtype="float32", head_dim=64, head_dim_v=64, bias=(1, 1, 4096, 4096),
         bias_dtype="float32", want_dbias=True, per_head=("sinks",),
     ),
+    "backward_f32_d64_causal_packed": BASE._replace(
+        direction="backward", dtype="float32", head_dim=64, head_dim_v=64, heads_k=2, right=0, packed=True,
+        rows_q=6000, rows_k=7000,
+    ),
     "backward_bf16_d512_causal_sinks": BASE._replace(
         direction="backward", dtype="bfloat16", head_dim=512, head_dim_v=512, right=0, per_head=("sinks",)
     ),

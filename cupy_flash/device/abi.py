@@ -74,7 +74,9 @@ FP8_FIELDS = [
 FP8 = np.dtype(FP8_FIELDS)
 # Of a kernel of floats as halves.
 _HALVES = ("q_halves", "k_halves", "v_halves")
+_HALVES_OF_GRADIENTS = (*_HALVES, "do_halves")
 F16X3 = np.dtype([(name, _POINTER) for name in _HALVES])
+F16X3_GRADIENTS = np.dtype([(name, _POINTER) for name in _HALVES_OF_GRADIENTS])
 UNITS = np.dtype(
     [("scale", _POINTER), ("zero", _POINTER), ("slot", "<i8"), ("head", "<i8"), ("row", "<i8"),
      ("group_bits", "<i4"), ("reserved", "<i4")]
@@ -173,6 +175,9 @@ STRUCTS = {
     "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
     "Fp8ForwardParams": np.dtype([("call", FORWARD), *FP8_FIELDS]),
     "F16x3ForwardParams": np.dtype([("call", FORWARD), *((name, _POINTER) for name in _HALVES)]),
+    "F16x3BackwardParams": np.dtype(
+        [("call", BACKWARD), *((name, _POINTER) for name in _HALVES_OF_GRADIENTS)]
+    ),
     "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
     "HopperBackwardParams": _with_maps(BACKWARD, "q_map", "k_map", "v_map", "do_map"),
 }
@@ -329,6 +334,11 @@ def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     )  # fmt: skip
 
 
+def _f16x3_backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
+    """The same of dO, too."""
+    return (*_backward(p, views, launch), *(_address(views, name) for name in _HALVES_OF_GRADIENTS))
+
+
 def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`argument_sums` is a part of the workspace."""
     gradients: list[Field] = []
@@ -431,6 +441,7 @@ _STRUCTS_OF_CALLS: dict[
     "DecodeParams": ((DECODE,), _decode),
     "Fp8ForwardParams": ((FORWARD, FP8), _fp8_forward),
     "F16x3ForwardParams": ((FORWARD, F16X3), _f16x3_forward),
+    "F16x3BackwardParams": ((BACKWARD, F16X3_GRADIENTS), _f16x3_backward),
 }
 
 

@@ -197,6 +197,10 @@ struct HopperBackwardParams {
     TensorMap q_map, k_map, v_map, do_map;
     BackwardParams call;
 };
+struct F16x3BackwardParams {
+    BackwardParams call;
+    void *q_halves, *k_halves, *v_halves, *do_halves;
+};
 
 // Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
 // What codes of 4 bits stand for: feature f of a key is scale[f / group] * code + zero[f / group], of E2M1

@@ -14,9 +14,10 @@ from cupy_flash import testing
 from cupy_flash.device import driver
 from cupy_flash.plan.families import f16x3, hopper
 from tests.cases import Case
-from tests.checks import Device, check_forward, only
+from tests.checks import Device, check_backward, check_forward, only
 from tests.simulator.forward_cases import numbered
 from tests.simulator.test_hopper_f16x3 import FEATURES, GROUPED, drawn
+from tests.simulator.test_hopper_f16x3_backward import KINDS
 
 pytestmark = pytest.mark.gpu
 
@@ -60,3 +61,19 @@ def test_many_tiles_twenty_times(options: dict[str, Any], device: Device) -> Non
     first = cupy_flash.attention(*arrays, **options)
     for _ in range(20):
         assert (cupy_flash.attention(*arrays, **options) == first).all()
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_gradients_of_the_simulators_cases(case: Case, device: Device) -> None:
+    check_backward(case, device)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_gradients_of_long_rows(mean: float, device: Device) -> None:
+    """As of the forward pass: sums over many tiles of queries, and of keys."""
+    q, k, v, do = (drawn(1, 2, 8192, 64, seed=i) for i in range(4))
+    do += np.float32(mean)
+    arrays = [device.array(x) for x in (q, k, v)]
+    o, lse = cupy_flash.attention(*arrays, return_lse=True, precision="tf32x3")
+    gradients = cupy_flash.attention_backward(device.array(do), *arrays, o, lse)
+    testing.assert_within_budget(gradients, q, k, v, do=do, precision="tf32x3")

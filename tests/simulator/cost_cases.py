@@ -58,6 +58,7 @@ CASES = {
     "backward_sm80_f64_d64": CostCase("sm_80", "float64", 64, backward=True),
     "backward_sm86_f16_d512": CostCase("sm_86", "float16", 512, backward=True),
     "backward_sm90_f16_d64": CostCase("sm_90a", "float16", 64, backward=True),
+    "backward_sm90_f32_d64_f16x3": CostCase("sm_90a", "float32", 64, backward=True),
     "backward_sm90_f16_d256": CostCase("sm_90a", "float16", 256, backward=True),
     "backward_sm90_bf16_d128": CostCase("sm_90a", "bfloat16", 128, backward=True),
     "backward_sm90_f16_d64_spans": CostCase("sm_90a", "float16", 64, backward=True, options=DOCUMENTS),

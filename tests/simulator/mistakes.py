@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "FLASH_BACKWARD_F16X3",
     "FLASH_BACKWARD_SM90",
     "FLASH_BACKWARD_WIDE",
     "FLASH_DECODE_IN_ORDER",
@@ -99,6 +100,20 @@ SIMPLE_HESSIAN = (
 )  # fmt: skip
 
 _VALUES = "include/tile/value_products.cuh"
+_HALVES = "flash_backward_f16x3_sm90.cu"
+_PRODUCTS_OF_RESTS = "    multiply(d, a1, b0, false);\n    multiply(d, a0, b1, true);\n"
+FLASH_BACKWARD_F16X3 = (
+    Mistake("no second half of A", _HALVES, _PRODUCTS_OF_RESTS, "    multiply(d, a0, b1, false);\n"),
+    Mistake("no second half of B", _HALVES, _PRODUCTS_OF_RESTS, "    multiply(d, a1, b0, false);\n"),
+    Mistake("one scale of all weights", _HALVES, "of_p(largest_size(rS))", "of_p(0x3f800000u)"),
+    Mistake("of dS the scale of a warp", _HALVES,
+            "larger(larger(all.x, all.y), larger(all.z, all.w))", "mine"),
+    Mistake("the scale of the other Q", _HALVES, "s.q_unit[stage].x", "s.q_unit[stage ^ 1].x"),
+    Mistake("the scale of the other dO", _HALVES, "s.do_unit[stage].x", "s.do_unit[stage ^ 1].x"),
+    Mistake("second halves of the other keys", _HALVES, "k.of_tile(kConsumers)", "k.of_tile(1)"),
+    Mistake("dP without its unit", "include/hopper/transposed_gradient.cuh",
+            "fmaf(rDP[4 * n + e], unit, -of(row_delta, e))", "(rDP[4 * n + e] - of(row_delta, e))"),
+)  # fmt: skip
 FLASH_FORWARD_FP8 = (
     Mistake("odd features for even ones", _VALUES, "b[0] = permute_bytes(r[0], r[1], 0x6420)",
             "b[0] = permute_bytes(r[0], r[1], 0x7531)"),

@@ -172,6 +172,11 @@ SUBJECTS = {
             "rows_without_keys or from_block_to_block or test_cost or keys_in_use",
         ),
     ),
+    "flash_backward_f16x3_sm90": Subject(
+        "kernels_cu/flash_backward_f16x3_sm90.cu",
+        ("tests/simulator/test_hopper_f16x3_backward.py", "-k", "mistakes or from_tile_to_tile or many_keys"),
+        mistakes.FLASH_BACKWARD_F16X3,
+    ),
     "flash_split_f16": Subject(
         "kernels_cu/flash_split_f16.cu",
         ("tests/simulator/test_hopper_f16x3.py", "-k", "from_block_to_block or test_cost"),
@@ -415,36 +420,56 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
     ("hopper/backward.cuh", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
     ("flash_backward_sm90.cu", "__syncwarp()", 1): "no schedule stops a warp between stores and an arrival",
     ("hopper/backward.cuh", "fence_proxy_async_global()", 1): "global memory has one order in the simulator",
-    ("hopper/backward.cuh", "mbar_wait(s.dq_full, step.at.stage)", 1): "flash_backward_wide_sm90 sums no dQ",
+    (
+        "hopper/backward.cuh",
+        "mbar_wait(s.dq_full, step.at.stage)",
+        1,
+    ): "flash_backward_wide_sm90 sums no dQ, flash_backward_f16x3_sm90 has a helper of its own",
     (
         "hopper/backward.cuh",
         "semaphore_wait(p.call.dq_turns + number, turn)",
         1,
-    ): "flash_backward_wide_sm90 sums no dQ",
-    ("hopper/backward.cuh", "tma_store_commit()", 1): "flash_backward_wide_sm90 sums no dQ",
-    ("hopper/backward.cuh", "tma_store_wait_read<0>()", 1): "flash_backward_wide_sm90 sums no dQ",
-    ("hopper/backward.cuh", "mbar_arrive(s.dq_empty)", 1): "flash_backward_wide_sm90 sums no dQ",
-    ("hopper/backward.cuh", "tma_store_wait<0>()", 1): "flash_backward_wide_sm90 sums no dQ",
+    ): "flash_backward_wide_sm90 sums no dQ, flash_backward_f16x3_sm90 has a helper of its own",
+    (
+        "hopper/backward.cuh",
+        "tma_store_commit()",
+        1,
+    ): "flash_backward_wide_sm90 sums no dQ, flash_backward_f16x3_sm90 has a helper of its own",
+    (
+        "hopper/backward.cuh",
+        "tma_store_wait_read<0>()",
+        1,
+    ): "flash_backward_wide_sm90 sums no dQ, flash_backward_f16x3_sm90 has a helper of its own",
+    (
+        "hopper/backward.cuh",
+        "mbar_arrive(s.dq_empty)",
+        1,
+    ): "flash_backward_wide_sm90 sums no dQ, flash_backward_f16x3_sm90 has a helper of its own",
+    (
+        "hopper/backward.cuh",
+        "tma_store_wait<0>()",
+        1,
+    ): "flash_backward_wide_sm90 sums no dQ, flash_backward_f16x3_sm90 has a helper of its own",
     (
         "hopper/backward.cuh",
         "semaphore_release(p.call.dq_turns + number)",
         1,
-    ): "flash_backward_wide_sm90 sums no dQ",
+    ): "flash_backward_wide_sm90 sums no dQ, flash_backward_f16x3_sm90 has a helper of its own",
     (
         "hopper/backward.cuh",
         "__syncthreads()",
         1,
-    ): "flash_backward_wide_sm90 has no turns, and its blocks no numbers",
+    ): "flash_backward_wide_sm90 and flash_backward_f16x3_sm90 have no turns, and their blocks no numbers",
     (
         "hopper/backward.cuh",
         "mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1)",
         1,
-    ): "flash_backward_wide_sm90 subtracts nothing by products",
+    ): "flash_backward_wide_sm90 and flash_backward_f16x3_sm90 subtract nothing by products",
     (
         "hopper/query_terms.cuh",
         "fence_proxy_async()",
         1,
-    ): "flash_backward_wide_sm90 subtracts nothing by products",
+    ): "flash_backward_wide_sm90 and flash_backward_f16x3_sm90 subtract nothing by products",
     ("flash_backward_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 2): (
         "loads of LSE take no time, so it is there before Q is"
     ),
@@ -466,6 +491,26 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         "wgmma_fence()",
         2,
     ): "that of S comes after the last use of registers of dP",
+    ("flash_backward_f16x3_sm90.cu", "mbar_wait(s.statistics[stage], step.at.phase)", 1): (
+        "loads of LSE take no time, so it is there before Q is"
+    ),
+    ("flash_backward_f16x3_sm90.cu", "bar_sync(kOwnDS + warpgroup, 128)", 2): (
+        "the next product waits for the whole warpgroup in the simulator, on a GPU for a warp"
+    ),
+    ("flash_backward_f16x3_sm90.cu", "__syncwarp()", 1): (
+        "no schedule stops a warp between stores and an arrival"
+    ),
+    ("hopper/backward.cuh", "mbar_arrive_expect_tx(s.keys_full, KTile::kBytes + VTile::kBytes)", 1): (
+        "flash_backward_f16x3_sm90 has a helper of its own"
+    ),
+    ("hopper/backward.cuh", "mbar_init_fence()", 1): ("flash_backward_f16x3_sm90 has a start of its own"),
+    ("hopper/backward.cuh", "__syncthreads()", 2): ("flash_backward_f16x3_sm90 has a start of its own"),
+    ("hopper/consumers.cuh", "fence_proxy_async()", 1): (
+        "flash_backward_f16x3_sm90 clears nothing: rows that do not exist are zeros"
+    ),
+    ("hopper/consumers.cuh", "bar_sync(kCleared, kConsumerThreads)", 1): (
+        "flash_backward_f16x3_sm90 clears nothing: rows that do not exist are zeros"
+    ),
 }
 
 _NAMES = (

@@ -174,7 +174,9 @@ def test_large_scores() -> None:
     testing.assert_within_budget(attend(q, k, v), q, k, v, precision="tf32x3")
 
 
-@pytest.mark.parametrize("variant", [v for v in f16x3.variants() if v.products], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "variant", [v for v in f16x3.variants() if "forward" in v.kernel], ids=lambda v: v.name
+)
 def test_cost_is_the_theory(variant: Any) -> None:
     """Three products, one exponential for each pair, every tile copied once for each block that reads it."""
     (m, n), d, dv = variant.tile, variant.head_dim, variant.head_dim_v

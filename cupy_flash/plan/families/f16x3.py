@@ -1,4 +1,4 @@
-"""Hopper's kernel of float32: three products of halves for one of floats, forward only; part of `hopper`."""
+"""Hopper's kernels of float32: three products of halves for one of floats; part of `hopper`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
 from ..launch import Plan, along_x, blocks_of, laid_out
+from . import flash, simple
 from .pack_gqa import rows_of_tiles
 
 __all__ = ["DTYPE", "chosen", "plan", "refusals", "variants"]
@@ -17,10 +18,14 @@ DTYPE = "f16x3"
 # (head_dim, head_dim_v) class -> rows and keys of a block, stages of K and V.
 # why these: the most keys of which two stages fit beside Q, and whose S, P and T leave registers beside O.
 _FORWARD = {(64, 64): ((128, 128), 2), (128, 128): ((128, 64), 2)}
+# The same of gradients, whose block owns keys: (queries, keys).
+# why none above: dK, dV and a sum of one tile, of 64 keys, leave no registers beside S, dP and halves of dS.
+_BACKWARD = {(64, 64): (64, 128)}
 # Heads of q that share one of k, times queries. why: of fewer rows, to read K and V, write their halves and
 # read these takes longer than products by tf32x3.
 FEWEST_ROWS = 256
 _THREADS_OF_SPLIT = 256
+_NOTE = "products  f16x3: three of halves, two for each float; as exact as tf32x3"
 _RECORD_END = 128  # bytes behind the halves of a tile, see hopper/halves.cuh
 
 
@@ -43,14 +48,37 @@ def _forward(classes: tuple[int, int]) -> Variant:
     )
 
 
-def _split(classes: tuple[int, int]) -> Variant:
-    """The kernel that makes halves, for the tiles of the other."""
-    tile = _FORWARD[classes][0]
+def _backward(classes: tuple[int, int]) -> Variant:
+    """The kernel between the passes delta and dq_convert of flash_backward.cu."""
+    (d, v), (m, n) = classes, _BACKWARD[classes]
+    # K, V, two stages of Q and dO, and dS, as halves, which have the bytes of floats; FP32: dQ of each
+    # warpgroup. 2048: units, LSE and delta, the barriers.
+    elements = n * (d + v) + 2 * m * (d + v) + n * m + 2 * m * d
+    # S and dP; dV and dK; dQ.
+    products = 3 * ((d + v) // 16 + 2 * (m // 16) + 64 // 16)
+    return Variant(
+        "flash_backward_f16x3_sm90.cu",
+        "",
+        "F16x3BackwardParams",
+        DTYPE,
+        *classes,
+        (m, n),
+        384,
+        4 * elements + 2048,
+        "band",
+        products=((f"64x{m}x16", products),),
+        covered=m // 2,
+    )
+
+
+def _split(classes: tuple[int, int], *, gradients: bool = False) -> Variant:
+    """The kernel that makes halves, for the tiles of another."""
+    tile = _BACKWARD[classes] if gradients else _FORWARD[classes][0]
     threads = _THREADS_OF_SPLIT
     return Variant(
         "flash_split_f16.cu",
-        "",
-        "F16x3ForwardParams",
+        "of_gradients" if gradients else "",
+        "F16x3BackwardParams" if gradients else "F16x3ForwardParams",
         DTYPE,
         *classes,
         tile,
@@ -65,31 +93,34 @@ def variants() -> Iterator[Variant]:
     for classes in _FORWARD:
         yield _split(classes)
         yield _forward(classes)
+    for classes in _BACKWARD:
+        yield _split(classes, gradients=True)
+        yield _backward(classes)
 
 
 def chosen(p: Problem) -> Variant | None:
     """The kernel for a problem's head dims; None if no class takes them."""
-    fitting = (classes for classes in _FORWARD if p.head_dim <= classes[0] and p.head_dim_v <= classes[1])
+    table, made = (_FORWARD, _forward) if p.direction == "forward" else (_BACKWARD, _backward)
+    fitting = (classes for classes in table if p.head_dim <= classes[0] and p.head_dim_v <= classes[1])
     classes = next(fitting, None)
-    return _forward(classes) if classes else None
+    return made(classes) if classes else None
 
 
 def refusals(p: Problem) -> list[str]:
     """Every reason why float32 is not for this kernel, beside those of how long sequences are."""
     reasons = []
-    if p.direction != "forward":
-        reasons.append("has no gradients of float32")
     if p.precision not in (None, "tf32x3"):
         reasons.append(f"computes float32 by three products of halves, not as precision={p.precision}")
-    if p.reproducible:
+    if p.reproducible or p.deterministic:
         reasons.append("no order is promised for products of halves")
     scores = {"softcap": p.softcap, "ALiBi": p.alibi, "scale <= 0": p.scale <= 0}
     if unknown := [name for name, given in scores.items() if given]:
         reasons.append(f"its loop over float32 has no {' or '.join(unknown)}")
     variant = chosen(p)
+    widest = max(_FORWARD if p.direction == "forward" else _BACKWARD)[0]
     rows = p.seqlen_q * (p.heads_q // p.heads_k if p.heads_k else 1)
     if variant is None:
-        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} of float32 is above {max(_FORWARD)[0]}")
+        reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} of float32 is above {widest}")
     elif p.tile is None and rows < FEWEST_ROWS:
         reasons.append(
             f"{rows} rows share a key, below the {FEWEST_ROWS} that pay for splitting it in halves"
@@ -97,7 +128,17 @@ def refusals(p: Problem) -> list[str]:
     return reasons
 
 
+def _words(rows: int, columns: int) -> int:
+    """Of a record: halves of a tile and their scale."""
+    return rows * columns + _RECORD_END // 4
+
+
 def plan(p: Problem, arch: Arch) -> Plan:
+    """The kernels for a problem that is not refused."""
+    return _forward_plan(p, arch) if p.direction == "forward" else _backward_plan(p, arch)
+
+
+def _forward_plan(p: Problem, arch: Arch) -> Plan:
     """Halves of q, k and v are made first; then blocks that stay take tiles, as in other forward kernels."""
     variant = chosen(p)
     assert variant is not None
@@ -109,7 +150,7 @@ def plan(p: Problem, arch: Arch) -> Plan:
     # Sequences that are packed have a tile more than their rows fill, at most.
     tiles_q = p.batch * of_q if not p.packed else (p.rows_q << rows.head_bits) // m + p.batch
     tiles_k = p.batch * of_k if not p.packed else p.rows_k // n + p.batch
-    words = [m // 64 * (64 * d + _RECORD_END // 4), n * d + _RECORD_END // 4, n * v + _RECORD_END // 4]
+    words = [m // 64 * _words(64, d), _words(n, d), _words(n, v)]
     parts: list[tuple[str, str, tuple[int, ...]]] = [
         ("q_halves", "int32", (tiles_q, groups, words[0])),
         ("k_halves", "int32", (tiles_k, p.heads_k, words[1])),
@@ -120,10 +161,44 @@ def plan(p: Problem, arch: Arch) -> Plan:
         *along_x(variant, min(rows.tiles, arch.multiprocessors)),
     )
     launches = tuple(launch._replace(head_bits=rows.head_bits) for launch in launches)
-    notes: tuple[str, ...] = ("products  f16x3: three of halves, two for each float; as exact as tf32x3",)
-    notes += (line,) if line else ()
+    notes = (_NOTE, line) if line else (_NOTE,)
     same_work = not p.packed and p.left is None and p.right is None
     if rows.tiles <= arch.multiprocessors or same_work:
         return Plan(arch.name, "hopper", launches, *laid_out(*parts), notes=notes)
     workspace = laid_out(*parts, ("next_tile", "int32", (1,)))
     return Plan(arch.name, "hopper", launches, *workspace, zeroed=("next_tile",), notes=notes)
+
+
+def _backward_plan(p: Problem, arch: Arch) -> Plan:
+    """Halves of q, dO, k and v, and delta; then the gradients, dQ as sums that the last pass rounds."""
+    variant = chosen(p)
+    assert variant is not None
+    (m, n), classes = variant.tile, (variant.head_dim, variant.head_dim_v)
+    before, after = (
+        flash.backward(step, "tf32x3", classes, "band", arch) for step in ("delta", "dq_convert")
+    )
+    assert before is not None
+    assert after is not None
+    assert after.tile[0] == m, "both have the same sums of dQ"
+    of_q, of_k = (
+        p.batch * p.heads_q * blocks_of(p.seqlen_q, m),
+        p.batch * p.heads_k * blocks_of(p.seqlen_k, n),
+    )
+    launches = (
+        *along_x(_split(classes, gradients=True), 2 * (of_q + of_k)),
+        *along_x(before, p.batch * p.heads_q * blocks_of(p.seqlen_q, before.tile[0])),
+        *along_x(variant, of_k),
+        *along_x(after, of_q),
+        *simple.sink_gradients(p),
+    )
+    # Sequences that are packed have a tile more than their rows fill, at most.
+    tiles_q = p.batch * blocks_of(p.seqlen_q, m) if not p.packed else p.rows_q // m + p.batch
+    tiles_k = p.batch * blocks_of(p.seqlen_k, n) if not p.packed else p.rows_k // n + p.batch
+    halves: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("q_halves", "int32", (tiles_q, p.heads_q, _words(m, classes[0]))),
+        ("k_halves", "int32", (tiles_k, p.heads_k, _words(n, classes[0]))),
+        ("v_halves", "int32", (tiles_k, p.heads_k, _words(n, classes[1]))),
+        ("do_halves", "int32", (tiles_q, p.heads_q, _words(m, classes[1]))),
+    )
+    workspace = flash.gradient_workspace(p, after, more=halves)
+    return Plan(arch.name, "hopper", launches, *workspace, zeroed=flash.ZEROED, notes=(_NOTE,))

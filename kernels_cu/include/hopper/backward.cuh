@@ -175,7 +175,7 @@ template <class Kernel> struct HopperBackward {
     }
 
     // Until the consumers have read LSE and delta of the step whose place those of this one take.
-    CF_DEVICE static void wait_for_place(SharedStorage& s, const Step& step) {
+    template <class Storage> CF_DEVICE static void wait_for_place(Storage& s, const Step& step) {
         const int stage = step.at.stage, phase = step.at.phase;
         // sync: they have released the dO of the step before, after S and dP were in registers. Before the first step
         // none had to, and the wait for the other parity of a fresh barrier passes.
@@ -184,9 +184,11 @@ template <class Kernel> struct HopperBackward {
         else mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], phase ^ 1);
     }
 
-    // LSE or delta, by a warp each. why: one warp with both has too few registers.
-    CF_DEVICE static void load_term(const HopperBackwardParams& p, const Rows& rows, bool is_lse,
-                                    SharedStorage& s, const WorkTile& work) {
+    // LSE or delta, by a warp each. why: one warp with both has too few registers. Storage: SharedStorage, or another
+    // with the same terms, statistics and rings.
+    template <class Params, class Storage>
+    CF_DEVICE static void load_term(const Params& p, const Rows& rows, bool is_lse, Storage& s,
+                                    const WorkTile& work) {
         constexpr int kEach = cdiv(kBlockM, 32);
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
@@ -276,10 +278,34 @@ template <class Kernel> struct HopperBackward {
         }
     }
 
+    // What the block of this number works on, none of its keys if they begin past the end of their sequence. item: bytes
+    // of an element of Q and dO.
+    CF_DEVICE static WorkTile work_of(const BackwardParams& call, uint32_t block, uint32_t item = sizeof(Element)) {
+        const Shape& shape = call.shape;
+        const TileCoord mine = lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape,
+                                                kL2SectionBytes / item);
+        const Sequence sequence = sequence_of(shape, mine.batch);
+        const Band band(call.score, sequence);
+        DqOrder order(mine.tile, cdiv(shape.seqlen_k, kBlockN), call.dq_wave, band);
+        const int32_t first_key = order.block * kBlockN, group = shape.heads_q / shape.heads_k;
+        const Range queries = band.queries_of(first_key, first_key + kBlockN);
+        const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
+        order.go_over(tiles);
+        return {sequence,
+                NarrowBand(band),
+                mine.batch,
+                mine.head,
+                mine.head * group,
+                (mine.head + 1) * group,
+                first_key,
+                tiles,
+                Gradient::whole_tiles(band, first_key, kBlockN),
+                order};
+    }
+
     // The whole kernel; consume(s, work, warpgroup) is what the consumers do.
     template <class Consume> CF_DEVICE static void run(const HopperBackwardParams& p, Consume consume) {
         SharedStorage& s = shared_memory<SharedStorage>();
-        const Shape& shape = p.call.shape;
         uint32_t block = blockIdx.x;
         if (p.call.next_block) {
             // why: a block waits for blocks with lower numbers only, and a block that has a number is running. In which
@@ -289,26 +315,8 @@ template <class Kernel> struct HopperBackward {
             __syncthreads();
             block = s.number;
         }
-        const TileCoord mine = lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape,
-                                                kL2SectionBytes / uint32_t(sizeof(Element)));
-        const Sequence sequence = sequence_of(shape, mine.batch);
-        const Band band(p.call.score, sequence);
-        DqOrder order(mine.tile, cdiv(shape.seqlen_k, kBlockN), p.call.dq_wave, band);
-        const int32_t first_key = order.block * kBlockN, group = shape.heads_q / shape.heads_k;
-        if (first_key >= sequence.rows_k) return;
-        const Range queries = band.queries_of(first_key, first_key + kBlockN);
-        const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
-        order.go_over(tiles);
-        const WorkTile work{sequence,
-                        NarrowBand(band),
-                        mine.batch,
-                        mine.head,
-                        mine.head * group,
-                        (mine.head + 1) * group,
-                        first_key,
-                        tiles,
-                        Gradient::whole_tiles(band, first_key, kBlockN),
-                        order};
+        const WorkTile work = work_of(p.call, block);
+        if (work.first_key >= work.sequence.rows_k) return;
 
         const int warpgroup = warpgroup_index();
         if (threadIdx.x == 0) {

@@ -18,4 +18,6 @@ enum BackwardBarrier : int {
     kDSComplete = 2,    // dS is in shared memory
     kKeysRead = 3,      // no product reads K or V any more
     kPComplete = 4,     // P is in shared memory: flash_backward_wide_sm90
+    kOwnDS =
+        5,    // 5 and 6, one per consumer warpgroup: its largest dS, then its dS is in shared memory: flash_backward_f16x3_sm90
 };

@@ -89,6 +89,14 @@ struct TransposedGradient {
                 rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - of(row_delta, e));
         });
     }
+    // The same of dP that is counted in `unit`.
+    CF_DEVICE static void compute_ds(Accumulator& rDP, const Accumulator& rP, uint32_t delta, float unit) {
+        each_column(delta, [&](int n, float2 row_delta) {
+            CF_UNROLL
+            for (int e = 0; e < 4; e++)
+                rDP[4 * n + e] = rP[4 * n + e] * fmaf(rDP[4 * n + e], unit, -of(row_delta, e));
+        });
+    }
     // The same with rounded factors, fragments of to_fragments. For dS a rounding more, for the thread half the
     // registers.
     CF_DEVICE static void compute_ds(Accumulator& rDP, const uint32_t (&rFactors)[kQueries / 16][4],

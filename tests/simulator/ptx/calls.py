@@ -157,10 +157,14 @@ def _halves() -> Call:
         for variant in f16x3.variants():
             if variant.products:
                 case = _case("f32", (variant.head_dim, variant.head_dim_v), sinks=True)
+                backward = variant.kernel.startswith("flash_backward")
                 with mock.patch.object(f16x3, "FEWEST_ROWS", 0), only(hopper):
-                    check_forward(case, _device())
+                    (check_backward if backward else check_forward)(case, _device())
 
-    kernels = {("flash_split_f16.cu", "", "f16x3"), ("flash_forward_f16x3_sm90.cu", "", "f16x3")}
+    kernels = {("flash_split_f16.cu", step, "f16x3") for step in ("", "of_gradients")}
+    kernels |= {(f"flash_{way}_f16x3_sm90.cu", "", "f16x3") for way in ("forward", "backward")}
+    kernels |= {("flash_backward.cu", step, "f32") for step in ("delta", "dq_convert")}
+    kernels |= {("simple_backward.cu", "dsinks", "f32")}
     return Call("hopper-f32", run, frozenset(kernels))
 
 
