@@ -24,7 +24,7 @@ def tensor(x):
     return torch.from_numpy(np.ascontiguousarray(x))
 
 
-def run(case, rank, ranks):
+def run(case, rank, ranks, **more):
     """What this process returns of a case, by autograd."""
     arrays, options = case.part(rank, ranks)
     x = {name: tensor(array) for name, array in arrays.items()}
@@ -34,7 +34,7 @@ def run(case, rank, ranks):
     learned = {name: x[name].requires_grad_() for name in "qkv"}
     if "sinks" in options:
         learned["sinks"] = options["sinks"].requires_grad_()
-    o, lse = cf.ring_attention(x["q"], x["k"], x["v"], return_lse=True, **options)
+    o, lse = cf.ring_attention(x["q"], x["k"], x["v"], return_lse=True, **options, **more)
     grads = torch.autograd.grad((o, lse), [*learned.values()], (x["do"], x["dlse"]))
     results = {"o": o, "lse": lse} | {f"d{name}": x for name, x in zip(learned, grads, strict=True)}
     return {name: to_numpy(x) for name, x in results.items()}
