@@ -16,7 +16,7 @@ from ..call.options import RingOptions, defaults
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import positions, schedules
-from .ring import agreement_of, attend
+from .ring import attend, link_of
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -72,7 +72,7 @@ def context_parallel(
     and tables for products, and torch refuses it then.
     """
     group, rank, ranks = _group_of(mesh)
-    agreement = agreement_of(group, torch.device(mesh.device_type))
+    agreement = link_of(group, torch.device(mesh.device_type)).agreement
     with agreement.refusals():
         schedules.check({"schedule": schedule}, packed=False)
         lengths = [x.shape[dim] for x, dim in _pairs(buffers, buffer_seq_dims)]
@@ -155,25 +155,21 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
         As in `context_parallel`; also parts that do not fit together.
     """
     group, _, ranks = _group_of(mesh)
-    agreement = agreement_of(group, torch.device(mesh.device_type))
-    with agreement.refusals():
+    link = link_of(group, torch.device(mesh.device_type))
+    with link.agreement.refusals():
         pairs, terms = _pairs(buffers, seq_dims), {}
         for number, (x, dim) in enumerate(pairs):
             shape = [*x.shape[:dim], "rows", *x.shape[dim:][1:]]
             terms[f"buffers[{number}]"] = f"{x.dtype} ({', '.join(map(str, shape))})"
-    agreement.reach(terms)
+    link.agreement.reach(terms)
     found = []
     for x, dim in pairs:
         rows = x.new_tensor([x.shape[dim]], dtype=torch.int64)
-        everyones = [torch.empty_like(rows) for _ in range(ranks)]
-        dist.all_gather(everyones, rows, group=group)
-        counts = [int(n) for n in everyones]
+        counts = [int(n) for n in link.everyones(rows)]
         # Processes send equal numbers of rows, the last ones empty.
         part = x.new_zeros((*x.shape[:dim], max(counts), *x.shape[dim:][1:]))
         part.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
-        everyone = [torch.empty_like(part) for _ in range(ranks)]
-        dist.all_gather(everyone, part, group=group)
-        held = [y.narrow(dim, 0, n) for y, n in zip(everyone, counts, strict=True)]
+        held = [y.narrow(dim, 0, n) for y, n in zip(link.everyones(part), counts, strict=True)]
         order = [_rows(x, sum(counts), r, ranks) for r in range(ranks)]
         found.append(torch.cat(held, dim).index_select(dim, torch.cat(order).argsort()))
     return found

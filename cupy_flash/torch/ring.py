@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ from ..call.checks import one_of
 from ..call.options import RingOptions, defaults
 from ..call.signature import takes
 from ..call.spelling import kind_of
+from ..cpu.core.worker_thread import run_aside
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import schedules
 from ..parallel.agreement import Agreement
@@ -25,14 +27,57 @@ from .ops import first_derivative_only, in_forward_mode
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["agreement_of", "attend", "ring_attention"]
+__all__ = ["attend", "link_of", "ring_attention"]
+
+
+# Devices whose messages the host waits for: on others a stream does, which is that of a thread.
+_HOSTS = ("cpu",)
 
 
 class _History:
-    """The calls of this process in a group: how many it has begun, and which arguments all agreed on."""
+    """The calls of this process in a group: how many it has begun, and which arguments all agreed on.
+
+    An interrupt, such as Ctrl-C, ends them: messages are under way then, which the next call would receive.
+    """
 
     def __init__(self) -> None:
         self.calls, self.known = 0, set[bytes]()
+        self._interrupted = False
+        self._left: list[Callable[[], None]] = []
+
+    def refuse(self) -> None:
+        """Refuse a call where an interrupt has ended one."""
+        if self._interrupted:
+            raise UnsupportedError(
+                "an interrupt ended a call in this group that waited for other processes.",
+                hint="torch.distributed.destroy_process_group, then the group again, in all its processes",
+            )
+
+    def finish(self, wait: Callable[[], None], device: torch.device) -> None:
+        """Wait for messages, in another thread: a signal is seen between bytecodes of the main one only."""
+        if self._interrupted:
+            self._left.append(wait)  # what it keeps is still written to
+        elif device.type not in _HOSTS or threading.current_thread() is not threading.main_thread():
+            wait()
+        else:
+            self._finish_aside(wait)
+
+    def _finish_aside(self, wait: Callable[[], None]) -> None:
+        errors: list[BaseException] = []
+
+        def aside() -> None:
+            try:
+                wait()
+            except BaseException as error:
+                errors.append(error)
+
+        try:
+            run_aside(aside).wait()
+        except BaseException:
+            self._interrupted = True
+            raise
+        if errors:
+            raise errors[0]
 
 
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
@@ -48,7 +93,8 @@ class _Link:
         self.group, self._device = group, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._of_all = dist.get_process_group_ranks(group)
-        history = _histories.setdefault(group, _History())
+        self.history = history = _histories.setdefault(group, _History())
+        history.refuse()
         history.calls += 1
         self._number = history.calls
         # why not every call on a GPU: the host would wait for all that runs there.
@@ -65,16 +111,21 @@ class _Link:
 
     def _gather(self, own: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(everyone, mine, group=self.group)
-        return [bytes(x.tolist()) for x in everyone]
+        return [bytes(x.tolist()) for x in self.everyones(mine)]
+
+    def everyones(self, x: Any) -> list[Any]:
+        """A tensor of every process, all of one shape."""
+        everyone = [torch.empty_like(x) for _ in range(self.ranks)]
+        work = dist.all_gather(everyone, x, group=self.group, async_op=True)
+        self.history.finish(lambda: all_done([work.wait]), x.device)
+        return everyone
 
     def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
         to, source = (self._of_all[(self.rank + n) % self.ranks] for n in (by, -by))
         sends = [dist.P2POp(dist.isend, x, to, self.group) for x in arrays]
         receives = [dist.P2POp(dist.irecv, x, source, self.group) for x in into]
         works = dist.batch_isend_irecv(sends + receives)
-        return lambda: all_done(work.wait for work in works)
+        return lambda: self.history.finish(lambda: all_done(work.wait for work in works), arrays[0].device)
 
     def contiguous(self, x: Any) -> Any:
         return x.contiguous()
@@ -95,9 +146,9 @@ class _Link:
         return torch.from_numpy(rows).to(like.device)
 
 
-def agreement_of(group: Any, device: torch.device) -> Agreement:
-    """The comparison of a call that sends messages of its own."""
-    return _Link(group, device, None).agreement
+def link_of(group: Any, device: torch.device) -> _Link:
+    """The link of a call that sends messages of its own."""
+    return _Link(group, device, None)
 
 
 class _Ring(torch.autograd.Function):

@@ -6,6 +6,7 @@ the order of the calls: here each call belongs to that of the other processes wh
 """
 
 import pickle
+import threading
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ class _Work(dist.Work):
     def __init__(self, group, number, sends, receives):
         super().__init__()
         self._group, self._number, self._receives = group, number, receives
+        self._thread = threading.get_ident()
         self._sent = [(x, _bytes(x).clone()) for _, x in sends]
         for _, x in receives:
             _bytes(x).fill_(_GARBAGE)
@@ -38,6 +40,8 @@ class _Work(dist.Work):
         if self not in self._group.under_way:
             return True
         self._group.under_way.remove(self)
+        if threading.get_ident() != self._thread:
+            raise Misuse("the stream of another thread waits")
         for x, before in self._sent:
             if not torch.equal(_bytes(x), before):
                 raise Misuse("memory was written while it was sent")
@@ -139,3 +143,4 @@ def install(patch):
         return group.batch(ops) if isinstance(group, Group) else others(ops)
 
     patch.setattr(dist, "batch_isend_irecv", batch)
+    patch.setattr("cupy_flash.torch.ring._HOSTS", ())  # whose tensors are a GPU's then

@@ -191,6 +191,15 @@ def ring_with(**given):
         return cf.ring_attention(Q, K, V, **given)
 
 
+def ring_interrupted():
+    """A call after one that Ctrl-C ended."""
+    with one_process():
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr("cupy_flash.torch.ring.run_aside", mock.Mock(side_effect=KeyboardInterrupt))
+            cf.ring_attention(Q, K, V)
+        return cf.ring_attention(Q, K, V)
+
+
 def in_context(
     shape=(1,), mesh=True, buffers=(), buffer_seq_dims=(), heads=4, no_restore_buffers=(), **given
 ):
@@ -520,6 +529,7 @@ CASES = {
     "ring: no member": (ring_with, {"group": dist.GroupMember.NON_GROUP_MEMBER}, 0, [ring_with]),
     "ring: no group": (ring_with, {"group": "cp"}, 0, [ring_with]),
     "ring: agreement": (ring_with, {"agreement": True}, 0, [lambda: ring_with(agreement="never")]),
+    "ring: interrupted": (ring_interrupted, {}, 0, [ring_with]),
     "ring: second": (ring_of_one, {}, 1, []),
     "ring: not initialised": (
         lambda: cf.ring_attention(Q, K, V),

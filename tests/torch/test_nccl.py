@@ -155,6 +155,11 @@ def with_gaps(patch, rank):
     patch.setattr(over_torch._Link, "contiguous", lambda link, x: x)
 
 
+def another_thread(patch, rank):
+    """The host waits aside, as for messages of a CPU."""
+    patch.setattr(over_torch, "_HOSTS", ("cpu",))
+
+
 FAULTS = {
     no_wait: "wrong numbers",
     added_too_early: "written while it was sent",
@@ -162,6 +167,7 @@ FAULTS = {
     other_order_of_peers: "1 receives",
     one_by_one: "outside of a batch",
     with_gaps: "must be contiguous",
+    another_thread: "stream of another thread",
 }
 
 

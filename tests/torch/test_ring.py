@@ -2,6 +2,11 @@
 
 import functools
 import itertools
+import os
+import signal
+import sys
+import threading
+import time
 
 import pytest
 
@@ -298,6 +303,35 @@ def check_retries(rank, ranks):
     torch.testing.assert_close(o, cf.attention(whole, whole, whole, causal=True)[:, :, mine])
 
 
+def check_interrupts(rank, ranks):
+    """Ctrl-C ends the wait for a process that does not come at once, and a group made again works."""
+    q = torch.ones(1, 2, 4, 8, requires_grad=True)
+    calls = [lambda: ring_attention(q, q, q, group=group, agreement="call")]
+    calls += [lambda: ring_attention(q, q, q, group=group, agreement="never")]
+    calls += [lambda: torch.autograd.grad(o.sum(), q)]
+    for call in calls:
+        group = dist.new_group()
+        o = ring_attention(q, q, q, group=group, agreement="never")
+        if rank == 0:
+            interrupted = []
+
+            def interrupt(interrupted=interrupted):
+                interrupted.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Timer(0.3, interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert time.monotonic() - interrupted[0] < 5  # and not the 30 of the group
+            with pytest.raises(
+                UnsupportedError, match=r"interrupt ended a call.*\nTry: torch\.distributed\.destroy"
+            ):
+                call()
+        dist.barrier()
+        dist.destroy_process_group(group)
+    check_part(rank, ranks, group=dist.new_group(), causal=True)
+
+
 def process(rank, ranks):
     for case in CASES:
         check_part(rank, ranks, **case)
@@ -312,6 +346,8 @@ def process(rank, ranks):
         check_seeds(rank, ranks)
         check_memory_of_what_was_saved(rank, ranks)
         check_lse_that_one_loss_has(rank, ranks)
+        if sys.platform != "win32":  # which has no such signal
+            check_interrupts(rank, ranks)
     q = torch.ones(1, 1, 6, 8, requires_grad=True)
     if ranks == 4:  # two rings of two
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
