@@ -21,7 +21,8 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import schedules
 from ..parallel.agreement import Agreement
 from ..parallel.group import Asked, all_done
-from .inputs import check_tensors, refuse_lost_gradients
+from .eager import in_batches
+from .inputs import cast_by_context, check_tensors, refuse_lost_gradients, widened
 from .ops import first_derivative_only, in_forward_mode
 
 if TYPE_CHECKING:
@@ -179,6 +180,11 @@ class _Ring(torch.autograd.Function):
         link, recorded, causal, options, cut, return_lse = ctx.rest
         link = link.returning()
         with link.agreement.refusals():  # memory may be short here too
+            if in_batches(do) or in_batches(dlse):
+                raise UnsupportedError(
+                    "ring_attention has no gradients of several directions at once.",
+                    hint="is_grads_batched=False",
+                )
             q, k, v, sinks, o, lse = saved = ctx.saved_tensors
             # why even without gradients: the other processes wait for this one's keys, and exchange dlse.
             do = torch.zeros_like(o) if do is None else do
@@ -239,7 +245,8 @@ def _attend(
         raise InvalidArgumentsError(
             f"agreement is {agreement!r}.", hint='agreement="call", "signature", "never" or None'
         )
-    link = _Link(_group(group), getattr(q, "device", torch.device("cpu")), agreement)
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    link = _Link(_group(group), device, agreement)
     causal, sinks = every.pop("causal"), every.pop("sinks")
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     with link.agreement.refusals():
@@ -256,10 +263,12 @@ def _attend(
             raise UnsupportedError(
                 "ring_attention has no forward-mode derivative.", hint="reverse mode: backward()"
             )
+        q, k, v = cast_by_context(q, k, v)
+        named = {"q": q, "k": k, "v": v, "sinks": widened(sinks, q)}
     recorded = [name for name, x in named.items() if x is not None and x.requires_grad]
     if not torch.is_grad_enabled():
         recorded = []
-    return _Ring.apply(q, k, v, sinks, link, recorded, causal, every, cut, return_lse)
+    return _Ring.apply(*named.values(), link, recorded, causal, every, cut, return_lse)
 
 
 def attend(*call: Any) -> Any:
@@ -292,7 +301,8 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : Tensor
-        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order.
+        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order. Inside of
+        torch.autocast they are cast.
     group : ProcessGroup, optional
         Default: all processes. Every one of them makes the call, and runs its backward pass.
     cu_seqlens : Tensor of int32, shape (sequences + 1,), optional
@@ -303,6 +313,8 @@ def ring_attention(
         Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
         processes. With schedule "alltoall" or "allgather"; of the latter each stretch of rows that a process
         holds begins at a multiple of 16 queries where a mask has blocks.
+    sinks : Tensor, optional
+        As in `cupy_flash.torch.attention`.
     agreement : {"call", "signature", "never"}, optional
         When processes compare their arguments, 32 bytes of each: before every call, before the first one with
         the same arguments, or never. Default: "call" on a CPU, "signature" on a GPU, where it waits for the

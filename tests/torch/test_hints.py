@@ -231,6 +231,14 @@ def derivatives_of_ring(create_graph=True):
     return grad.sum().backward() if create_graph else grad
 
 
+def ring_in_directions(is_grads_batched):
+    with one_process():
+        x = Q.clone().requires_grad_()
+        o = cf.ring_attention(x, K, V)
+        do = torch.ones((2,) * is_grads_batched + o.shape)
+        return torch.autograd.grad(o, x, do, is_grads_batched=is_grads_batched)
+
+
 def of_mesh(**given):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -530,6 +538,7 @@ CASES = {
     "ring: no group": (ring_with, {"group": "cp"}, 0, [ring_with]),
     "ring: agreement": (ring_with, {"agreement": True}, 0, [lambda: ring_with(agreement="never")]),
     "ring: interrupted": (ring_interrupted, {}, 0, [ring_with]),
+    "ring: directions": (ring_in_directions, {"is_grads_batched": True}, 1, []),
     "ring: second": (ring_of_one, {}, 1, []),
     "ring: not initialised": (
         lambda: cf.ring_attention(Q, K, V),
