@@ -87,6 +87,8 @@ GENERATOR = torch.Generator().manual_seed(0)
 Q, K, V = (torch.randn(2, 4, 9, 8, generator=GENERATOR) for _ in "qkv")
 K2 = K[:, :2]
 WHOLE = torch.ones(2)
+with torch.inference_mode():
+    INFERRED = torch.ones(2)
 ROWS = tuple(x.transpose(1, 2).flatten(0, 1) for x in (Q, K, V))
 CUTS = torch.tensor([0, 9, 18], dtype=torch.int32)
 NESTED = tuple(
@@ -208,6 +210,8 @@ def in_context(
         whole = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")[-len(shape) :])
         cut = {"buffers": buffers, "buffer_seq_dims": buffer_seq_dims}
         with cf.context_parallel(mesh and whole, **cut, no_restore_buffers=no_restore_buffers):
+            if "need_weights" in given:
+                return torch.nn.MultiheadAttention(8, 1)(Q[0, 0], K[0, 0], K[0, 0], **given)
             k = K[:, :heads]
             return torch.nn.functional.scaled_dot_product_attention(Q, k, k, **given)
 
@@ -588,6 +592,13 @@ CASES = {
     ),
     "context: mask": (in_context, {"attn_mask": torch.ones(9, 9).bool()}, 1, []),
     "context: dropout": (in_context, {"dropout_p": 0.5}, 1, []),
+    "context: weights": (in_context, {"need_weights": True}, 1, []),
+    "context: inference": (
+        in_context,
+        {"buffers": [INFERRED], "buffer_seq_dims": [0]},
+        0,
+        [lambda: in_context(buffers=[INFERRED.clone()], buffer_seq_dims=[0])],
+    ),
     "context: heads": (in_context, {"heads": 2}, 1, []),
     "flash operators: dropout": (lambda: torchs_flash(0.5), {}, 0, [lambda: sdpa(dropout_p=0.5)]),
     "flash operators: slopes": (
