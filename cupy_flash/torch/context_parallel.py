@@ -254,7 +254,7 @@ def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[tuple[Ten
     for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
         if not isinstance(x, torch.Tensor):
             raise InvalidArgumentsError(f"buffers[{number}] is {kind_of(x)}.", hint="a tensor")
-        check_tensors(**{f"buffers[{number}]": x})
+        check_tensors((), **{f"buffers[{number}]": x})
         if not -x.dim() <= dim < x.dim():
             raise InvalidArgumentsError(
                 f"buffers[{number}] has shape {tuple(x.shape)}, and no axis {dim}.",

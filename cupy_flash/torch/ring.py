@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -84,6 +85,20 @@ class _History:
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
+def _everyones(group: Any, history: _History, x: Any) -> list[Any]:
+    """A tensor of every process of a group, all of one shape."""
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(everyone, x, group=group, async_op=True)
+    history.finish(lambda: all_done([work.wait]), x.device)
+    return everyone
+
+
+def _gather(group: Any, history: _History, device: torch.device, own: bytes) -> list[bytes]:
+    """Bytes of every process of a group, all of one length."""
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    return [bytes(x.tolist()) for x in _everyones(group, history, mine)]
+
+
 class _Link:
     """Point-to-point sends within a process group, in one call."""
 
@@ -91,7 +106,7 @@ class _Link:
         self, group: Any, device: torch.device, agreement: str | None, forward: int | None = None
     ) -> None:
         self._given = group, device, agreement
-        self.group, self._device = group, device
+        self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._of_all = dist.get_process_group_ranks(group)
         self.history = history = _histories.setdefault(group, _History())
@@ -100,8 +115,10 @@ class _Link:
         self._number = history.calls
         # why not every call on a GPU: the host would wait for all that runs there.
         when = agreement or ("call" if device.type == "cpu" else "signature")
+        # why no method: a link in a cycle keeps its group, whose threads abort a process that ends then.
+        gather = functools.partial(_gather, group, history, device)
         self.agreement = Agreement(
-            None if when == "never" else self._gather,
+            None if when == "never" else gather,
             {"number of the call": self._number, "backward of call": forward},
             history.known if when == "signature" else None,
         )
@@ -110,16 +127,9 @@ class _Link:
         """That of the backward pass of this call."""
         return _Link(*self._given, self._number)
 
-    def _gather(self, own: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
-        return [bytes(x.tolist()) for x in self.everyones(mine)]
-
     def everyones(self, x: Any) -> list[Any]:
         """A tensor of every process, all of one shape."""
-        everyone = [torch.empty_like(x) for _ in range(self.ranks)]
-        work = dist.all_gather(everyone, x, group=self.group, async_op=True)
-        self.history.finish(lambda: all_done([work.wait]), x.device)
-        return everyone
+        return _everyones(self.group, self.history, x)
 
     def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
         to, source = (self._of_all[(self.rank + n) % self.ranks] for n in (by, -by))

@@ -1,12 +1,14 @@
 """Ring attention over torch.distributed: processes that hold parts, beside one that holds the whole."""
 
 import functools
+import gc
 import itertools
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -386,6 +388,22 @@ def test_what_is_no_group_is_refused(alone):
         ring_attention(q, q, q, group="rows")
     with pytest.raises(InvalidArgumentsError, match="process 0 is not in the group"):
         ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
+def test_a_group_goes_with_its_last_call(alone, schedule):
+    """Not when garbage is collected: threads of a group that is left when a process ends abort it."""
+    group, q = dist.new_group(), torch.ones(1, 1, 4, 8, requires_grad=True)
+    left = weakref.ref(group)
+    gc.collect()
+    gc.disable()
+    try:
+        ring_attention(q, q, q, group=group, schedule=schedule).sum().backward()
+        dist.destroy_process_group(group)
+        del group
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_transforms_are_refused(alone):
