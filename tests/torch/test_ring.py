@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.cpu.core import worker_thread
 from cupy_flash.parallel import packed_positions, parts, positions, ring
 from tests.torch.processes import in_processes
 
@@ -321,9 +322,15 @@ def check_interrupts(rank, ranks):
                 interrupted.append(time.monotonic())
                 os.kill(os.getpid(), signal.SIGINT)
 
-            threading.Timer(0.3, interrupt).start()
-            with pytest.raises(KeyboardInterrupt):
-                call()
+            def then_interrupted(wait, interrupt=interrupt):
+                done = worker_thread.run_aside(wait)
+                threading.Timer(0.2, interrupt).start()
+                return done
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("cupy_flash.torch.ring.run_aside", then_interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call()
             assert time.monotonic() - interrupted[0] < 5  # and not the 30 of the group
             with pytest.raises(
                 UnsupportedError, match=r"interrupt ended a call.*\nTry: torch\.distributed\.destroy"
