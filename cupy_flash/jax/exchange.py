@@ -80,7 +80,7 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         if ranks > 1 and (x.ndim < 3 or count % ranks):
             raise InvalidArgumentsError(
                 f"{count} heads of {name} do not divide over {ranks} devices.",
-                hint=f'schedule="ring"; or a multiple of {ranks} heads',
+                hint=f'schedule="ring" or "allgather"; or a multiple of {ranks} heads',
             )
 
     def exchanged(x: Any, split: int, joined: int) -> Any:
@@ -123,10 +123,13 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 def all_gather(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     """O and LSE of this device's rows over all keys, which every device gets."""
     rows = call.rows_axis(q)
-    k, v = (
-        call.keys.whole(jax.lax.all_gather(x, call.axis_name, axis=rows % x.ndim, tiled=True), rows)
-        for x in (k, v)
-    )
+
+    def gathered(x: Any) -> Any:
+        axis = rows % x.ndim
+        # why: XLA gathers nothing along an axis without elements.
+        return jax.lax.all_gather(x, call.axis_name, axis=axis, tiled=True) if x.shape[axis] else x
+
+    k, v = (call.keys.whole(gathered(x), rows) for x in (k, v))
     if call.packed:
         return call.packed.results(*_of_packed(q, k, v, call, call.packed))
     if call.options.get("alibi_slopes") is not None:
@@ -149,7 +152,7 @@ def _all_at_once(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     mask, mine = given.pop("mask", None), _own(queries.rows, call)
     masks = [*masks_of(None if mask is None else _of_rows(mask, mine, call))]
     if not ((band.open and queries.divides) or any(isinstance(x, Spans) for x in masks)):
-        masks.append(Spans(seen(mine, jnp.arange(call.keys.length), band, call.lengths)))
+        masks.append(Spans(seen(mine, None, band, call.lengths)))
     given["mask"] = tuple(masks) or None
     return call.attend({"q": q, "k": k, "v": v}, given, [2 * r for r in range(call.ranks)])
 
@@ -237,7 +240,7 @@ def _spans_of_rows(bounds: Any, mine: Any, call: Call) -> Spans:
     (queries, keys), band = call.lengths, call.band
     if bounds.shape[-3:-1] == (queries, 1):
         bounds = jnp.take(bounds, mine, axis=-3, mode="clip")
-        limits = seen(mine, jnp.arange(keys), band, (queries, keys))
+        limits = seen(mine, None, band, (queries, keys))
     elif bounds.shape[-3:-1] == (1, keys):  # of queries, which are in one order in a part and in the whole
         bounds = jnp.searchsorted(mine, bounds).astype(bounds.dtype)
         from_keys = Band(-band.offset, band.right, band.left)

@@ -150,7 +150,8 @@ def seen(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) -> Any:
     Parameters
     ----------
     mine, theirs : array of int
-        Queries and keys by their rows of the whole, ascending; its length where there is none.
+        Queries and keys by their rows of the whole, ascending; its length where there is none. No `theirs`:
+        all keys.
     band : Band
         Of the whole.
     lengths : (int, int)
@@ -162,6 +163,9 @@ def seen(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) -> Any:
         return mine + min(max(by, -queries), keys)  # more makes no difference, and may be no int32
 
     def before(row: Any, side: str) -> Any:
+        # why not searched: JAX 0.10.2 fails to, where a shard_map has some of a mesh's axes.
+        if theirs is None:
+            return jnp.clip(row + (side == "right"), 0, keys).astype(jnp.int32)
         return jnp.searchsorted(theirs, row, side=side).astype(jnp.int32)
 
     starts = jnp.zeros_like(mine, jnp.int32)

@@ -106,6 +106,27 @@ def _bytes(x: Any) -> Any:
     return x.reshape(-1).view(np.uint8)
 
 
+def _arrays(link: _Link, named: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a call, which a link makes others like."""
+    with link.agreement.refusals():
+        return {name: _array(x, name) for name, x in named.items()}
+
+
+def _array(x: Any, name: str) -> Any:
+    """An array of NumPy's own class, such as of a file in memory, or of CuPy's."""
+    if x is None and name == "dlse":
+        return None
+    adopt(x, name)
+    if isinstance(x, np.ndarray):
+        return np.asarray(x)
+    if type(x).__module__.partition(".")[0] != "cupy":
+        raise InvalidArgumentsError(
+            f"{name} is {kind_of(x)}; what goes over MPI is an array of NumPy's or CuPy's.",
+            hint=f"numpy.asarray({name}); or ring_attention of cupy_flash.torch or cupy_flash.jax",
+        )
+    return x
+
+
 @takes(RingOptions)
 def ring_attention(
     q: Any, k: Any, v: Any, comm: Any, *,
@@ -147,8 +168,9 @@ def ring_attention(
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    arrays, causal = {"q": q, "k": k, "v": v}, every.pop("causal")
-    return schedules.forward(Asked(_Link(comm, agreement), arrays, causal, every, cu_seqlens))
+    link, causal = _Link(comm, agreement), every.pop("causal")
+    arrays = _arrays(link, {"q": q, "k": k, "v": v})
+    return schedules.forward(Asked(link, arrays, causal, every, cu_seqlens))
 
 
 @takes(RingGradientOptions)
@@ -190,6 +212,7 @@ def ring_attention_backward(
     keys = "k" in wanted, "v" in wanted
     if cu_seqlens is not None:
         every["layout"] = "bshd"
-    arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+    link = _Link(comm, agreement)
+    arrays = _arrays(link, {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse})
     terms = {"gradients of": [name for name, x in zip("kv", keys, strict=True) if x]}
-    return schedules.backward(Asked(_Link(comm, agreement), arrays, causal, every, cu_seqlens, terms), keys)
+    return schedules.backward(Asked(link, arrays, causal, every, cu_seqlens, terms), keys)

@@ -16,7 +16,8 @@ from ..call.options import RingOptions, defaults
 from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import positions, schedules
-from .ring import agreement_of, attend
+from .inputs import check_tensors
+from .ring import attend, link_of
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
@@ -36,7 +37,8 @@ def context_parallel(
 
     Buffers are cut in place to the rows of this process, two stretches of the sequence as in
     `cupy_flash.parallel.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
-    `ring_attention` over the mesh, in all threads; a module that has imported the function keeps torch's.
+    `ring_attention` over the mesh, in all threads; a module that has imported the function keeps torch's, and
+    what multiplies queries and keys by itself sees a part of the keys.
 
     Parameters
     ----------
@@ -62,17 +64,17 @@ def context_parallel(
         The mesh has several dimensions, a buffer cannot be cut, or those of other processes have other
         lengths; before any is changed.
     UnsupportedError
-        A call inside has a mask or dropout.
+        A call inside has a mask, dropout or need_weights.
 
     Notes
     -----
     Query, key and value of every call inside are parts, those of cross attention too. A gradient of a
     parameter is this process's share, as in data parallelism: sum or average it over the mesh. The backward
     pass may run after the context where autograd keeps no buffer for it; it keeps labels for cross entropy
-    and tables for products, and torch refuses it then.
+    and tables for products, and torch refuses it then. Activation checkpoints are computed again inside only.
     """
     group, rank, ranks = _group_of(mesh)
-    agreement = agreement_of(group, torch.device(mesh.device_type))
+    agreement = link_of(group, torch.device(mesh.device_type)).agreement
     with agreement.refusals():
         schedules.check({"schedule": schedule}, packed=False)
         lengths = [x.shape[dim] for x, dim in _pairs(buffers, buffer_seq_dims)]
@@ -118,18 +120,39 @@ def context_parallel(
         o, _ = attend(query, key, value, group, None, None, False, every, check)
         return o
 
-    functional: Any = torch.nn.functional
-    before = functional.scaled_dot_product_attention
     try:
         for x, part in zip(buffers, cut, strict=True):
             _become(x, part)
-        functional.scaled_dot_product_attention = instead
-        yield
+        with _in_place_of_torchs(instead):
+            yield
     finally:
-        functional.scaled_dot_product_attention = before
         for x, original in zip(buffers, whole, strict=True):
             if not any(x is y for y in no_restore_buffers):
                 _become(x, original)
+
+
+@contextmanager
+def _in_place_of_torchs(attention: Any) -> Iterator[None]:
+    """Let a function be torch's attention, and no layer of torch's compute another one."""
+    functional: Any = torch.nn.functional
+    by_itself = torch.backends.mha.get_fastpath_enabled()
+    before = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
+
+    def layer(*args: Any, **how: Any) -> Any:
+        if how.get("need_weights", len(args) <= 15 or args[15]):
+            raise UnsupportedError(
+                "need_weights of MultiheadAttention is not supported inside of context_parallel.",
+                hint="need_weights=False",
+            )
+        return before[1](*args, **how)
+
+    try:
+        functional.scaled_dot_product_attention, functional.multi_head_attention_forward = attention, layer
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.multi_head_attention_forward = before
+        torch.backends.mha.set_fastpath_enabled(by_itself)
 
 
 def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
@@ -155,25 +178,21 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
         As in `context_parallel`; also parts that do not fit together.
     """
     group, _, ranks = _group_of(mesh)
-    agreement = agreement_of(group, torch.device(mesh.device_type))
-    with agreement.refusals():
+    link = link_of(group, torch.device(mesh.device_type))
+    with link.agreement.refusals():
         pairs, terms = _pairs(buffers, seq_dims), {}
         for number, (x, dim) in enumerate(pairs):
             shape = [*x.shape[:dim], "rows", *x.shape[dim:][1:]]
             terms[f"buffers[{number}]"] = f"{x.dtype} ({', '.join(map(str, shape))})"
-    agreement.reach(terms)
+    link.agreement.reach(terms)
     found = []
     for x, dim in pairs:
         rows = x.new_tensor([x.shape[dim]], dtype=torch.int64)
-        everyones = [torch.empty_like(rows) for _ in range(ranks)]
-        dist.all_gather(everyones, rows, group=group)
-        counts = [int(n) for n in everyones]
+        counts = [int(n) for n in link.everyones(rows)]
         # Processes send equal numbers of rows, the last ones empty.
         part = x.new_zeros((*x.shape[:dim], max(counts), *x.shape[dim:][1:]))
         part.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
-        everyone = [torch.empty_like(part) for _ in range(ranks)]
-        dist.all_gather(everyone, part, group=group)
-        held = [y.narrow(dim, 0, n) for y, n in zip(everyone, counts, strict=True)]
+        held = [y.narrow(dim, 0, n) for y, n in zip(link.everyones(part), counts, strict=True)]
         order = [_rows(x, sum(counts), r, ranks) for r in range(ranks)]
         found.append(torch.cat(held, dim).index_select(dim, torch.cat(order).argsort()))
     return found
@@ -215,6 +234,11 @@ def _refuse(
                 f"buffers[{number}] requires grad, and is changed in place.",
                 hint="inputs and tables of the model; parameters stay whole in every process",
             )
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidArgumentsError(
+                f"buffers[{number}] was made in inference mode, and cannot be changed outside of it.",
+                hint="a clone of it; or the context inside of torch.inference_mode",
+            )
     if any(not any(x is other for other in buffers) for x in no_restore_buffers):
         raise InvalidArgumentsError(
             "no_restore_buffers has a tensor that is not among buffers.", hint="the same tensors in both"
@@ -230,6 +254,7 @@ def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[tuple[Ten
     for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
         if not isinstance(x, torch.Tensor):
             raise InvalidArgumentsError(f"buffers[{number}] is {kind_of(x)}.", hint="a tensor")
+        check_tensors((), **{f"buffers[{number}]": x})
         if not -x.dim() <= dim < x.dim():
             raise InvalidArgumentsError(
                 f"buffers[{number}] has shape {tuple(x.shape)}, and no axis {dim}.",

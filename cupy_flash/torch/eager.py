@@ -16,6 +16,7 @@ __all__ = [
     "are_untouched",
     "attend_eagerly",
     "gradients",
+    "in_batches",
     "is_plain",
     "is_transformed",
     "recorded",
@@ -28,7 +29,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _tracing_state = torch._C._get_tracing_state
 
 
-def _in_batches(x: Any) -> bool:
+def in_batches(x: Any) -> bool:
     """Whether a gradient stands for several, as is_grads_batched hands them on."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
@@ -108,7 +109,7 @@ class _Recorded(torch.autograd.Function):
 def gradients(call: Call, do: Any, dlse: Any, o: Any, lse: Any, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
     """The gradients of a recorded call, as GRADIENTS has them."""
     call = call._replace(options=deterministic(call.options))
-    batched, again = _in_batches(do) or _in_batches(dlse), torch.is_grad_enabled()
+    batched, again = in_batches(do) or in_batches(dlse), torch.is_grad_enabled()
     # why those that were saved: hooks may have packed them, and bring back lazy views
     if is_plain(do, dlse, o, lse, *call.tensors) and not batched and not again:
         return backward(call, do, dlse, o, lse)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -15,27 +17,86 @@ from ..call.checks import one_of
 from ..call.options import RingOptions, defaults
 from ..call.signature import takes
 from ..call.spelling import kind_of
+from ..cpu.core.worker_thread import run_aside
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import schedules
 from ..parallel.agreement import Agreement
 from ..parallel.group import Asked, all_done
-from .inputs import check_tensors, refuse_lost_gradients
+from .eager import in_batches
+from .inputs import cast_by_context, check_tensors, refuse_lost_gradients, widened
 from .ops import first_derivative_only, in_forward_mode
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["agreement_of", "attend", "ring_attention"]
+__all__ = ["attend", "link_of", "ring_attention"]
+
+
+# Devices whose messages the host waits for: on others a stream does, which is that of a thread.
+_HOSTS = ("cpu",)
 
 
 class _History:
-    """The calls of this process in a group: how many it has begun, and which arguments all agreed on."""
+    """The calls of this process in a group: how many it has begun, and which arguments all agreed on.
+
+    An interrupt, such as Ctrl-C, ends them: messages are under way then, which the next call would receive.
+    """
 
     def __init__(self) -> None:
         self.calls, self.known = 0, set[bytes]()
+        self._interrupted = False
+        self._left: list[Callable[[], None]] = []
+
+    def refuse(self) -> None:
+        """Refuse a call where an interrupt has ended one."""
+        if self._interrupted:
+            raise UnsupportedError(
+                "an interrupt ended a call in this group that waited for other processes.",
+                hint="torch.distributed.destroy_process_group, then the group again, in all its processes",
+            )
+
+    def finish(self, wait: Callable[[], None], device: torch.device) -> None:
+        """Wait for messages, in another thread: a signal is seen between bytecodes of the main one only."""
+        if self._interrupted:
+            self._left.append(wait)  # what it keeps is still written to
+        elif device.type not in _HOSTS or threading.current_thread() is not threading.main_thread():
+            wait()
+        else:
+            self._finish_aside(wait)
+
+    def _finish_aside(self, wait: Callable[[], None]) -> None:
+        errors: list[BaseException] = []
+
+        def aside() -> None:
+            try:
+                wait()
+            except BaseException as error:
+                errors.append(error)
+
+        try:
+            run_aside(aside).wait()
+        except BaseException:
+            self._interrupted = True
+            raise
+        if errors:
+            raise errors[0]
 
 
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
+
+
+def _everyones(group: Any, history: _History, x: Any) -> list[Any]:
+    """A tensor of every process of a group, all of one shape."""
+    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(everyone, x, group=group, async_op=True)
+    history.finish(lambda: all_done([work.wait]), x.device)
+    return everyone
+
+
+def _gather(group: Any, history: _History, device: torch.device, own: bytes) -> list[bytes]:
+    """Bytes of every process of a group, all of one length."""
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    return [bytes(x.tolist()) for x in _everyones(group, history, mine)]
 
 
 class _Link:
@@ -45,16 +106,19 @@ class _Link:
         self, group: Any, device: torch.device, agreement: str | None, forward: int | None = None
     ) -> None:
         self._given = group, device, agreement
-        self.group, self._device = group, device
+        self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._of_all = dist.get_process_group_ranks(group)
-        history = _histories.setdefault(group, _History())
+        self.history = history = _histories.setdefault(group, _History())
+        history.refuse()
         history.calls += 1
         self._number = history.calls
         # why not every call on a GPU: the host would wait for all that runs there.
         when = agreement or ("call" if device.type == "cpu" else "signature")
+        # why no method: a link in a cycle keeps its group, whose threads abort a process that ends then.
+        gather = functools.partial(_gather, group, history, device)
         self.agreement = Agreement(
-            None if when == "never" else self._gather,
+            None if when == "never" else gather,
             {"number of the call": self._number, "backward of call": forward},
             history.known if when == "signature" else None,
         )
@@ -63,18 +127,16 @@ class _Link:
         """That of the backward pass of this call."""
         return _Link(*self._given, self._number)
 
-    def _gather(self, own: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(everyone, mine, group=self.group)
-        return [bytes(x.tolist()) for x in everyone]
+    def everyones(self, x: Any) -> list[Any]:
+        """A tensor of every process, all of one shape."""
+        return _everyones(self.group, self.history, x)
 
     def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
         to, source = (self._of_all[(self.rank + n) % self.ranks] for n in (by, -by))
         sends = [dist.P2POp(dist.isend, x, to, self.group) for x in arrays]
         receives = [dist.P2POp(dist.irecv, x, source, self.group) for x in into]
         works = dist.batch_isend_irecv(sends + receives)
-        return lambda: all_done(work.wait for work in works)
+        return lambda: self.history.finish(lambda: all_done(work.wait for work in works), arrays[0].device)
 
     def contiguous(self, x: Any) -> Any:
         return x.contiguous()
@@ -95,9 +157,9 @@ class _Link:
         return torch.from_numpy(rows).to(like.device)
 
 
-def agreement_of(group: Any, device: torch.device) -> Agreement:
-    """The comparison of a call that sends messages of its own."""
-    return _Link(group, device, None).agreement
+def link_of(group: Any, device: torch.device) -> _Link:
+    """The link of a call that sends messages of its own."""
+    return _Link(group, device, None)
 
 
 class _Ring(torch.autograd.Function):
@@ -128,6 +190,11 @@ class _Ring(torch.autograd.Function):
         link, recorded, causal, options, cut, return_lse = ctx.rest
         link = link.returning()
         with link.agreement.refusals():  # memory may be short here too
+            if in_batches(do) or in_batches(dlse):
+                raise UnsupportedError(
+                    "ring_attention has no gradients of several directions at once.",
+                    hint="is_grads_batched=False",
+                )
             q, k, v, sinks, o, lse = saved = ctx.saved_tensors
             # why even without gradients: the other processes wait for this one's keys, and exchange dlse.
             do = torch.zeros_like(o) if do is None else do
@@ -188,7 +255,8 @@ def _attend(
         raise InvalidArgumentsError(
             f"agreement is {agreement!r}.", hint='agreement="call", "signature", "never" or None'
         )
-    link = _Link(_group(group), getattr(q, "device", torch.device("cpu")), agreement)
+    device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
+    link = _Link(_group(group), device, agreement)
     causal, sinks = every.pop("causal"), every.pop("sinks")
     named = {"q": q, "k": k, "v": v, "sinks": sinks}
     with link.agreement.refusals():
@@ -205,10 +273,12 @@ def _attend(
             raise UnsupportedError(
                 "ring_attention has no forward-mode derivative.", hint="reverse mode: backward()"
             )
+        q, k, v = cast_by_context(q, k, v)
+        named = {"q": q, "k": k, "v": v, "sinks": widened(sinks, q)}
     recorded = [name for name, x in named.items() if x is not None and x.requires_grad]
     if not torch.is_grad_enabled():
         recorded = []
-    return _Ring.apply(q, k, v, sinks, link, recorded, causal, every, cut, return_lse)
+    return _Ring.apply(*named.values(), link, recorded, causal, every, cut, return_lse)
 
 
 def attend(*call: Any) -> Any:
@@ -241,7 +311,8 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : Tensor
-        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order.
+        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order. Inside of
+        torch.autocast they are cast.
     group : ProcessGroup, optional
         Default: all processes. Every one of them makes the call, and runs its backward pass.
     cu_seqlens : Tensor of int32, shape (sequences + 1,), optional
@@ -252,6 +323,8 @@ def ring_attention(
         Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
         processes. With schedule "alltoall" or "allgather"; of the latter each stretch of rows that a process
         holds begins at a multiple of 16 queries where a mask has blocks.
+    sinks : Tensor, optional
+        As in `cupy_flash.torch.attention`.
     agreement : {"call", "signature", "never"}, optional
         When processes compare their arguments, 32 bytes of each: before every call, before the first one with
         the same arguments, or never. Default: "call" on a CPU, "signature" on a GPU, where it waits for the

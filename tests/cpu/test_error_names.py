@@ -83,6 +83,7 @@ ALLOWED = {
     "create_graph": "torch",
     "device": "torch",
     "fullgraph": "torch",
+    "need_weights": "torch",
     "output_attentions": "transformers",
     "register_flash_attention_impl": "torch",
     "rngs": "flax",

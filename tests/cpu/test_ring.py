@@ -425,6 +425,42 @@ def test_refusals_come_before_the_first_message():
     in_threads(2, call)
 
 
+class Foreign:
+    """An array of another library, in main memory."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **how):
+        return self.x.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+
+@pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
+def test_arrays_of_files(schedule, tmp_path):
+    """Of a class of NumPy's that makes no others; those of other libraries are refused, and all are told."""
+    x = np.random.default_rng(0).standard_normal((1, 2, 4, 8))
+
+    def call(comm):
+        mapped = np.memmap(tmp_path / str(comm.rank), np.float64, "w+", shape=x.shape)
+        mapped[...] = x
+        results = []
+        for q in (x, mapped):
+            o, lse = mpi.ring_attention(q, q, q, comm, schedule=schedule)
+            grads = mpi.ring_attention_backward(q, q, q, q, o, lse, comm, schedule=schedule)
+            results.append([o, lse, *grads[:3]])
+        for plain, ours in zip(*results, strict=True):
+            assert type(ours) is np.ndarray
+            np.testing.assert_array_equal(ours, plain)
+        told = "k is a Foreign; what goes over MPI" if comm.rank == 1 else "process 1  k is a Foreign"
+        with pytest.raises(InvalidArgumentsError, match=told):
+            mpi.ring_attention(x, Foreign(x) if comm.rank == 1 else x, x, comm, schedule=schedule)
+
+    in_threads(2, call)
+
+
 def test_refusals_of_gradients_come_before_the_first_message():
     def call(comm):
         q = np.ones((1, 1, 6, 8), np.float32)

@@ -216,6 +216,36 @@ def test_other_schedules(mesh, schedule, causal, layout):
         np.testing.assert_allclose(a, b, atol=5e-6)
 
 
+@pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
+def test_some_axes_of_a_mesh(mesh, schedule):
+    """A shard_map over the axis of rows leaves that of batches to XLA."""
+    mesh = jax.sharding.Mesh(mesh.devices.reshape(2, -1), ("rows", "batches"))
+    rows = jax.sharding.PartitionSpec(None, None, "rows")
+    parts = jax.shard_map(
+        partial(cf.ring_attention, axis_name="rows", causal=True, schedule=schedule),
+        mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"rows"},
+    )  # fmt: skip
+    order = np.concatenate([positions(rank, 2, 16, True) for rank in range(2)])
+    whole = qkv()
+    o = jax.jit(parts)(*(jnp.take(x, order, 2) for x in whole))
+    np.testing.assert_allclose(
+        jnp.take(o, np.argsort(order), 2), cf.attention(*whole, causal=True), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
+def test_no_rows(mesh, schedule):
+    rows = jax.sharding.PartitionSpec(None, None, "rows")
+    parts = jax.shard_map(
+        partial(cf.ring_attention, axis_name="rows", schedule=schedule),
+        mesh=mesh,
+        in_specs=rows,
+        out_specs=rows,
+    )
+    q = jnp.ones((1, RANKS, 0, 8))
+    assert jax.jit(parts)(q, q, q).shape == q.shape
+
+
 def test_what_a_schedule_does_not_take(mesh):
     rows = jax.sharding.PartitionSpec(None, None, "rows")
 
@@ -229,7 +259,9 @@ def test_what_a_schedule_does_not_take(mesh):
         parts = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole)
         return jax.jit(parts)(*[jnp.ones((16, 4, 8))] * 3)
 
-    with pytest.raises(InvalidArgumentsError, match=r"2 heads of k do not divide over 4 devices\.\nTry: sch"):
+    with pytest.raises(
+        InvalidArgumentsError, match=r"2 heads of k do not divide over 4 devices\.\nTry: .*allgather"
+    ):
         call(qkv(), schedule="alltoall")
     with pytest.raises(InvalidArgumentsError, match="schedule is 'star'"):
         call(qkv(), schedule="star")

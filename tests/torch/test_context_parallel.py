@@ -93,6 +93,7 @@ def process(rank, ranks):
     check_sharded()
     check_decode(rank, ranks)
     check_buffers(mesh)
+    check_layers(mesh)
     check_refusals(mesh, own)
     check_mistakes_of_one(mesh, rank)
 
@@ -192,11 +193,40 @@ def check_buffers(mesh):
         torch.testing.assert_close(cf.context_parallel_unshard(mesh, [o], [2])[0], wanted)
 
 
+def check_layers(mesh):
+    """torch's own layers, which without gradients compute attention by themselves otherwise."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dtype=torch.float64).eval()
+    layer = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.float64).eval()
+    whole = torch.randn(2, 16, 16, dtype=torch.float64)
+
+    def attend(x):
+        return layer(x, x, x, need_weights=False)[0]
+
+    for function in (encoder, attend):
+        with torch.no_grad():
+            wanted, x = function(whole), whole.clone()
+            with cf.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+                (o,) = cf.context_parallel_unshard(mesh, [function(x)], [1])
+                with pytest.raises(UnsupportedError, match="need_weights of MultiheadAttention"):
+                    layer(x, x, x)
+        torch.testing.assert_close(o, wanted)
+    assert torch.backends.mha.get_fastpath_enabled()
+    layer(whole, whole, whole)
+
+
 def check_refusals(mesh, own):
     """Before a buffer is changed."""
     x, short = torch.zeros(1, 16), torch.zeros(12)
     learned = torch.zeros(16, requires_grad=True)
+    with torch.inference_mode():
+        inferred = torch.zeros(16)
     refused = [
+        ({"buffers": [x, inferred], "buffer_seq_dims": [1, 0]}, r"buffers\[1\] was made in inference mode"),
+        (
+            {"buffers": [x, x.to_sparse()], "buffer_seq_dims": [1, 0]},
+            r"buffers\[1\] is of layout torch.sparse",
+        ),
         (
             {"buffers": [x, short], "buffer_seq_dims": [1, 0]},
             r"12 and 16 rows, not all multiples of 8\.\nTry: buffers of one length",

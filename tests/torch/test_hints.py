@@ -87,6 +87,8 @@ GENERATOR = torch.Generator().manual_seed(0)
 Q, K, V = (torch.randn(2, 4, 9, 8, generator=GENERATOR) for _ in "qkv")
 K2 = K[:, :2]
 WHOLE = torch.ones(2)
+with torch.inference_mode():
+    INFERRED = torch.ones(2)
 ROWS = tuple(x.transpose(1, 2).flatten(0, 1) for x in (Q, K, V))
 CUTS = torch.tensor([0, 9, 18], dtype=torch.int32)
 NESTED = tuple(
@@ -191,6 +193,15 @@ def ring_with(**given):
         return cf.ring_attention(Q, K, V, **given)
 
 
+def ring_interrupted():
+    """A call after one that Ctrl-C ended."""
+    with one_process():
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr("cupy_flash.torch.ring.run_aside", mock.Mock(side_effect=KeyboardInterrupt))
+            cf.ring_attention(Q, K, V)
+        return cf.ring_attention(Q, K, V)
+
+
 def in_context(
     shape=(1,), mesh=True, buffers=(), buffer_seq_dims=(), heads=4, no_restore_buffers=(), **given
 ):
@@ -199,6 +210,8 @@ def in_context(
         whole = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")[-len(shape) :])
         cut = {"buffers": buffers, "buffer_seq_dims": buffer_seq_dims}
         with cf.context_parallel(mesh and whole, **cut, no_restore_buffers=no_restore_buffers):
+            if "need_weights" in given:
+                return torch.nn.MultiheadAttention(8, 1)(Q[0, 0], K[0, 0], K[0, 0], **given)
             k = K[:, :heads]
             return torch.nn.functional.scaled_dot_product_attention(Q, k, k, **given)
 
@@ -220,6 +233,14 @@ def derivatives_of_ring(create_graph=True):
     x = Q.double().requires_grad_()
     (grad,) = torch.autograd.grad(cf.ring_attention(x, x, x).sin().sum(), x, create_graph=create_graph)
     return grad.sum().backward() if create_graph else grad
+
+
+def ring_in_directions(is_grads_batched):
+    with one_process():
+        x = Q.clone().requires_grad_()
+        o = cf.ring_attention(x, K, V)
+        do = torch.ones((2,) * is_grads_batched + o.shape)
+        return torch.autograd.grad(o, x, do, is_grads_batched=is_grads_batched)
 
 
 def of_mesh(**given):
@@ -520,6 +541,8 @@ CASES = {
     "ring: no member": (ring_with, {"group": dist.GroupMember.NON_GROUP_MEMBER}, 0, [ring_with]),
     "ring: no group": (ring_with, {"group": "cp"}, 0, [ring_with]),
     "ring: agreement": (ring_with, {"agreement": True}, 0, [lambda: ring_with(agreement="never")]),
+    "ring: interrupted": (ring_interrupted, {}, 0, [ring_with]),
+    "ring: directions": (ring_in_directions, {"is_grads_batched": True}, 1, []),
     "ring: second": (ring_of_one, {}, 1, []),
     "ring: not initialised": (
         lambda: cf.ring_attention(Q, K, V),
@@ -569,6 +592,13 @@ CASES = {
     ),
     "context: mask": (in_context, {"attn_mask": torch.ones(9, 9).bool()}, 1, []),
     "context: dropout": (in_context, {"dropout_p": 0.5}, 1, []),
+    "context: weights": (in_context, {"need_weights": True}, 1, []),
+    "context: inference": (
+        in_context,
+        {"buffers": [INFERRED], "buffer_seq_dims": [0]},
+        0,
+        [lambda: in_context(buffers=[INFERRED.clone()], buffer_seq_dims=[0])],
+    ),
     "context: heads": (in_context, {"heads": 2}, 1, []),
     "flash operators: dropout": (lambda: torchs_flash(0.5), {}, 0, [lambda: sdpa(dropout_p=0.5)]),
     "flash operators: slopes": (

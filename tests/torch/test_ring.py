@@ -1,7 +1,14 @@
 """Ring attention over torch.distributed: processes that hold parts, beside one that holds the whole."""
 
 import functools
+import gc
 import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
 
 import pytest
 
@@ -11,6 +18,7 @@ import torch.distributed as dist
 
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
+from cupy_flash.cpu.core import worker_thread
 from cupy_flash.parallel import packed_positions, parts, positions, ring
 from tests.torch.processes import in_processes
 
@@ -298,6 +306,41 @@ def check_retries(rank, ranks):
     torch.testing.assert_close(o, cf.attention(whole, whole, whole, causal=True)[:, :, mine])
 
 
+def check_interrupts(rank, ranks):
+    """Ctrl-C ends the wait for a process that does not come at once, and a group made again works."""
+    q = torch.ones(1, 2, 4, 8, requires_grad=True)
+    calls = [lambda: ring_attention(q, q, q, group=group, agreement="call")]
+    calls += [lambda: ring_attention(q, q, q, group=group, agreement="never")]
+    calls += [lambda: torch.autograd.grad(o.sum(), q)]
+    for call in calls:
+        group = dist.new_group()
+        o = ring_attention(q, q, q, group=group, agreement="never")
+        if rank == 0:
+            interrupted = []
+
+            def interrupt(interrupted=interrupted):
+                interrupted.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            def then_interrupted(wait, interrupt=interrupt):
+                done = worker_thread.run_aside(wait)
+                threading.Timer(0.2, interrupt).start()
+                return done
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("cupy_flash.torch.ring.run_aside", then_interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+            assert time.monotonic() - interrupted[0] < 5  # and not the 30 of the group
+            with pytest.raises(
+                UnsupportedError, match=r"interrupt ended a call.*\nTry: torch\.distributed\.destroy"
+            ):
+                call()
+        dist.barrier()
+        dist.destroy_process_group(group)
+    check_part(rank, ranks, group=dist.new_group(), causal=True)
+
+
 def process(rank, ranks):
     for case in CASES:
         check_part(rank, ranks, **case)
@@ -312,6 +355,8 @@ def process(rank, ranks):
         check_seeds(rank, ranks)
         check_memory_of_what_was_saved(rank, ranks)
         check_lse_that_one_loss_has(rank, ranks)
+        if sys.platform != "win32":  # which has no such signal
+            check_interrupts(rank, ranks)
     q = torch.ones(1, 1, 6, 8, requires_grad=True)
     if ranks == 4:  # two rings of two
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -350,6 +395,22 @@ def test_what_is_no_group_is_refused(alone):
         ring_attention(q, q, q, group="rows")
     with pytest.raises(InvalidArgumentsError, match="process 0 is not in the group"):
         ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
+def test_a_group_goes_with_its_last_call(alone, schedule):
+    """Not when garbage is collected: threads of a group that is left when a process ends abort it."""
+    group, q = dist.new_group(), torch.ones(1, 1, 4, 8, requires_grad=True)
+    left = weakref.ref(group)
+    gc.collect()
+    gc.disable()
+    try:
+        ring_attention(q, q, q, group=group, schedule=schedule).sum().backward()
+        dist.destroy_process_group(group)
+        del group
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_transforms_are_refused(alone):

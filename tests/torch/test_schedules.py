@@ -24,7 +24,7 @@ def tensor(x):
     return torch.from_numpy(np.ascontiguousarray(x))
 
 
-def run(case, rank, ranks):
+def run(case, rank, ranks, **more):
     """What this process returns of a case, by autograd."""
     arrays, options = case.part(rank, ranks)
     x = {name: tensor(array) for name, array in arrays.items()}
@@ -34,7 +34,7 @@ def run(case, rank, ranks):
     learned = {name: x[name].requires_grad_() for name in "qkv"}
     if "sinks" in options:
         learned["sinks"] = options["sinks"].requires_grad_()
-    o, lse = cf.ring_attention(x["q"], x["k"], x["v"], return_lse=True, **options)
+    o, lse = cf.ring_attention(x["q"], x["k"], x["v"], return_lse=True, **options, **more)
     grads = torch.autograd.grad((o, lse), [*learned.values()], (x["do"], x["dlse"]))
     results = {"o": o, "lse": lse} | {f"d{name}": x for name, x in zip(learned, grads, strict=True)}
     return {name: to_numpy(x) for name, x in results.items()}
@@ -54,6 +54,24 @@ def check_random_calls(rank, ranks, seeds):
                 case.check(everyone)
         except Exception as error:
             raise AssertionError(f"{name} is {case}") from error
+
+
+def check_casts(x, schedule):
+    """Autocast makes one dtype of those of parts, and sinks of 16 bits are cast, as for `attention`."""
+    q, v, sinks = x.clone().requires_grad_(), x.clone().requires_grad_(), torch.ones(x.shape[1]).bfloat16()
+    sinks.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        o = cf.ring_attention(q, x.bfloat16(), v, sinks=sinks, schedule=schedule)
+    narrow = [y.detach().bfloat16().requires_grad_() for y in (q, v)]
+    wide = sinks.detach().float().requires_grad_()
+    wanted = cf.ring_attention(narrow[0], x.bfloat16(), narrow[1], sinks=wide, schedule=schedule)
+    assert o.dtype == torch.bfloat16
+    torch.testing.assert_close(o, wanted, rtol=0, atol=0)
+    grads = torch.autograd.grad(o.float().sin().sum(), (q, v, sinks))
+    of_wanted = torch.autograd.grad(wanted.float().sin().sum(), (*narrow, wide))
+    for grad, other, like in zip(grads, of_wanted, (q, v, sinks), strict=True):
+        assert grad.dtype == like.dtype
+        torch.testing.assert_close(grad, other.to(grad.dtype), rtol=0, atol=0)
 
 
 def check_what_torch_adds(rank, ranks):
@@ -81,9 +99,12 @@ def check_what_torch_adds(rank, ranks):
                 causal=True,
                 schedule=schedule if rank else "ring" if schedule != "ring" else "allgather",
             )
+        check_casts(x.float(), schedule)
     slopes = torch.ones(ranks, dtype=torch.float64, requires_grad=True)
     with pytest.raises(UnsupportedError, match="alibi_slopes has no gradient"):
         cf.ring_attention(x, x, x, alibi_slopes=slopes, schedule="allgather")
+    with pytest.raises(InvalidArgumentsError, match="q is an ndarray, not a torch tensor"):
+        cf.ring_attention(np.ones((1, 1, 4, 8)), x, x)
     with pytest.raises(InvalidArgumentsError, match="mask is a numpy array, q a torch array"):
         cf.ring_attention(x, x, x, mask=np.ones((4 * ranks, 4 * ranks), bool), schedule="alltoall")
 
