@@ -345,9 +345,7 @@ def first_lines(path):
     return [text for call in raised if (text := text_of(call.args[0]))]
 
 
-SAID = re.findall(
-    r"^\| (?!message|error|---|`)([^|]+) \|", TEXT[DOCS / "troubleshooting.md"], re.MULTILINE
-)
+SAID = re.findall(r"^\| (?!message|error|---|`)([^|]+) \|", TEXT[DOCS / "troubleshooting.md"], re.MULTILINE)
 
 
 @pytest.mark.parametrize("said", SAID)
