@@ -68,7 +68,7 @@ def attention_with_kv_cache(
 
     The last query of a sequence is at the position of its last key ("bottom_right"): query i of S_q has
     position length - S_q + i, where length is cache_seqlens plus the appended keys. causal, window, ALiBi and
-    rotation (without rotary_seqlens) all count from there.
+    rotation (unless `Rotary` has seqlens) all count from there.
 
     Parameters
     ----------
