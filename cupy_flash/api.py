@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class Gradients(NamedTuple, Generic[Array]):  # Python 3.10 has no generic named tuples
-        """The same to a checker of types, which knows their library; options with a gradient are listed."""
+        """The same for type checkers, with the type of the arrays; options with a gradient are listed."""
 
         dq: Array
         dk: Array
@@ -116,7 +116,7 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of the scores.
     out : array, optional
-        Where to write the result; of float8_e4m3fn inputs as bfloat16, float16 or float32.
+        Where to write the result; for float8_e4m3fn inputs bfloat16, float16 or float32.
 
     Returns
     -------
@@ -184,7 +184,7 @@ def attention_backward(
     Returns
     -------
     Gradients
-        dq, dk, dv, and of each option with a gradient that was given; dscore if the score function has
+        dq, dk, dv, and the gradient of each given option that has one; dscore if the score function has
         learned arguments.
 
     Raises

@@ -38,8 +38,8 @@ def block_mask(
     ----------
     function : callable or cupy_flash.mask(...)
         Takes b, h, i, j, NumPy arrays of int64 that broadcast to (queries, keys), and gives booleans that
-        broadcast with them, True where query i may attend to key j. Arrays that a mask function takes are
-        bound by a call, ``f(table)``; integers reach it as int64.
+        broadcast with them, True where query i may attend to key j. Bind the arrays of a mask function by a
+        call, ``f(table)``; it receives integers as int64.
     batch, heads : int or None
         Of q. None: the function does not use b, or h, and is evaluated once, for 0.
     q_len, kv_len : int
@@ -102,11 +102,11 @@ def block_mask_of_lists(
     Parameters
     ----------
     mask_block_cnt : array of int, shape (batch or 1, heads or 1, blocks of queries)
-        How many partial blocks of keys each block of queries has.
+        Number of partial blocks of keys of each block of queries.
     mask_block_idx : array of int, shape (batch or 1, heads or 1, blocks of queries, at most blocks of keys)
-        Which, in any order; entries after the count are not read.
+        Their indices, in any order; entries after the count are not read.
     full_block_cnt, full_block_idx : array of int, optional
-        The same for full blocks; both or none.
+        The same for full blocks; both or neither.
     q_len, kv_len, block, args
         As of `block_mask`.
     function : callable or cupy_flash.mask(...), optional

@@ -1,4 +1,4 @@
-"""The three errors of the library: what is wrong, the inputs, every reason, and a way out."""
+"""The three errors of the library: each names the fault, the inputs, every reason, and a way out."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class _Explained(Exception):
 
 
 class InvalidArgumentsError(_Explained, ValueError):
-    """The call contradicts itself or the rules: no kernel on any machine could answer it."""
+    """The call contradicts itself or the rules: no kernel on any machine could run it."""
 
 
 class UnsupportedError(_Explained, NotImplementedError):
-    """The call is meaningful, but nothing here can carry it out; every kernel's reason is listed."""
+    """The call is valid, but nothing here can run it; every kernel's reason is listed."""
 
 
 class CubinNotFoundError(_Explained, LookupError):

@@ -114,7 +114,7 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     function : callable or str
         Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
         parameter per bound array, which it indexes by one integer per axis; arrays of shape () are
-        numbers. Returns the new score; -inf masks a pair. Known are + - * / // %,
+        numbers. Returns the new score; -inf masks a pair. Supported are + - * / // %,
         powers from 2 to 8, comparisons, & | ~, casts, and of NumPy or torch where, exp, exp2, log, tanh,
         sigmoid, silu, sqrt, abs, minimum, maximum, clip, square. A text is in C, for GPUs only: a template
         ``T score(T s, int b, int h, int i, int j, ...)`` that takes ``table(h, i)`` where Python takes
@@ -125,7 +125,7 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     Returns
     -------
     ScoreFunction
-        A call of it binds arrays: ``score=f(table)``.
+        Call it to bind arrays: ``score=f(table)``.
 
     Raises
     ------
@@ -140,7 +140,7 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     Notes
     -----
     The function is traced once per combination of dtypes and ranks of its arguments: make it once, outside
-    the loop, and pass what changes as arguments. Positions count from 0
+    the loop, and pass values that change as arguments. Positions count from 0
     within a sequence, packed ones too, whatever ``align`` says. Integers have 32 or 64 bits: a call
     whose lengths may overflow them is refused. An index outside its axis is clamped; for a visible pair it is
     refused if the arrays are in main memory.
@@ -169,7 +169,7 @@ def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
     Returns
     -------
     str
-        What it was before.
+        The previous policy.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     Returns
     -------
     ScoreFunction
-        A call of it binds arrays: ``mask=same_document(ids)``.
+        Call it to bind arrays: ``mask=same_document(ids)``.
 
     Raises
     ------

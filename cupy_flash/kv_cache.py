@@ -66,9 +66,9 @@ def attention_with_kv_cache(
 ) -> Any:
     """Exact attention of new queries over cached keys and values, to which new ones may be appended first.
 
-    The last query of a sequence stands on its last key ("bottom_right"): query i of S_q stands at position
-    length - S_q + i, where length is cache_seqlens plus the appended keys. causal, window, ALiBi and
-    rotation (without rotary_seqlens) all count from there.
+    The last query of a sequence is at the position of its last key ("bottom_right"): query i of S_q has
+    position length - S_q + i, where length is cache_seqlens plus the appended keys. causal, window, ALiBi and
+    rotation (unless `Rotary` has seqlens) all count from there.
 
     Parameters
     ----------
@@ -76,14 +76,14 @@ def attention_with_kv_cache(
         float16, bfloat16, float32 or float64. With cu_seqlens_q (rows, heads_q, head_dim).
     k_cache : array, QuantizedCache or LatentCache, shape (batch, heads_k, capacity, head_dim)
         With a block_table of pages (pages, heads_k, page, head_dim), pages of any size; with one of slots any
-        number of slots instead of batch. The dtype of q, or float8_e4m3fn without a scale (uint8 stands for
-        its bits); other formats are a `QuantizedCache`. Written if k is given.
+        number of slots instead of batch. The dtype of q, or float8_e4m3fn without a scale (or uint8 with its
+        bits); other formats are a `QuantizedCache`. Written if k is given.
     v_cache : array or QuantizedCache, optional, shape (batch, heads_k, capacity, head_dim_v)
-        Like k_cache. None beside a `LatentCache` (MLA), whose first columns are the values; a view of these
-        columns as v_cache says the same.
+        Like k_cache. None with a `LatentCache` (MLA), whose first columns are the values; a view of these
+        columns is equivalent.
     cache_seqlens : array of int32, shape (batch,), or int
-        Keys of each sequence in the cache before this call. On a GPU an array is read there only, while an
-        integer is part of the launch: a recorded CUDA graph keeps it.
+        Keys of each sequence in the cache before this call. On a GPU the host does not read an array, while
+        an integer is part of the launch: a captured CUDA graph keeps it.
     layout : {"bhsd", "bshd"}
         As in `attention`; "bshd" caches are (batch, capacity, heads_k, head_dim) or
         (pages, page, heads_k, head_dim).
@@ -97,10 +97,10 @@ def attention_with_kv_cache(
     Returns
     -------
     o : array, shape (batch, heads_q, seqlen_q, head_dim_v)
-        Library, device and dtype of q, layout as given; of packed queries (rows, heads_q, head_dim_v), 0 in
-        rows of no sequence if out is not given.
+        Library, device and dtype of q, layout as given. With packed queries (rows, heads_q, head_dim_v); if
+        out is not given, rows of no sequence are 0.
     lse : array, shape (batch, heads_q, seqlen_q)
-        Only with return_lse. Natural logarithm, float32 (float64 for float64). Of packed queries
+        Only with return_lse. Natural logarithm, float32 (float64 for float64). With packed queries
         (heads_q, rows).
 
     Raises
@@ -110,17 +110,17 @@ def attention_with_kv_cache(
 
     Notes
     -----
-    What is not checked is defined all the same, and nothing outside the cache is ever touched: lengths are
-    cut to 0 and to the room of a sequence, new keys beyond it are dropped, and keys whose entry of the table
-    leads outside the cache are hidden. Two sequences that append to one page overwrite each other.
+    Unchecked input has defined results, and never reaches memory outside the cache: lengths are
+    clamped to 0 and to the capacity of a sequence, new keys beyond it are dropped, and keys whose table entry
+    is outside the cache are masked. Two sequences that append to one page overwrite each other.
 
-    On a GPU many queries are computed by the kernels of `attention`, after a copy of the keys if they lie in
-    pages, and few by one that splits the keys; `explain` says which.
+    On a GPU the kernels of `attention` compute many queries, after a copy of the keys if these are in
+    pages. A kernel that splits the keys computes few queries; `explain` says which one runs.
 
-    There neither lengths nor tables are read by the host, and the grid depends on capacity and splits
-    only: the call can be recorded in a CUDA graph and replayed with other contents. Memory that is not given
-    comes from the stream-ordered pool of the caller's library. torch keeps that of a graph for the graph;
-    with CuPy, record a call whose ``out`` is given; workspace that is not lives as long as the process.
+    The host reads neither lengths nor tables of a GPU, and the grid depends only on capacity and splits, so
+    the call can be captured in a CUDA graph and replayed with other contents. Memory that is not given
+    comes from the stream-ordered pool of the caller's library. torch keeps a graph's memory for that graph.
+    With CuPy, pass ``out`` to a captured call; a workspace that is not given lives as long as the process.
 
     Examples
     --------

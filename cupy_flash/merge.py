@@ -26,14 +26,14 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
 
     With ``w_x = exp(lse_x - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))``, the result is
     ``o = w_a o_a + w_b o_b``. A part with zero weight is not read: if its lse is -inf, its o may hold
-    anything, also NaN, and its gradients are 0. Where both parts are empty, o = 0 and lse = -inf.
+    anything, also NaN, and its gradients are 0. If both parts are empty, o = 0 and lse = -inf.
 
     Parameters
     ----------
     o_a, o_b : array, shape (batch, heads, seqlen_q, head_dim_v), or of rank 2 or 3
         Partial results, of one dtype.
     lse_a, lse_b : array, shape (batch, heads, seqlen_q)
-        Their log-sum-exps, natural logarithm. If attention sinks are used, one part carries them.
+        Their log-sum-exps, natural logarithm. Attention sinks must be in one part only.
     layout : {"bhsd", "bshd"}
         Of o_a and o_b.
 

@@ -31,9 +31,9 @@ class NaiveResult(NamedTuple):
     Attributes
     ----------
     o : array
-        The result, as `attention` gives it.
+        The result, as in `attention`.
     lse : array
-        As `attention` gives it.
+        As in `attention`.
     scores_bytes : int
         Bytes of the two S x S matrices (scores and weights) that it held at once.
     """

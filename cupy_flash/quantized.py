@@ -14,7 +14,7 @@ the upper one.
 why groups of features, not of keys: a new key is stored at once, and no other key changes; groups of keys
 would have to wait in full precision until one is complete.
 
-Everything here works on NumPy, CuPy, torch and JAX arrays, and gives arrays of the same library.
+All functions take NumPy, CuPy, torch and JAX arrays, and return arrays of the same library.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
     group : {32, 64, 128}
         Features that share a scale and a zero; divides head_dim.
     dtype : {"float16", "float32"}
-        Of scale and zero. float16 holds magnitudes up to 65504, float32 up to 2**126: what is larger,
-        infinities too, is stored as that. A NaN is stored as the lowest number of its group (0 if all are
-        NaN), and the others as they would be without it.
+        Of scale and zero. float16 holds magnitudes up to 65504, float32 up to 2**126; larger ones,
+        infinities included, are clamped. A NaN is stored as the lowest number of its group (0 if all are
+        NaN), and the others as if it were absent.
 
     Returns
     -------
@@ -170,10 +170,10 @@ def nvfp4(x: Any) -> QuantizedCache:
     Parameters
     ----------
     x : array, shape (..., head_dim)
-        float16, bfloat16, float32 or float64. 2688 is the largest number that can be held, and what is
-        larger, infinities too, is stored as that; below 0.09, as the largest of a group, block scales have
-        fewer bits. E2M1 has no NaN: a NaN is stored as 0, and the others of its group as they would be
-        without it. To use a scale of the tensor, divide x by it and put it into the result:
+        float16, bfloat16, float32 or float64. The largest number is 2688; larger ones, infinities included,
+        are clamped. If the largest number of a group is below 0.09, its block scale has fewer bits. E2M1 has
+        no NaN: a NaN is stored as 0, and the others of its group as if it were absent. To use a scale of the
+        tensor, divide x by it and put it into the result:
         ``made._replace(scale=scale)``.
 
     Returns
@@ -208,7 +208,7 @@ def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
     Parameters
     ----------
     cache : QuantizedCache
-        As `int4` or `nvfp4` returns it; a scale of NVFP4's tensor is left out.
+        As returned by `int4` or `nvfp4`; a scale of the whole tensor (NVFP4) is ignored.
     dtype : str
         Of the result: "float16", "float32" or "float64".
 

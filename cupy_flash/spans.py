@@ -6,22 +6,21 @@ one more for bounds. One of the two axes of pairs has length 1, and the interval
     (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4)     by key: the queries that see key j
     (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4)     by query: the keys that query i sees
 
-The first two axes may be left out. The last one holds ``start, stop``, twice for two intervals: a pair is
+The first two axes may be omitted. The last one holds ``start, stop``, twice for two intervals: a pair is
 kept if ``start <= i < stop`` (by query: ``start <= j < stop``) in either. Intervals may overlap; one whose
-stop is not above its start is empty. Bounds are from 0 to the length that they run along, and are refused
-outside of it if they are in main memory; on a GPU the host does not read them, and parts outside
-are cut off.
+stop is not above its start is empty. Bounds range from 0 to the length of their axis. Others are refused if
+they are in main memory; on a GPU the host does not read bounds, and they are clamped.
 
-Spans combine (AND) with every other mask: a pair is seen if spans, causal, window and the other members of a
-tuple ``mask=(spans, other)`` all keep it. Of packed sequences batch counts sequences, lengths are the longest
-ones, and bounds count from the start of each.
+Spans combine (AND) with every other mask: a pair is kept if spans, causal, window and the other members of a
+tuple ``mask=(spans, other)`` all keep it. For packed sequences batch counts sequences, lengths are the
+longest ones, and bounds count from the start of each sequence.
 
-By key it is the form of FlashMask (which stores the masked queries), by query that of cuDNN. Both
+FlashMask stores masks by key (the masked queries), and cuDNN by query. Both forms
 exist because some masks are short in only one of them: a causal document is one interval in both;
-global keys and a window are two by key; a prefix with an end of its own for each query is one by query.
+global keys and a window are two by key; a prefix whose end differs by query is one by query.
 
-Everything here is made by NumPy, from lengths that the host has; ``Spans(torch.from_numpy(made.bounds))``, or
-with ``jax.numpy.asarray`` or ``cupy.asarray``, are those of another library.
+The makers use NumPy, from lengths on the host. For another library, convert the bounds:
+``Spans(torch.from_numpy(made.bounds))``, or use ``jax.numpy.asarray`` or ``cupy.asarray``.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def documents(lengths: Sequence[int] | Array) -> Spans:
     Parameters
     ----------
     lengths : sequence of int
-        Of the documents. A document may be empty; what follows the last one, if the arrays are longer, needs
-        a length of its own.
+        Of the documents. A document may be empty. If the arrays are longer, the remaining rows need a
+        length, too.
 
     Returns
     -------
@@ -101,7 +100,7 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
     Parameters
     ----------
     prefix : int or sequence of int
-        Keys of the prefix; one number for each of the batch, if there are several.
+        Keys of the prefix, or one number per batch entry.
     seqlen : int
         Of queries and keys.
 
@@ -167,7 +166,7 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
     seqlen : int
         Of queries and keys.
     tokens : int
-        How many first tokens are global.
+        Number of first tokens that are global.
     window : (left, right)
         Keys before and after its own that a query also sees, inclusive; None is open.
 
@@ -208,7 +207,7 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
     parents : sequence of int
         Token above each token; -1 for a root. Every subtree is contiguous, as in depth-first order.
     prefix : int
-        Keys before the tree, which all tokens see and which have no queries here, as those of a cache.
+        Keys before the tree, which all tokens see and which have no queries here, such as those of a cache.
 
     Returns
     -------
@@ -264,7 +263,7 @@ def _intervals(mask: Array) -> Array | None:
 
 
 def from_mask(mask: Any) -> Spans:
-    """Spans that keep what a boolean mask keeps.
+    """Spans equivalent to a boolean mask.
 
     Parameters
     ----------

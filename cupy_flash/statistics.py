@@ -1,4 +1,4 @@
-"""attention_statistics: what each key received and how each query spread its weights, without the matrix."""
+"""attention_statistics: sums of the attention weights by key and by query, without the matrix."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _ONLY_OF_A_CACHE = ("block_table", "cache_leftpad", "rotary")
 
 
 class AttentionStatistics(NamedTuple):
-    """What `attention_statistics` returns; None where it was not wanted.
+    """Results of `attention_statistics`; None for those that ``want`` does not name.
 
     Attributes
     ----------
@@ -62,10 +62,10 @@ class AttentionStatistics(NamedTuple):
     entropy : array or None
         Of the weights of each query, in nats: ``-sum(p log p)`` over the keys.
     top_weights : array or None
-        The largest weights of each query, falling.
+        The largest weights of each query, in descending order.
     top_keys : array of int32, or None
-        Their keys, as positions in the sequence; of equal weights the lower key first. Where there are fewer
-        keys with a weight above 0, -1 beside a weight of 0.
+        Their keys, as positions in the sequence; ties go to the lower key. If fewer keys have a weight
+        above 0, the rest is -1, with a weight of 0.
     """
 
     key_sum: Any = None
@@ -89,28 +89,28 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Statistics of the attention weights P = softmax(scores), in memory linear in the sequence length.
 
-    P is that of `attention` before dropout, of each query head. Sinks take part in the softmax and are no
-    keys: their share is in none of the results. The call has no gradient.
+    P is that of `attention` before dropout, for each query head. Sinks take part in the softmax but are not
+    keys: no result includes their share. The call has no gradient.
 
     Parameters
     ----------
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
-        As in `attention`. To count some of the queries only, give those, their lse, and their
-        positions by align: ``q[..., -32:, :]`` with align="bottom_right". With cu_seqlens_q
+        As in `attention`. To count only some of the queries, pass those, their lse, and their
+        positions as align: ``q[..., -32:, :]`` with align="bottom_right". With cu_seqlens_q
         (rows_q, heads_q, head_dim).
     k : array, shape (batch, heads_k, seqlen_k, head_dim)
         As in `attention`; with cu_seqlens_k (rows_k, heads_k, head_dim). With cache_seqlens the k_cache of
         `attention_with_kv_cache`, which may be a `QuantizedCache` or a `LatentCache`.
     lse : array, optional, shape (batch, heads_q, seqlen_q)
         As returned by the forward call with the same options and return_lse=True, which saves a pass over the
-        keys. That of a call over more keys gives their share of the whole.
+        keys. With the lse of a call over more keys, results are shares of the whole.
     want : str, or tuple, list or set of str
-        What to compute, of "key_sum", "key_max", "entropy" and "top_k"; on a GPU not the last.
+        Any of "key_sum", "key_max", "entropy" and "top_k"; "top_k" not on a GPU.
     top_k : int
         How many keys of each query to list, at most 1024; time is linear in it.
     cache_seqlens : array of int32, shape (batch,), or int, optional
-        Keys of each sequence in the cache, new ones included. The last query stands on the last key, as in
-        `attention_with_kv_cache`; bias and score functions are not taken then.
+        Keys of each sequence in the cache, new ones included. The last query is at the position of the last
+        key, as in `attention_with_kv_cache`; bias and score functions are not supported then.
     cu_seqlens_q : array of int32, shape (sequences + 1,), optional
         Packed queries, as in `attention_varlen`, or over a cache as in `attention_with_kv_cache`.
     {options: As in `attention`, `attention_varlen` and `attention_with_kv_cache`.}
@@ -123,7 +123,7 @@ def attention_statistics(
         key_sum, key_max: (batch, heads_q, seqlen_k), of packed sequences (heads_q, rows_k), over a cache
         (batch, heads_q, capacity); 0 for a key that no query sees, and for rows not in use.
         entropy: shape of lse; 0 for a query that sees no key.
-        top_weights, top_keys: shape of lse with an axis of top_k behind.
+        top_weights, top_keys: shape of lse, and a last axis of top_k.
 
     Raises
     ------
@@ -137,9 +137,9 @@ def attention_statistics(
     Grouped heads are not summed. Eviction from a cache that h query heads share takes
     ``key_sum.reshape(batch, heads_k, h, -1).sum(2)``.
 
-    On a CPU the compiled core computes, in a library of its own; NumPy what ``rotary`` turns. On a GPU simple
-    kernels compute key_sum and key_max in one pass and entropy in another, without atomics; without lse the
-    kernels of the forward pass compute it first.
+    On a CPU the compiled core runs, or NumPy with ``rotary``. On a GPU simple kernels compute key_sum and
+    key_max in one pass and entropy in another, without atomics. Without lse, the kernels of the forward pass
+    compute it first.
 
     References
     ----------

@@ -169,8 +169,8 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k : int, optional
         The longest lengths. On a GPU, giving them saves reading the offsets back.
     seqused_k : array of int32, shape (sequences,), optional
-        Keys in use: sequence b ends after so many of its rows of k and v; "bottom_right" counts from there.
-        On a GPU it is read there only.
+        Number of keys in use of each sequence: the first rows of its k and v. "bottom_right" counts from the
+        last one in use. The host does not read it on a GPU.
     align : {"top_left", "bottom_right"} or int, optional
         As in `attention`, for each sequence; needed by positional options unless cu_seqlens_q and
         cu_seqlens_k are the same array and seqused_k is not given.
@@ -183,13 +183,13 @@ def attention_varlen(
     block_table : array of int32, shape (sequences, pages of the longest sequence), optional
         Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``: the call is then
         `attention_with_kv_cache` with cu_seqlens_q, and k and v may be `QuantizedCache`. align is
-        "bottom_right"; bias, dropout, score functions and tuning of tiles are not taken, and there is no
-        backward pass.
+        "bottom_right"; bias, dropout, score functions, tuning of tiles and the backward pass are not
+        supported.
     {options: As in `attention`; positions count from the start of each sequence.}
     return_lse
         As in `attention`.
     out : array, optional
-        As in `attention`; rows past the last offset are left alone.
+        As in `attention`; rows past the last offset are not written.
 
     Returns
     -------
@@ -201,7 +201,7 @@ def attention_varlen(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
-        As in `attention`; also offsets that fall or exceed the rows (checked wherever they are read).
+        As in `attention`; also offsets that decrease or exceed the rows (checked if the host reads them).
     """
     if options.get("block_table") is not None:
         return over_pages(

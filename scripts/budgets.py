@@ -1,4 +1,4 @@
-"""What the kernels of a release may take, and an estimate of it from those that are compiled."""
+"""Size limits for the kernels of a release, and an estimate of the sizes from those that are compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REFERENCE = "sm_80"  # the target that CI compiles whole
 
 
 def excess(sizes: Mapping[tuple[str, str], float]) -> list[str]:
-    """What is over its budget, a line for each, with a way out.
+    """Budgets that are exceeded, a line for each, with a way out.
 
     Parameters
     ----------
@@ -103,5 +103,5 @@ def estimate(
 
 
 def _kind(variant: catalog.Variant) -> tuple[object, ...]:
-    """What decides most of a kernel's size; tiles and options differ from target to target."""
+    """The main factors of a kernel's size; tiles and options differ between targets."""
     return variant.source, variant.step, variant.dtype, variant.head_dim, variant.head_dim_v

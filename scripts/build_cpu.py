@@ -21,7 +21,7 @@ from cupy_flash.cpu.core.sources import parts  # noqa: E402
 
 
 def main() -> int:
-    """Build what the arguments ask for; the exit status is 1 if it could not be made."""
+    """Build the requested libraries; the exit status is 1 if one could not be built."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", action="append", metavar="NAME",
                         help=f"default: this machine; with zig any of {', '.join(ZIG_TARGETS)}")  # fmt: skip

@@ -39,7 +39,7 @@ def table(built: build.Built) -> list[str]:
 
 
 def _archs(asked: list[str], cuda: int) -> list[str]:
-    """The architectures that are asked for, native and all spelled out."""
+    """The requested architectures, with native and all expanded."""
     meant = {"all": build.targets(cuda), "native": build.archs_here()}
     return [arch for name in asked for arch in meant.get(name, (name,))]
 
@@ -53,7 +53,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _of_part(archs: list[str], only: str, part: tuple[int, int]) -> str | set[str]:
-    """The pattern, or the names of a part of what it matches."""
+    """The pattern, or the names in one part of its matches."""
     k, n = part
     targets = (target for arch in archs for target in build.native_targets(arch))
     names = {v.name for target in targets for v in families.variants(target)}
@@ -61,7 +61,7 @@ def _of_part(archs: list[str], only: str, part: tuple[int, int]) -> str | set[st
 
 
 def main() -> int:
-    """Build what the arguments ask for; the exit status is 1 if anything was refused."""
+    """Build the requested kernels; the exit status is 1 if one was refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="CUDA major of the cubins; may repeat (default: 12)")  # fmt: skip

@@ -35,7 +35,7 @@ VARIANTS = ("torch-cpu", "torch-cuda")
 # The branch v1. why not 0, as of a beta: transformers asks a repository that it does not know for 1.
 VERSION = 1
 
-# What `kernels` hands to whoever loads a variant: the library, and the functions that transformers looks for.
+# The names that `kernels` exports from a variant: the library, and the functions that transformers looks for.
 EXPORTS = """
 from . import torch as torch
 from .flash_attn import (
@@ -87,7 +87,7 @@ cupy_flash.torch.attention(q, k, v, causal=True)     # by its own
 
 
 class Unfit(RuntimeError):
-    """What was compiled cannot be published; the message says why, and what to do."""
+    """The compiled files cannot be published; the message says why, and what to do."""
 
 
 def library() -> Iterator[tuple[str, Path]]:
@@ -213,7 +213,7 @@ def lay_out(variant: str, out: Path, cubin_store: Path, core_store: Path) -> Pat
 
 
 def main(words: list[str] | None = None) -> int:
-    """Lay out what the arguments ask for; the exit status is 1 if something is missing."""
+    """Make the requested repository; the exit status is 1 if something is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", choices=VARIANTS, action="append", help="may repeat (default: both)")
     parser.add_argument("--cubins", type=Path, default=ROOT / "build" / "cubins", metavar="DIR")

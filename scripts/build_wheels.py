@@ -44,7 +44,7 @@ PLATFORM_TAGS = {
 
 
 def store_of(package: str, platform: str) -> Path:
-    """Where CMakeLists.txt keeps what is compiled for a package, so that the next build goes on from it."""
+    """Where CMakeLists.txt keeps the compiled files of a package, so that the next build resumes."""
     if platform:
         return ROOT / "build" / "cpu_release" / platform
     return ROOT / "build" / "cubins" / package.removeprefix("cupy-flash-").removesuffix("x")
@@ -57,11 +57,11 @@ def build_release(out: Path) -> None:
 
 
 class Failed(RuntimeError):
-    """A command of a build failed; the message is what it gave as the reason."""
+    """A command of a build failed; the message is its reason."""
 
 
 def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
-    """Run a command of a build: its output goes to ours as it comes, and if it fails, its reasons are kept.
+    """Run a command of a build: its output is passed on at once, and its reasons are kept if it fails.
 
     why: scripts/build_cubins.py says them from inside CMake, which goes on talking.
     """
@@ -79,7 +79,7 @@ def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, 
 
 
 def reason(said: Sequence[str]) -> str:
-    """What a failed build said is wrong, in one line: from "error:" on, and what is indented under it."""
+    """The error of a failed build, in one line: from "error:" on, and the lines indented under it."""
     found, within = [], False
     for line in said:
         within = line.startswith("error: ") or (within and line.startswith("  "))
@@ -113,7 +113,7 @@ class Packages(contextlib.ExitStack):
 
 
 class Wheel(NamedTuple):
-    """What the table says of a wheel with cubins; sizes are those that it takes in the wheel.
+    """The table's figures of a wheel with cubins; sizes are compressed, as in the wheel.
 
     Attributes
     ----------
@@ -137,7 +137,7 @@ class Wheel(NamedTuple):
 
 
 def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
-    """Add up what a wheel holds."""
+    """Add up the contents of a wheel."""
     parts: dict[str, int] = collections.defaultdict(int)
     sizes: dict[tuple[str, str], int] = collections.defaultdict(int)
     count = 0
@@ -156,7 +156,7 @@ def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
 
 
 def excess(wheel: Wheel) -> list[str]:
-    """What of a wheel is over its budget: a line for each, with a way out."""
+    """Budgets that a wheel exceeds: a line for each, with a way out."""
     found = budgets.excess(wheel.sizes) + budgets.excess_of_parts(wheel.parts)
     if wheel.bytes > budgets.WHEEL_BYTES:
         found.append(
@@ -168,7 +168,7 @@ def excess(wheel: Wheel) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def kind_of(target: str) -> dict[str, tuple[str, str]]:
-    """The family of every variant of a target, and what `budgets.part_of` says of it."""
+    """The family of every variant of a target, and its `budgets.part_of`."""
     every = families.names(target).items()
     return {variant.name: (family, budgets.part_of(variant)) for variant, family in every}
 
@@ -188,7 +188,7 @@ def table(wheels: Sequence[Wheel]) -> list[str]:
 
 
 def main() -> int:
-    """Build what the arguments ask for; the exit status is 1 if a wheel fails or is over its budget."""
+    """Build the requested wheels; the exit status is 1 if one fails or exceeds its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="data package to build; may repeat (default: both)")  # fmt: skip

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prove the wheels of scripts/build_wheels.py: install, use and remove them in clean environments.
+"""Check the wheels of scripts/build_wheels.py: install, use and remove them in clean environments.
 
 First what a package index will show of them, by twine, and which of them pip takes on each platform. Then,
 for each Python: the core brings the CPU core of this platform from the same folder, and computes on NumPy
@@ -36,7 +36,7 @@ PLATFORMS = (
     "musllinux_1_2_x86_64", "win_arm64",
 )  # fmt: skip
 
-# Seconds of a processor.
+# Seconds of CPU time.
 INSTALL = 10.0  # the core and one CUDA package, from local files
 FIRST = 0.5  # from before the import to the first result on NumPy arrays
 INFO = 1.0  # python -m cupy_flash info, with both CUDA packages
@@ -64,7 +64,7 @@ print(json.dumps([[s.origin, s.target, s.kernels, s.problem] for s in found]))
 
 
 class Spent(NamedTuple):
-    """Seconds of a clock, and of processors."""
+    """Seconds of wall clock and of CPU time."""
 
     clock: float
     processor: float
@@ -77,7 +77,7 @@ class Spent(NamedTuple):
 
 
 def quickest(runs: Iterable[Spent], limit: float, what: str) -> Spent:
-    """The run that needed the least, which must keep to the limit."""
+    """The fastest run, which must keep to the limit."""
     best = min(runs, key=lambda run: run.processor)
     if best.processor > limit:
         raise SystemExit(f"{what} took {best}; the limit is {limit} s of a processor")
@@ -93,7 +93,7 @@ class Environment:
         self.python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
 
     def run(self, *arguments: str, fails: bool = False) -> tuple[str, Spent]:
-        """What a command of this Python prints, and what it took. It sees nothing of the checkout."""
+        """Output and time of a command of this Python, which cannot see the checkout."""
         ours = ("PYTHON", "CUPY_FLASH_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
@@ -110,11 +110,11 @@ class Environment:
         return done.stdout, spent
 
     def pip(self, *arguments: str, fails: bool = False) -> Spent:
-        """Run pip; what it took."""
+        """Run pip, and time it."""
         return self.run("-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, fails=fails)[1]
 
     def first_result(self) -> Spent:
-        """From before the import to a result, in a process of its own."""
+        """Time from before the import to a result, in a new process."""
         return Spent(*map(float, self.run("-c", FIRST_RESULT)[0].split()))
 
     def sets(self) -> set[str]:
@@ -130,7 +130,7 @@ def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
     environment = Environment(base, folder)
     version = environment.run("-c", "import platform; print(platform.python_version())")[0].strip()
     environment.pip("install", "numpy", "threadpoolctl")
-    # What it asks for is in its folder, as on an index; nothing else is asked for.
+    # Its dependencies are in its folder, as on an index; it needs no others.
     installed = environment.pip("install", "--no-index", "--find-links", str(core.parent), str(core))
     first = quickest((environment.first_result() for _ in range(3)), FIRST, "the first result")
     computes = environment.run("-c", COMPUTES)[0].strip()
@@ -170,7 +170,7 @@ def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
 
 
 def damage(environment: Environment, name: str) -> None:
-    """Cut a cubin short: it must be named as broken, with the command that mends it."""
+    """Truncate a cubin: the error must name it, with the command that fixes it."""
     package = name.replace("-", "_")
     cubin = next(environment.folder.rglob(f"{package}/_cubins/*/*/*.cubin"))
     cubin.write_bytes(cubin.read_bytes()[:100])
@@ -181,7 +181,7 @@ def damage(environment: Environment, name: str) -> None:
 
 
 def check_descriptions(files: list[Path]) -> None:
-    """Hold descriptions and metadata to the rules of package indexes."""
+    """Check descriptions and metadata by the rules of package indexes."""
     command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     if "No module named twine" in done.stderr:
@@ -221,7 +221,7 @@ def check_platforms(wheels: Path) -> None:
 
 
 def pythons() -> list[str]:
-    """A command for each Python that there is: on the path, or where pyenv keeps those that are not."""
+    """A command for each installed Python: on the path, or in pyenv's folder."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = []
     for minor in MINORS:
@@ -234,14 +234,14 @@ def pythons() -> list[str]:
 
 
 def works(python: str) -> bool:
-    """Whether a command is a Python; version managers leave names behind that are none."""
+    """Whether a command is a Python; version managers leave names that are not."""
     return (
         bool(shutil.which(python)) and not subprocess.run([python, "-c", ""], capture_output=True).returncode
     )
 
 
 def main() -> int:
-    """Check the wheels of a folder with every Python that is there."""
+    """Check the wheels of a folder with every installed Python."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", metavar="DIR")
     parser.add_argument("--python", action="append", metavar="COMMAND",

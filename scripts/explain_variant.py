@@ -20,7 +20,7 @@ from cupy_flash.cubins import locate, sass  # noqa: E402
 from cupy_flash.errors import CubinNotFoundError, UnsupportedError  # noqa: E402
 from cupy_flash.plan import catalog, families  # noqa: E402
 
-# Of these the forms differ in what they do, so they are told apart.
+# Forms of these do different things, so they are counted separately.
 _IN_FULL = ("HMMA", "IMMA", "QMMA", "HGMMA", "QGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STG", "LDS", "STS")
 
 

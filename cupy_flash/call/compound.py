@@ -51,7 +51,7 @@ class RaggedMask(NamedTuple):
     Attributes
     ----------
     bits : array of bool, shape (sum of queries * keys,)
-        Of each sequence (queries, keys), those in use.
+        For each sequence (queries, keys) in use, flattened.
     """
 
     bits: Any
@@ -63,18 +63,18 @@ class Rotary(NamedTuple):
     Attributes
     ----------
     cos, sin : array, shape (positions, rotated / 2)
-        Float32 or the dtype of q, a row for each key that a sequence has room for. The first ``rotated``
+        float32 or the dtype of q, a row for each key of a sequence's capacity. The first ``rotated``
         features of q and k are rotated by position, or the last.
     seqlens : array of int32, shape (batch,), optional
-        Position at which the first query and the first new key are rotated. Default: keys where they are
-        stored, and the last query where the last key is.
+        Position of the first query and the first new key in the rotation. Default: keys by their position in
+        the cache, and the last query by that of the last key.
     interleaved : bool
         Pair features 2i and 2i + 1 (GPT-J) instead of i and i + rotated / 2 (GPT-NeoX, Llama).
     on_read : bool
-        The cache holds keys that are not rotated: RoPE is applied when they are read, each by its place, and
-        new keys are stored as they come.
+        The cache holds keys without rotation: each call rotates them by their position as it reads them, and
+        new keys are stored unchanged.
     last : bool
-        The last ``rotated`` features are rotated, not the first: those behind the values of a `LatentCache`.
+        Rotate the last ``rotated`` features, not the first: those after the values of a `LatentCache`.
     """
 
     cos: Any
@@ -86,18 +86,18 @@ class Rotary(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """What changes time and memory of a call, never its result; None leaves it to the plan.
+    """Settings that change time and memory of a call, never its result; None leaves them to the planner.
 
     Attributes
     ----------
     tile : (int, int), optional
         Queries and keys of a block.
     splits : int, optional
-        Over a KV cache: parts that the keys of each sequence are cut into.
+        Over a KV cache: number of parts into which the keys of each sequence are split.
     workspace : array, optional
         Over a KV cache on a GPU: memory for partial results and gathered keys, contiguous, of any dtype, so
-        that nothing is allocated; too small, it is refused with the number of bytes. It must not serve two
-        streams at a time.
+        that nothing is allocated. If it is too small, the error names the bytes needed. Two streams must not
+        use it at the same time.
     check : bool, optional
         Over a KV cache: check lengths and tables before anything runs. Default: only in main memory, where it
         is free; on a GPU it waits for the stream.
@@ -115,9 +115,9 @@ class QuantizedArray(NamedTuple):
     Attributes
     ----------
     codes : array of float8_e4m3fn
-        Or uint8, which stands for its bits where q, k and v all have a scale.
+        Or uint8 with the same bits, if q, k and v all have a scale.
     scale : array of float32, shape (heads_k,) or (batch, heads_k)
-        Of its key head (of q: the key head that a query shares). Those of q and k are above 0.
+        One per key head (for q: of the key head that a query head shares). Those of q and k are above 0.
     """
 
     codes: Any
@@ -158,14 +158,14 @@ class LatentCache(NamedTuple):
     Attributes
     ----------
     latents : array or QuantizedCache
-        (batch, heads_k, capacity, head_dim) or pages of it, as any cache; of DeepSeek-V3 one head of 576. In
-        8 bits a `QuantizedCache` of int8 or float8_e4m3fn, whose scale is that of keys and values.
+        (batch, heads_k, capacity, head_dim) or pages of it, like any cache; DeepSeek-V3 has one head of 576.
+        8-bit latents are a `QuantizedCache` of int8 or float8_e4m3fn, with one scale for keys and values.
     head_dim_v : int
-        Columns that are the value: 512 of them.
+        Number of columns that are the value, such as 512.
 
     Notes
     -----
-    It stands for k_cache; v_cache is None then, and so is v: a new latent is a key that holds its value.
+    Pass it as k_cache, without v_cache and v: a new latent is a key that contains its value.
     """
 
     latents: Any

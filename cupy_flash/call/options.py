@@ -110,8 +110,8 @@ class _Aligned(_Band, total=False):
         Option(
             None,
             '{"top_left", "bottom_right"} or int, optional',
-            "Key position of query 0: 0, seqlen_k - seqlen_q, or that number. Needed by causal, window "
-            "and alibi_slopes if the lengths differ.",
+            "Key position of query 0: 0, seqlen_k - seqlen_q, or the given number. Required by causal, "
+            "window and alibi_slopes if the lengths differ.",
         ),
     ]
 
@@ -124,7 +124,7 @@ class _Scores(TypedDict, total=False):
             None,
             "float or array, optional",
             "Default head_dim ** -0.5. Calls of dense and packed arrays and over a cache also take an array "
-            "of a number for each head, (heads_q,) or, of sequences that are not packed, (batch, heads_q), "
+            "of one number per head, (heads_q,) or, if sequences are not packed, (batch, heads_q), "
             "float32 (float64 for float64 inputs): q is multiplied by it, and rounded to its own dtype.",
         ),
     ]
@@ -196,8 +196,8 @@ class _Function(TypedDict, total=False):
         Option(
             None,
             "cupy_flash.score(...), optional",
-            "A function of each score (score_mod), after softcap and before bias. Arrays "
-            "that it takes are bound by a call: ``score=f(table)``.",
+            "A function of each score (score_mod), after softcap and before bias. Bind "
+            "its arrays by a call: ``score=f(table)``.",
         ),
     ]
 
@@ -212,7 +212,7 @@ class _Seed(TypedDict, total=False):
         Option(
             None,
             "int, optional",
-            "Of the dropout; needed if there is any. The kept set is a function of seed and position only.",
+            "Seed of the dropout, required with dropout. Kept weights depend only on seed and position.",
         ),
     ]
 
@@ -252,14 +252,14 @@ class _Reproducible(TypedDict, total=False):
         Option(
             None,
             '{"run", "batch", "prefill", "device"}, optional',
-            'What bits may not depend on. "run": results and gradients have the same bits on every run. '
-            '"batch": batch-invariant, too: the bits of a row depend on its query, its keys, values, bias '
-            "and sinks only, not on other sequences, chunks, pages, threads, or whether it is computed in a "
-            "prompt or alone; the gradients of a sequence depend on that sequence only. What cannot keep "
-            'this is refused. "prefill": as "batch", but calls without a cache may have other bits than '
-            "those over one: Hopper's own kernels then compute prompts. "
-            '"device": as "batch", and the bits are those of every GPU and of the simulator: float32 (with '
-            'precision="ieee", which it implies) and float64, in IEEE operations alone, on no tensor core.',
+            'Guarantee about bits. "run": results and gradients have the same bits on every run. '
+            '"batch": also batch-invariant: the bits of a row depend only on its query, its keys, values, '
+            "bias and sinks, not on other sequences, chunks, pages, threads, or whether it is computed in a "
+            "prompt or alone; the gradients of a sequence depend only on that sequence. Calls that cannot "
+            'guarantee this are refused. "prefill": as "batch", but calls without a cache may have other '
+            "bits than those over one: Hopper's own kernels then compute prompts. "
+            '"device": as "batch", with the same bits on every GPU and in the simulator: float32 (with '
+            'precision="ieee", which it implies) and float64, with IEEE operations only, no tensor cores.',
         ),
     ]
 
@@ -305,14 +305,14 @@ class _Tangents(TypedDict, total=False):
         Any,
         _array(
             "array, optional",
-            "Tangent of q: its shape and dtype, or with an axis of several directions in front, as all other "
-            "tangents then. A missing one is 0, and takes its products away.",
+            "Tangent of q, with its shape and dtype; for several directions, all tangents have an axis of "
+            "directions in front. A missing tangent is 0, and saves its products.",
         ),
     ]
-    dk: Annotated[Any, _array("array, optional", "Tangent of k, as dq of q.")]
-    dv: Annotated[Any, _array("array, optional", "Tangent of v, as dq of q.")]
-    dbias: Annotated[Any, _array("array, optional", "Tangent of bias, as dq of q; finite.")]
-    dsinks: Annotated[Any, _array("array, optional", "Tangent of sinks, as dq of q.")]
+    dk: Annotated[Any, _array("array, optional", "Tangent of k, like dq.")]
+    dv: Annotated[Any, _array("array, optional", "Tangent of v, like dq.")]
+    dbias: Annotated[Any, _array("array, optional", "Tangent of bias, like dq; finite.")]
+    dsinks: Annotated[Any, _array("array, optional", "Tangent of sinks, like dq.")]
 
 
 class _Packing(TypedDict, total=False):
@@ -325,14 +325,14 @@ class _Packing(TypedDict, total=False):
         ),
     ]
     max_seqlen_k: Annotated[
-        int | None, Option(None, "int, optional", "The longest sequence of keys, as max_seqlen_q of queries.")
+        int | None, Option(None, "int, optional", "The longest sequence of keys, like max_seqlen_q.")
     ]
     seqused_k: Annotated[
         Any,
         _array(
             "array of int32, shape (sequences,), optional",
-            'Keys in use: sequence b ends after so many of its rows of k and v; "bottom_right" counts from\n'
-            "there. On a GPU it is read there only.",
+            "Number of keys in use of each sequence: the first rows of its k and v. "
+            '"bottom_right" counts from the last one in use. The host does not read it on a GPU.',
         ),
     ]
 
@@ -345,7 +345,7 @@ class _Cut(_Packing, total=False):
             "Packed sequences, as in `attention_varlen`: q is (rows, heads_q, head_dim). With cu_seqlens_k.",
         ),
     ]
-    cu_seqlens_k: Annotated[Any, _array("array of int32, optional", "The same of k and v.")]
+    cu_seqlens_k: Annotated[Any, _array("array of int32, optional", "The same for k and v.")]
 
 
 # Of a cache, wherever keys of one are read.
@@ -353,7 +353,7 @@ _Leftpad: TypeAlias = Annotated[
     Any,
     _array(
         "array of int32, shape (batch,), optional",
-        "Left padding: so many keys at the start of a sequence are masked. They count in cache_seqlens "
+        "Left padding: the number of masked keys at the start of each sequence. They count in cache_seqlens "
         "and in positions.",
     ),
 ]
@@ -361,8 +361,8 @@ _Table: TypeAlias = Annotated[
     Any,
     _array(
         "array of int32, shape (batch, pages of the longest sequence) or (batch,), optional",
-        "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Of shape "
-        "(batch,) the slot of each sequence in a cache that is not paged; default: its own number.",
+        "Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. With shape "
+        "(batch,), the slot of each sequence in a cache that is not paged; default: its own number.",
     ),
 ]
 _Rotary: TypeAlias = Annotated[
@@ -383,8 +383,8 @@ class _Ragged(TypedDict, total=False):
         Any,
         _array(
             "array of int32, shape (sequences,), optional",
-            'Queries in use, as seqused_k of keys; other rows of the result are 0. "bottom_right" counts '
-            "from the last one in use. On a CPU.",
+            'Number of queries in use, like seqused_k; other rows of the result are 0. "bottom_right" counts '
+            "from the last one in use. CPU only.",
         ),
     ]
 
@@ -400,23 +400,21 @@ class _Queries(_Ragged, total=False):
     ]
     max_seqlen_q: Annotated[
         int | None,
-        Option(
-            None, "int, optional", "The longest of them. On a GPU, giving it saves reading the offsets back."
-        ),
+        Option(None, "int, optional", "The longest one. On a GPU, giving it saves reading the offsets back."),
     ]
     max_seqlen_k: Annotated[
         int | None,
         Option(
             None,
             "int, optional",
-            "At most so many keys per sequence, new ones included: the capacity is clamped to it.",
+            "Upper bound of the keys per sequence, new ones included: the capacity is clamped to it.",
         ),
     ]
     cu_seqlens_k_new: Annotated[
         Any,
         _array(
             "array of int32, shape (batch + 1,), optional",
-            "Rows of each sequence in k and v, which are then (rows, heads_k, head_dim).",
+            "Offsets of each sequence in k and v, which are then (rows, heads_k, head_dim).",
         ),
     ]
     cache_leftpad: _Leftpad
@@ -442,8 +440,8 @@ class _Stored(TypedDict, total=False):
         _array(
             "array of int32 or int64, shape (batch, seqlen_q, keys), optional",
             "The keys that each query sees, as positions in its sequence, in any order, the same for all "
-            "heads; -1 for none. A key named twice counts twice. causal, window and cache_leftpad leave out "
-            "keys as well. Of packed queries (rows, keys).",
+            "heads; -1 for none. A key named twice counts twice. causal, window and cache_leftpad mask "
+            "keys as well. With packed queries (rows, keys).",
         ),
     ]
     k: Annotated[
@@ -453,7 +451,9 @@ class _Stored(TypedDict, total=False):
             "New keys, stored in the cache, in place, after those in use.",
         ),
     ]
-    v: Annotated[Any, _array("array, shape (batch, heads_k, new, head_dim_v), optional", "New values, as k.")]
+    v: Annotated[
+        Any, _array("array, shape (batch, heads_k, new, head_dim_v), optional", "New values, like k.")
+    ]
     rotary: _Rotary
     prefix: Annotated[
         tuple[Any, Any] | None,
@@ -461,9 +461,9 @@ class _Stored(TypedDict, total=False):
             None,
             "(array, array), optional",
             "Keys (heads_k, prefix, head_dim) and values that every sequence begins with, read once for all "
-            "of them, in the dtype of q, rotated if those of the cache are. Their positions are 0, 1, ...; "
-            "keys of the cache follow: lengths and masks do not count them; causal, window, rotation and the "
-            "rows of its tables do.",
+            "of them, in the dtype of q, and rotated if those of the cache are. Their positions are 0, 1, "
+            "..., and keys of the cache follow. Lengths and masks do not count the prefix; causal, window, "
+            "rotation and the rows of its tables do.",
             array=True,
             parts=("prefix_k", "prefix_v"),
         ),

@@ -152,7 +152,7 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
 
 
 def _meant(name: str, called: str, names: list[str]) -> str:
-    """What somebody may have meant who spelled an option so."""
+    """The option that a misspelled name probably means."""
     if name in REMOVED or name in _SEEN:
         return REMOVED.get(name) or _SEEN[name]
     import difflib  # why: it takes 6 ms to import and is needed once in a while

@@ -93,6 +93,6 @@ def _where(places: Sequence[Place], facts: dict[str, Any]) -> str:
 
 
 def _progress(text: str) -> None:
-    """One line that is written over and over, where somebody looks on."""
+    """Progress on one line of a terminal, which each call overwrites."""
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"{_CLEAR}{text[:79]}", end="", file=sys.stderr, flush=True)

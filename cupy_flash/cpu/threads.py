@@ -49,9 +49,9 @@ def _limited(library: Any) -> _Limited:
 class BlasLimit:
     """The BLAS libraries of the process, held at one thread each while any call of ours runs.
 
-    why: the products of tiles are short, and threads that wait for the next one spin: beside other programs
-    they took ten times as long as one thread. Callers may overlap: the first one lowers the limit, the last
-    one out restores what was found. What is on OpenMP counts per thread, and whoever lowered it restores it.
+    why: the products of tiles are short, and threads that wait for the next one spin: on a busy machine they
+    took ten times as long as one thread. Callers may overlap: the first one lowers the limit, and the last
+    one restores the old one. OpenMP's limit is per thread, so each caller restores its own.
 
     Parameters
     ----------

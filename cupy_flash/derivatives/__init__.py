@@ -45,7 +45,7 @@ def jvp(
     Returns
     -------
     do : array
-        Tangent of o: its shape and dtype, with the axis of directions in front if there is one. Rows past
+        Tangent of o, with its shape and dtype, and an axis of directions in front if there is one. Rows past
         the last offset are 0.
     dlse : array
         Tangent of lse; 0 in a row that sees no key.
@@ -87,7 +87,7 @@ def jvp(
 def value_and_jvp(
     q: Array, k: Array, v: Array, **options: Unpack[TangentOptions]
 ) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
-    """Results of `cupy_flash.attention` and their tangents, in one pass where that is shorter than two.
+    """Results of `cupy_flash.attention` and their tangents, in one pass if that is faster than two.
 
     Parameters
     ----------
@@ -110,8 +110,8 @@ def value_and_jvp(
 
     Notes
     -----
-    In the compiled core of the CPU it is one pass of six products, where `cupy_flash.attention` has two and
-    `jvp` five. On a GPU and in NumPy it is these two, one after the other.
+    The compiled CPU core needs one pass of six products; `cupy_flash.attention` has two, and `jvp` five. On a
+    GPU and in NumPy these two run one after the other.
 
     Examples
     --------
@@ -140,19 +140,19 @@ def hvp(
 ) -> Gradients[Array]:
     """The derivative of `cupy_flash.attention_backward` in a direction.
 
-    It is the Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction: what double backward needs.
+    It is the Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction, as double backward needs it.
 
     Parameters
     ----------
     do, q, k, v, o, lse : array
-        As given to `cupy_flash.attention_backward` or `cupy_flash.attention_varlen_backward`, with respect to
-        whose do and dlse nothing is differentiated here: it is linear in them.
+        As given to `cupy_flash.attention_backward` or `cupy_flash.attention_varlen_backward`. There are no
+        derivatives with respect to do and dlse here: the result is linear in them.
     dlse : array, optional
         As given to `cupy_flash.attention_backward`.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
     {tangents: The direction, as in `jvp`.}
     jvp : (array, array), optional
-        What `jvp` returned for this direction; computed here if it is not given.
+        The result of `jvp` for this direction; computed here if it is not given.
 
     Returns
     -------

@@ -91,7 +91,7 @@ class Seen(NamedTuple):
 
 
 class Backend(ABC):
-    """A problem ready to run, whoever computes it.
+    """A problem ready to run, on any backend.
 
     Attributes
     ----------

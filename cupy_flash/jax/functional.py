@@ -47,19 +47,19 @@ def attention(
     q, k, v : Array
         As in `cupy_flash.attention`.
     scale, softcap : float or Array of shape (), optional
-        As in `cupy_flash.attention`. As arrays they may be traced. scale has a gradient; asking for that of
-        softcap raises. The host reads them in every call, and waits for them on a GPU. A scale for each head,
+        As in `cupy_flash.attention`. As arrays they may be traced. scale has a gradient; a gradient of
+        softcap raises. The host reads them in every call, and waits for them on a GPU. A scale per head,
         of shape (heads_q,) or (batch, heads_q), is multiplied into q, which is rounded to its dtype.
     align : {"top_left", "bottom_right"}, int or Array of int of shape (), optional
-        As in `cupy_flash.attention`. As an array it may be traced: the host reads it, as it reads scale.
+        As in `cupy_flash.attention`. As an array it may be traced; the host reads it like scale.
     seed : int, Array of int of shape (), or key of `jax.random`, optional
         As in `cupy_flash.attention`. It may be traced, and a new one does not recompile: the host reads it in
         every call, and waits for it on a GPU. A key of any kind gives 64 random bits; an integer drops the
         same weights as in every other library, a traced one modulo 2**64.
     score : cupy_flash.score(...), optional
         As in `cupy_flash.attention`; make it once, because it is static under jit, like a mask function. With
-        its arrays, ``f(table)``, it is a pytree, which jit, grad and vmap transform as an argument. What is
-        ``learned`` has gradients, but neither forward mode nor second derivatives.
+        its arrays, ``f(table)``, it is a pytree, which jit, grad and vmap transform as an argument. Arguments
+        in ``learned`` have gradients, but neither forward mode nor second derivatives.
     {options: As in `cupy_flash.attention`; every option that is not an array is static under jit.}
     return_lse : bool
         As in `cupy_flash.attention`.
@@ -71,8 +71,7 @@ def attention(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError
-        As in `cupy_flash.attention`, while tracing; UnsupportedError also for a third derivative,
-        where one is used.
+        As in `cupy_flash.attention`, while tracing; UnsupportedError also for a third derivative.
 
     Notes
     -----
@@ -165,7 +164,7 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """`jax.nn.dot_product_attention` by this library: same signature, layout and rules.
+    """`jax.nn.dot_product_attention` in this library: same signature, layout and rules.
 
     Parameters
     ----------
@@ -178,7 +177,7 @@ def dot_product_attention(
     is_causal : bool
         Aligned top-left.
     query_seq_lengths, key_value_seq_lengths : Array of int, shape (batch,), optional
-        Rows beyond them are not attended to; rows of queries beyond them are 0.
+        Keys beyond them are masked; rows of queries beyond them are 0.
     local_window_size : int or (int, int), optional
         Keys seen before and after a query.
     implementation : {None, "xla", "cudnn"}

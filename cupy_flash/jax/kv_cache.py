@@ -1,4 +1,4 @@
-"""attention_with_kv_cache as a JAX function: what is written to caches are caches that it returns."""
+"""attention_with_kv_cache as a JAX function, which returns the updated caches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def attention_with_kv_cache(
     max_seqlen_q, max_seqlen_k : int, optional
         Static under jit. Default: all rows of q, and the capacity of a sequence.
     scale, softcap : float or Array of shape (), optional
-        As in `cupy_flash.jax.attention`, scale also of each head; without gradients here.
+        As in `cupy_flash.jax.attention`, scale also per head; without gradients here.
     mask
         As in `cupy_flash.attention_with_kv_cache`; a `cupy_flash.RaggedMask` raises: its size depends on
         lengths, and a program is compiled for fixed sizes.
@@ -78,14 +78,14 @@ def attention_with_kv_cache(
     lse : Array
         Only with return_lse.
     k_cache, v_cache : Array or QuantizedCache
-        Only with k and v; as given, those of a `cupy_flash.QuantizedCache` donated like others. Of
+        Only with k and v, in the form given; arrays of a `cupy_flash.QuantizedCache` may be donated, too. For
         latents one `cupy_flash.LatentCache`.
 
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention_with_kv_cache`, while tracing; wrong lengths and tables raise when the
-        program runs. UnsupportedError also where a gradient is asked for.
+        program runs. UnsupportedError also for a gradient.
 
     Examples
     --------

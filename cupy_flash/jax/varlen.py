@@ -54,8 +54,8 @@ def attention_varlen(
     q, k, v : Array
         As in `cupy_flash.attention_varlen`.
     cu_seqlens_q, cu_seqlens_k : Array of int32, shape (sequences + 1,)
-        As in `cupy_flash.attention_varlen`; they may be traced. On a GPU they are read there only, and not
-        checked; on a CPU wrong ones raise when the program runs.
+        As in `cupy_flash.attention_varlen`; they may be traced. On a GPU the host neither reads nor checks
+        them; on a CPU wrong ones raise when the program runs.
     max_seqlen_q, max_seqlen_k : int, optional
         At least the longest lengths, static under jit. Default: all rows of q and of k, which starts more
         thread blocks on a GPU, and is then the size of a mask or a bias.

@@ -1,4 +1,4 @@
-"""torch's BlockMask of flex_attention as ours."""
+"""Conversion of flex_attention's BlockMask to ours."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _holds_function(mask: Any) -> bool:
 def block_mask(of_torch: Any) -> BlockMask:
     """Make a `cupy_flash.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask`.
 
-    `attention` takes torch's, too, and makes this of it once; a program of torch.compile breaks where it
-    does, and takes one that was made before.
+    `attention` also takes torch's mask and converts it once. Under torch.compile that is a graph break,
+    unless the mask was converted before.
 
     Parameters
     ----------
     of_torch : torch.nn.attention.flex_attention.BlockMask
-        Its mask_mod is asked about the pairs of the blocks that are seen in part.
+        Its mask_mod is evaluated on the pairs of partial blocks.
 
     Returns
     -------
@@ -69,8 +69,8 @@ def block_mask(of_torch: Any) -> BlockMask:
     Raises
     ------
     InvalidArgumentsError
-        Another thing, blocks of other sizes than 16, 32, 64, 128 or 256, lists as
-        `cupy_flash.block_mask_of_lists` refuses them, or torch's mask of nothing, which has no lengths.
+        Another type, blocks of other sizes than 16, 32, 64, 128 or 256, lists that
+        `cupy_flash.block_mask_of_lists` refuses, or torch's mask of nothing, which has no lengths.
     """
     made = _of_torch(of_torch)
     if made is None:

@@ -142,19 +142,19 @@ def attention(
     bias : Tensor or torch.nn.attention.bias.CausalBias, optional
         As in `cupy_flash.attention`.
     scale : float or Tensor, of one element or of shape (heads_q,) or (batch, heads_q), optional
-        As in `cupy_flash.attention`; of several elements one for each head. A tensor is multiplied into q, in
-        the dtype of q, and gets its gradient.
+        As in `cupy_flash.attention`; several elements are one per head. A tensor is multiplied into q, in
+        the dtype of q, and has a gradient.
     seed : int or Tensor of one element, optional
         As in `cupy_flash.attention`. With dropout and no seed, one is drawn from torch's CPU generator, so
         that `torch.manual_seed` repeats it and activation checkpoints draw it again. Under torch.compile the
         backend draws it: `torch.manual_seed` repeats that too, but inductor's numbers differ from those of an
         eager call unless ``torch._inductor.config.fallback_random`` is set.
     sinks : Tensor, optional
-        As in `cupy_flash.attention`; also of 16 bits, which are cast, and get a gradient of 16 bits.
+        As in `cupy_flash.attention`; 16-bit sinks are cast, and their gradient has 16 bits.
     score
         As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile has a
         graph break at a score or mask function; torch.func is not supported, nor are second derivatives
-        where one is learned.
+        with learned arguments.
     reproducible : {"run", "batch", "prefill", "device"}, optional
         As in `cupy_flash.attention`; torch.use_deterministic_algorithms(True) makes backward passes "run".
     {options: As in `cupy_flash.attention`.}
@@ -254,7 +254,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by this library: same signature, same rules.
+    """`torch.nn.functional.scaled_dot_product_attention` in this library: same signature, same rules.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def scaled_dot_product_attention(
         bool, True = take part; or float32 or of query's dtype, under torch.autocast also of another 16 bits,
         added to the scores as it is. Broadcasts to (..., heads, seqlen_q, seqlen_k).
     dropout_p : float
-        The seed is drawn from torch's generator of the CPU.
+        The seed is drawn from torch's CPU generator.
     is_causal : bool
         Aligned top-left. Excludes attn_mask.
     scale : float, optional
@@ -281,7 +281,7 @@ def scaled_dot_product_attention(
     ------
     InvalidArgumentsError
         attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa;
-        a ValueError, where torch's own function raises RuntimeError.
+        a ValueError, although torch's own function raises RuntimeError.
     """
     given = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
     o: Tensor | None
@@ -352,7 +352,7 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """`torch.nn.attention.varlen.varlen_attn` by this library: same signature, same rules.
+    """`torch.nn.attention.varlen.varlen_attn` in this library: same signature, same rules.
 
     Parameters
     ----------
@@ -371,13 +371,13 @@ def varlen_attn(
     seqused_k : Tensor of int32, shape (sequences,), optional
         Keys in use of each sequence; needed with a block_table.
     block_table : Tensor of int32, shape (sequences, pages of the longest sequence), optional
-        Which pages hold the keys of a sequence; without gradients. cu_seq_k may then be None.
+        The pages that hold the keys of each sequence; without gradients. cu_seq_k may then be None.
     num_splits
         Not supported yet: anything but None raises.
 
     Returns
     -------
-    Tensor, or (Tensor, Tensor) if the log-sum-exp is asked for
+    Tensor, or (Tensor, Tensor) with the log-sum-exp
 
     Raises
     ------

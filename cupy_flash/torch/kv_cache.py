@@ -1,4 +1,4 @@
-"""attention_with_kv_cache for torch: the same call, which a compiled program keeps as one operator."""
+"""attention_with_kv_cache for torch: the same call, a single operator in compiled programs."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class FlashAttention(torch.nn.Module):
     Parameters
     ----------
     config : AttentionConfig
-        Its dropout applies while the module is in training mode, with seeds as `attention` draws them; its
-        tuning is for arrays outside autograd and must be None.
+        Its dropout applies while the module is in training mode, with seeds drawn as in `attention`. Its
+        tuning must be None, because it is for arrays outside autograd.
     """
 
     @takes_a_config

@@ -31,10 +31,10 @@ def attention_with_shared_prefix(
     return_lse: bool = False,
     **options: Unpack[RecordedPrefixOptions],
 ) -> Any:
-    """`attention` over keys of a prefix, which the whole batch shares, and each one's own behind them.
+    """`attention` over the keys of a prefix that the whole batch shares, followed by each sequence's own.
 
-    As ``attention`` over ``prefix_k``, repeated for the batch, and ``k`` behind it, but the prefix is stored
-    and read once, by the queries of all sequences together; its gradients are sums over the batch.
+    Like ``attention`` over ``prefix_k``, repeated for the batch, followed by ``k``, but the prefix is stored
+    and read once, for the queries of all sequences together; its gradients are sums over the batch.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def attention_with_shared_prefix(
     prefix_v : Tensor, shape (heads_k, prefix, head_dim_v)
         Like prefix_k.
     causal : bool
-        Of each one's own keys, of which there are as many as queries.
+        For each sequence's own keys, which are as many as its queries.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.

@@ -1,4 +1,4 @@
-"""Let torch's own scaled_dot_product_attention run this library, and torch run what this library does not."""
+"""Let torch's own scaled_dot_product_attention run this library, and fall back to torch's kernels."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def sdpa_with_fallback(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` by this library, or by torch if this library refuses the call.
+    """`scaled_dot_product_attention` in this library, or in torch if this library refuses the call.
 
-    To replace torch's function for good:
+    To replace torch's function permanently:
     ``torch.nn.functional.scaled_dot_product_attention = cupy_flash.torch.sdpa_with_fallback``.
 
     Parameters
@@ -88,14 +88,14 @@ def sdpa_with_fallback(
     Raises
     ------
     CubinNotFoundError
-        The kernel is not installed: that is not a reason to fall back.
+        The kernel is not installed; this does not fall back.
     Exception
-        What torch's own function raises, if neither computes the call.
+        The error of torch's own function, if neither runs the call.
 
     Notes
     -----
-    `sdpa_calls` has the reason of each fallback. A program of torch.compile has no fallback and no counts:
-    there it is `scaled_dot_product_attention`. Backward passes have no fallback either.
+    `sdpa_calls` has the reason of each fallback. Under torch.compile there are no fallback and no counts:
+    it is `scaled_dot_product_attention` there. Backward passes have no fallback either.
     """
     options = _options(attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.compiler.is_compiling():
@@ -181,17 +181,17 @@ _contexts = _Contexts()
 def use_in_sdpa() -> Iterator[Calls]:
     """Inside this context torch.nn.functional.scaled_dot_product_attention runs this library, in all threads.
 
-    On a GPU it runs whichever backend torch would choose: with masks, float32, head dims above 256 and
-    dropout too, unless ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` asks for torch's textbook
-    computation. On a CPU it takes the place of torch's flash backend only. It also activates "cupy_flash" as
-    ``torch.nn.attention.activate_flash_attention_impl`` does, so that torch's ``varlen_attn`` runs it.
+    On a GPU it replaces all of torch's backends, also for masks, float32, head dims above 256 and
+    dropout, unless ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` selects torch's textbook
+    computation. On a CPU it replaces only torch's flash backend. It also activates "cupy_flash" like
+    ``torch.nn.attention.activate_flash_attention_impl``, so that torch's ``varlen_attn`` runs it.
 
     Yields
     ------
     Calls
-        ``forward`` and ``backward``: how many calls this library has computed since the context began, in any
-        thread. ``fallbacks``: how many it left to torch's own kernels, by the reason. ``report()``: all of it
-        as text. Calls of a backend that is not replaced are not among them.
+        ``forward`` and ``backward``: number of calls that this library has computed since the context began,
+        in any thread. ``fallbacks``: number of calls left to torch's own kernels, by reason. ``report()``:
+        all of it as text. Calls of a backend that is not replaced are not counted.
 
     Raises
     ------
@@ -200,8 +200,8 @@ def use_in_sdpa() -> Iterator[Calls]:
 
     Notes
     -----
-    In a program of torch.compile only what torch gives to its flash backend runs this library. Compile
-    `cupy_flash.torch.scaled_dot_product_attention` to have the rest.
+    Under torch.compile only the calls of torch's flash backend run this library. Compile
+    `cupy_flash.torch.scaled_dot_product_attention` for the others.
     """
     if not has_registry():
         raise UnsupportedError(

@@ -34,14 +34,14 @@ def attention_statistics(
     cache_seqlens: Tensor | int | None = None,
     **options: Unpack[StatisticsOptions],
 ) -> AttentionStatistics:
-    """`cupy_flash.attention_statistics` of tensors, detached where they require a gradient.
+    """`cupy_flash.attention_statistics` of tensors, which are detached.
 
     Parameters
     ----------
     q, k, lse, cache_seqlens, want, top_k
         As in `cupy_flash.attention_statistics`.
     sinks : Tensor, optional
-        As in `cupy_flash.attention_statistics`; also of 16 bits.
+        As in `cupy_flash.attention_statistics`; also 16-bit.
     {options: As in `cupy_flash.attention_statistics`.}
 
     Returns

@@ -1,4 +1,4 @@
-"""How many calls of torch's own functions this library computed, and why it left others to torch."""
+"""Count calls of torch's own functions that this library computed, and fallbacks to torch by reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Calls:
     forward, backward : int
         Calls that this library computed, in any thread.
     fallbacks : dict of str to int
-        Calls that torch's own kernels computed, by the reason.
+        Calls that torch's own kernels computed, by reason.
     """
 
     forward: int = 0
@@ -43,18 +43,18 @@ _open: list[Calls] = [_since_import]
 
 
 def sdpa_calls() -> Calls:
-    """What took the place of torch's own functions since ``cupy_flash.torch`` was imported.
+    """Calls that this library computed in place of torch since ``cupy_flash.torch`` was imported.
 
     Returns
     -------
     Calls
-        ``forward`` and ``backward``: calls that this library computed. ``fallbacks``: how many it left to
-        torch's own kernels, by the reason. ``report()``: all of it as text. It goes on counting.
+        ``forward`` and ``backward``: calls that this library computed. ``fallbacks``: number of calls left to
+        torch's own kernels, by reason. ``report()``: all of it as text. The object keeps counting.
 
     Notes
     -----
-    Counted are calls by way of ``activate_flash_attention_impl("cupy_flash")``, `use_in_sdpa` and
-    `sdpa_with_fallback`, but for those of `sdpa_with_fallback` in a compiled program.
+    It counts calls through ``activate_flash_attention_impl("cupy_flash")``, `use_in_sdpa` and
+    `sdpa_with_fallback`, except those of `sdpa_with_fallback` in a compiled program.
     """
     return _since_import
 

@@ -181,7 +181,7 @@ def test_what_other_pages_say_of_gpus_is_of_measured_rows():
     """docs/performance.md and the README are held by tests/bench/test_pages.py."""
     timed = pages.PAGES_BY_NAME["backward"].timed()
     slower = other_way(timed, "cupy_flash deterministic", "bfloat16")
-    assert f"it has {between(slower)} of the speed without it" in TEXT[DOCS / "reproducible.md"]
+    assert f"they run at {between(slower)} of the speed without it" in TEXT[DOCS / "reproducible.md"]
     in_turns = {True: [], False: []}
     for one in timed:
         if ratio := one.over("cupy_flash deterministic", "tflops"):
@@ -242,7 +242,7 @@ def test_nothing_says_that_no_kernel_has_run():
 def test_table_of_functions_is_of_measured_rows():
     """Cells of docs/score_functions.md, from the run that it names."""
     page = TEXT[DOCS / "score_functions.md"]
-    when = re.search(r"these rows are of ([\d-]+ [\d:]+) in", page)[1]
+    when = re.search(r"The rows are those of ([\d-]+ [\d:]+) in", page)[1]
     run = [row for row in results.read(results.RESULTS / "functions.csv") if row["when"].startswith(when)]
     times = {}
     for row in map(results.pooled, results.runs(run)):
@@ -261,7 +261,7 @@ def test_table_of_functions_is_of_measured_rows():
 
 def rows_of_spans(page):
     """Rows of bench/results/spans.csv of the run that a page names, a pooled one for each way."""
-    when = re.search(r"these rows are of\s([\d-]+ [\d:]+) in\s\[bench/results/spans.csv\]", page)[1]
+    when = re.search(r"The rows are those of\s([\d-]+ [\d:]+) in\s\[bench/results/spans.csv\]", page)[1]
     rows = [row for row in results.read(results.RESULTS / "spans.csv") if row["when"].startswith(when)]
     return rows, list(map(results.pooled, results.runs(rows)))
 
@@ -279,7 +279,7 @@ def test_numbers_of_spans_are_of_measured_rows():
         cells = " | ".join(f"{over[mask, passes, way]:.2f}" for passes in both)
         assert f"\n| {label} | {cells} |\n" in page
     documents = [over["32 documents", passes, "cupy_flash spans"] for passes in both]
-    assert f"gradients of documents have {1 / documents[1]:.2f} of the packed" in page
+    assert f"gradients of documents run at {1 / documents[1]:.2f} of the packed" in page
     targets = re.search(r"at most ([\d.]+) for causality, and ([\d.]+) for documents", page)
     causal = [
         over["causal", passes, f"cupy_flash spans by {way}"] for passes in both for way in ("key", "query")
@@ -289,7 +289,7 @@ def test_numbers_of_spans_are_of_measured_rows():
     makers = re.search(r"^\| (`documents`.*) \|$", page, re.MULTILINE)[1].replace("`", "").split(" | ")
     making = {name: over[f"make {name}", "forward", spans.MAKING] for name in makers}
     assert len(making) == sum(name.startswith("make ") for name in spans.MASKS)
-    assert 100 * max(making.values()) <= float(re.search(r"the target is at most ([\d.]+) %", page)[1])
+    assert 100 * max(making.values()) <= float(re.search(r"target: at most ([\d.]+) %", page)[1])
     assert f"\n| {' | '.join(f'{100 * share:.2f}' for share in making.values())} |\n" in page
 
 
@@ -345,9 +345,7 @@ def first_lines(path):
     return [text for call in raised if (text := text_of(call.args[0]))]
 
 
-SAID = re.findall(
-    r"^\| (?!what is said|error|---|`)([^|]+) \|", TEXT[DOCS / "troubleshooting.md"], re.MULTILINE
-)
+SAID = re.findall(r"^\| (?!message|error|---|`)([^|]+) \|", TEXT[DOCS / "troubleshooting.md"], re.MULTILINE)
 
 
 @pytest.mark.parametrize("said", SAID)

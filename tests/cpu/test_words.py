@@ -40,6 +40,15 @@ PLAIN = {
     r"\bof the clock and of processors\b": "wall clock and CPU",
     r"\bto be had\b": "available",
     r"\bpass(ed|es)? over in silence\b": "silently skipped",
+    r"\bwhoever\b": "anyone who; the block, thread or caller that",
+    r"\bwhere (it|they) lies?\b": "in place",
+    r"\bread there only\b": "the host does not read it",
+    r"\btime of the processor\b": "CPU time",
+    r"\b(that others used|beside other work)\b": "not idle",
+    r"\bprograms? of torch\.compile\b": "under torch.compile",
+    r"\bstands? on (its|the) last key\b": "is at the position of the last key",
+    r"\bheld to fp64\b": "compared with FP64",
+    r"\basks? memory for\b": "prefetch",
 }
 # One place says what was measured on a GPU.
 MEASURED = {r"\bnot yet measured\b": "nothing: docs/support.md has what ran on hardware; link to it"}
@@ -89,7 +98,13 @@ def test_docstrings_and_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    "phrase", ["in any company", "was\nnot yet measured", "The parts are united exactly"]
+    "phrase",
+    [
+        "in any company",
+        "was\nnot yet measured",
+        "The parts are united exactly",
+        "keys are read where\nthey lie",
+    ],
 )
 def test_a_phrase_is_found(phrase: str) -> None:
     assert found(phrase, PLAIN | MEASURED)

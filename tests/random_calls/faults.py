@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "odd_pairs": Fault(
-        "pairs of bfloat16 begin at the first key of a window, an odd one too (fixed in c6cfb25)",
+        "pairs of bfloat16 begin at the first key of a window, even if it is odd (fixed in c6cfb25)",
         "kernels_cpu/backward.cpp",
         "            begin -= begin % depth;\n",
         "",
@@ -57,7 +57,7 @@ FAULTS = {
         "    int64_t j0 = 0;\n    if (!p.seqlen_k) return;\n    do {",
     ),
     "empty_part": Fault(
-        "merge multiplies what a part without weight holds by 0 (fixed in 4ad6b12)",
+        "merge multiplies the contents of a part without weight by 0 (fixed in 4ad6b12)",
         "cupy_flash/merge.py",
         "weighted.append(xp.where(share == 0, xp.zeros_like(o), o) * share)",
         "weighted.append(o * share)",
@@ -81,26 +81,26 @@ FAULTS = {
         "share = np.exp(cut_out(x['sinks'], box) - x['lse'][at])",
     ),
     "hidden_keys": Fault(
-        "dQ multiplies what hidden keys hold, NaN too, by 0",
+        "dQ multiplies the contents of masked keys, NaN included, by 0",
         "kernels_cpu/panel.h",
         "    if (!hides_pairs(p) || all_finite(",
         "    if (!hides_pairs(p) || true || all_finite(",
     ),
     "neighbour_code": Fault(
-        "an appended key of NVFP4 changes a code of the row behind it",
+        "an appended key of NVFP4 changes a code of the following row",
         "kernels_cpu/convert.h",
         "        for (int64_t end = i + c.group; i < end; i += 2)\n            row[i / 2] = by > 0 ?",
         "        row[n / 2] &= i + c.group < n ? 255 : 15;\n"
         "        for (int64_t end = i + c.group; i < end; i += 2)\n            row[i / 2] = by > 0 ?",
     ),
     "only_key": Fault(
-        "decode loses a chunk of keys of which a row sees one alone",
+        "decode loses a chunk of keys if a row sees only one of them",
         "kernels_cpu/decode.cpp",
         "            if (x[rows + r] == 0) continue;",
         "            if (x[rows + r] <= 1) continue;",
     ),
     "more_queries": Fault(
-        "with more queries than keys the last one does not stand on the last key",
+        "with more queries than keys the last query is not at the position of the last key",
         "kernels_cpu/panel.h",
         "offset = p.offset + (p.offset_from_end ? keys - queries : 0);",
         "offset = p.offset + (p.offset_from_end ? most(keys - queries, 0) : 0);",

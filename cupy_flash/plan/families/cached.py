@@ -1,6 +1,6 @@
-"""The kernels of the forward pass over a KV cache: for many queries, and for whatever decode does not take.
+"""The kernels of the forward pass over a KV cache: for many queries, and for calls that decode refuses.
 
-A cache in one piece and in the dtype of q is read where it lies. Any other is gathered first, into a
+A contiguous cache in the dtype of q is read in place. Any other is gathered first, into a
 workspace of its capacity.
 """
 
@@ -56,7 +56,7 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 
 
 def _in_place(p: Problem) -> bool:
-    """Whether a forward pass can read the cache where it lies."""
+    """Whether a forward pass can read the cache in place."""
     assert p.cache is not None
     c = p.cache
     scattered = c.page or c.indexed or c.leftpad or p.packed

@@ -402,10 +402,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
-    """Blocks that stay load the keys of the next tile under the end of this one.
+    """Persistent blocks load the keys of the next tile during the end of this one.
 
-    Tiles of the same work are dealt out. Under a band, and of packed sequences, their work differs, and
-    whoever is done takes the next one.
+    Tiles of equal work are assigned in advance. With a band or packed sequences their work differs, and
+    a block that is done takes the next one.
     """
     if variant.mask == "spans":
         return _spans_plan(problem, arch, variant)
@@ -433,9 +433,9 @@ def _reach_launches(p: Problem, of: Variant) -> tuple[Launch, ...]:
 
 
 def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
-    """What spans and blocks leave of tiles is found out first, two bits of each, and then skipped.
+    """A first kernel classifies the tiles of spans and blocks, with two bits each; empty ones are skipped.
 
-    Whoever is done takes the next tile, as under a band. why of one head: spans may differ from head to head.
+    A block that is done takes the next tile, as with a band. why of one head: spans may differ between heads.
     """
     (m, n), p = variant.tile, problem
     pairs, of_queries = p.batch * p.heads_q, blocks_of(p.seqlen_q, m)
