@@ -418,10 +418,6 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     float factor[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) factor[m][0] = factor[m][1] = static_cast<float>(p.score.scale);
-    // sync: the warps that share rows are done with those of Q, through which dQ leaves.
-    if constexpr (kParts > 1) __syncthreads();
-    const uint32_t staging =
-        smem_addr(s.q.data) + warp_row * QTile::kPitch + first_column * kWarpRows * int(sizeof(Element));
     const auto of_warp = [&](auto rows) {
         rows.data = rows.row(warp_row) + first_column, rows.rows -= warp_row, rows.columns -= first_column;
         return rows;
@@ -429,11 +425,15 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     if constexpr (!Product::kFloat) {
         if (p.float_gradients) {
             const auto floats = work.template rows_of_tile<float>(p.dq, p.shape.head_dim);
-            store_warp_floats<Product>(rDQ, factor, of_warp(floats), staging);
+            store_warp_floats<Product>(rDQ, factor, of_warp(floats));
             return;
         }
     }
-    store_warp_rows<Product>(rDQ, factor, of_warp(work.rows_of_tile(p.dq, p.shape.head_dim)), staging);
+    const GlobalRows<Element> gDQ = of_warp(work.rows_of_tile(p.dq, p.shape.head_dim));
+    // sync: the warps that share rows are done with those of Q, through which dQ leaves.
+    if constexpr (kParts > 1) __syncthreads();
+    const int staged = warp_row * QTile::kPitch + first_column * kWarpRows * int(sizeof(Element));
+    store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + staged);
 }
 
 // ---- delta: 8 lanes to a row.

@@ -320,14 +320,14 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const int32_t rows = work.sequence.rows_k - work.first_key - warp_row;    // of the warp that exist
     const auto store = [&](const Tensor& to, int32_t columns, const auto& tile, auto& rGradient, float scale) {
         const float factor[1][2] = {{scale, scale}};
-        const uint32_t staging = smem_addr(tile.data) + warp_row * int(sizeof tile.data / kBlockN);
         if (p.call.float_gradients) {
-            float* floats = head_rows<float>(to, work.batch, work.kv_head, row);
-            store_warp_floats<Block::Product>(as_tile(rGradient), factor, {floats, to.row, rows, columns}, staging);
+            store_warp_floats<Block::Product>(as_tile(rGradient), factor,
+                                              {head_rows<float>(to, work.batch, work.kv_head, row), to.row, rows, columns});
             return;
         }
-        Element* first = head_rows<Element>(to, work.batch, work.kv_head, row);
-        store_warp_rows<Block::Product>(as_tile(rGradient), factor, {first, to.row, rows, columns}, staging);
+        store_warp_rows<Block::Product>(as_tile(rGradient), factor,
+                                 {head_rows<Element>(to, work.batch, work.kv_head, row), to.row, rows, columns},
+                                 smem_addr(tile.data) + warp_row * int(sizeof tile.data / kBlockN));
     };
     store(p.call.dk, shape.head_dim, s.k, rDK, static_cast<float>(p.call.score.scale));
     store(p.call.dv, shape.head_dim_v, s.v, rDV, 1.0f);

@@ -239,8 +239,7 @@ CF_DEVICE void store_own(const BackwardParams& p, const Tensor& t, int32_t batch
         float factors[kM][2];
         CF_UNROLL
         for (int m = 0; m < kM; m++) factors[m][0] = factors[m][1] = factor;
-        store_warp_floats<Product>(d, factors, own_rows<float>(t, batch, head, first, rows, columns),
-                                   smem_addr(tile.data));
+        store_warp_floats<Product>(d, factors, own_rows<float>(t, batch, head, first, rows, columns));
         return;
     }
     const AccumulatorWriter<OwnTile<16 * kM>> writer(smem_addr(tile.data), 0, 0);

@@ -163,8 +163,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
         const float factor[1][2] = {{scale, scale}};
         if (p.call.float_gradients) {
             float* floats = head_rows<float>(to, work.batch, work.kv_head, row) + column;
-            store_warp_floats<Block::Product>(as_tile(rGradient), factor, {floats, to.row, rows, columns - column},
-                                              smem_addr(tile.data) + staging);
+            store_warp_floats<Block::Product>(as_tile(rGradient), factor, {floats, to.row, rows, columns - column});
             return;
         }
         Element* first = head_rows<Element>(to, work.batch, work.kv_head, row) + column;

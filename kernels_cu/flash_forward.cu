@@ -314,8 +314,7 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
         if (p.float_o) {
             float* o_first = head_rows<float>(p.o, saved.batch, saved.head, saved.first_q + warp_row());
             store_warp_floats<Product>(rO, factor,
-                                       {o_first, p.o.row, saved.queries - warp_row(), p.shape.head_dim_v},
-                                       smem_addr(s.q.data) + warp_row() * QTile::kPitch);
+                                       {o_first, p.o.row, saved.queries - warp_row(), p.shape.head_dim_v});
             return;
         }
     }

@@ -90,38 +90,25 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
     }
 }
 
-// The same rows as floats, not rounded: half of the columns at a time, which take all of `staging`, one row after the other.
+// The same rows as floats, not rounded, from the registers. why one by one: rows of floats may begin anywhere.
 template <class Math, int kM, int kN>
 CF_DEVICE void store_warp_floats(const float (&o)[kM][kN][4], const float (&factor)[kM][2],
-                                 const GlobalRows<float>& global, uint32_t staging) {
-    static_assert(!Math::kFloat && kN % 2 == 0);
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const auto place = [&](int row, int column) { return staging + 4 * (row * 4 * kN + column); };
+                                 const GlobalRows<float>& global) {
     CF_UNROLL
-    for (int part = 0; part < 2; part++) {
-        // sync: the lanes of the warp are done with what was in `staging`.
-        __syncwarp();
+    for (int m = 0; m < kM; m++) {
         CF_UNROLL
-        for (int m = 0; m < kM; m++) {
+        for (int half = 0; half < 2; half++) {
+            const int row = 16 * m + 8 * half + threadIdx.x % 32 / 4;
+            if (row >= global.rows) continue;
+            float* to = global.row(row);
             CF_UNROLL
-            for (int n = 0; n < kN / 2; n++) {
+            for (int n = 0; n < kN; n++) {
                 CF_UNROLL
-                for (int half = 0; half < 2; half++) {
-                    const auto& pair = o[m][part * kN / 2 + n];
-                    st_shared(place(16 * m + 8 * half + g, 8 * n + 2 * t),
-                              float2{pair[2 * half] * factor[m][half], pair[2 * half + 1] * factor[m][half]});
+                for (int e = 2 * half; e < 2 * half + 2; e++) {
+                    const int column = output_column<Math>(n, e);
+                    if (column < global.columns) to[column] = o[m][n][e] * factor[m][half];
                 }
             }
-        }
-        // sync: every lane's part of the rows is in shared memory before other lanes read it.
-        __syncwarp();
-        // why in a small loop: whole code for rows that begin anywhere makes ptxas spill in the main loop of some kernels.
-        const int end = smaller(global.columns - part * 4 * kN, 4 * kN);
-#pragma unroll 1
-        for (int row = 0; row < smaller(global.rows, 16 * kM); row++) {
-#pragma unroll 1
-            for (int column = lane; column < end; column += 32)
-                st_global(global.row(row) + part * 4 * kN + column, ld_shared<float>(place(row, column)));
         }
     }
 }
