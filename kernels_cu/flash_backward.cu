@@ -280,19 +280,6 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     }
 
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
-    const int64_t row = sequence.first_k + n_first;
-    if constexpr (!Product::kFloat) {
-        if (p.float_gradients) {
-            const int32_t rows = sequence.rows_k - n_first;
-            store_gradient_floats<kDKRowGroups, kDKColumnGroups>(
-                rows_of<float>(p.dk, work.batch, work.head, row, rows, p.shape.head_dim), rDK,
-                static_cast<float>(p.score.scale), warp % kDKRowGroups, warp / kDKRowGroups);
-            store_gradient_floats<kDVRowGroups, kDVColumnGroups>(
-                rows_of<float>(p.dv, work.batch, work.head, row, rows, p.shape.head_dim_v), rDV, kept,
-                warp % kDVRowGroups, warp / kDVRowGroups);
-            return;
-        }
-    }
     stage_gradient<KTile, kDKRowGroups, kDKColumnGroups>(smem_addr(s.k.data), rDK,
                                                          static_cast<float>(p.score.scale),
                                                          warp % kDKRowGroups, warp / kDKRowGroups);
@@ -303,6 +290,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     if constexpr (!kVInRegisters) stage_dv();
     // sync: what is staged is complete before any thread stores it.
     __syncthreads();
+    const int64_t row = sequence.first_k + n_first;
     store_tile<KTile, kThreads>(
         rows_of<Element>(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
         smem_addr(s.k.data));
@@ -329,9 +317,8 @@ struct QueryWork {
         sequence = sequence_of(shape, batch);
         rows = smaller(kBlockM, sequence.seqlen_q - m_first);
     }
-    template <class T = Element> CF_DEVICE GlobalRows<T> rows_of_tile(const Tensor& t,
-                                                                      int32_t columns) const {
-        return rows_of<T>(t, batch, head, sequence.first_q + m_first, rows, columns);
+    CF_DEVICE GlobalRows<Element> rows_of_tile(const Tensor& t, int32_t columns) const {
+        return rows_of<Element>(t, batch, head, sequence.first_q + m_first, rows, columns);
     }
     template <class T> CF_DEVICE T* rows_of_tile(const Rows& t) const {
         return head_rows<T>(t, batch, head, sequence.first_q + m_first);
@@ -418,18 +405,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     float factor[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) factor[m][0] = factor[m][1] = static_cast<float>(p.score.scale);
-    const auto of_warp = [&](auto rows) {
-        rows.data = rows.row(warp_row) + first_column, rows.rows -= warp_row, rows.columns -= first_column;
-        return rows;
-    };
-    if constexpr (!Product::kFloat) {
-        if (p.float_gradients) {
-            const auto floats = work.template rows_of_tile<float>(p.dq, p.shape.head_dim);
-            store_warp_floats<Product>(rDQ, factor, of_warp(floats));
-            return;
-        }
-    }
-    const GlobalRows<Element> gDQ = of_warp(work.rows_of_tile(p.dq, p.shape.head_dim));
+    GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
+    gDQ.data = gDQ.row(warp_row) + first_column, gDQ.rows -= warp_row, gDQ.columns -= first_column;
     // sync: the warps that share rows are done with those of Q, through which dQ leaves.
     if constexpr (kParts > 1) __syncthreads();
     const int staged = warp_row * QTile::kPitch + first_column * kWarpRows * int(sizeof(Element));
@@ -497,15 +474,6 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
             Sums<kBlockM>::load(y, Sums<kBlockM>::tile(p.dq_accumulator, first + 1), row, n8);
             CF_UNROLL
             for (int e = 0; e < 8; e++) x[e] += y[e];
-        }
-        if constexpr (!Product::kFloat) {
-            if (p.float_gradients) {
-                float* floats = work.template rows_of_tile<float>(p.dq, p.shape.head_dim).row(row) + 8 * n8;
-                CF_UNROLL
-                for (int e = 0; e < 8; e++)
-                    if (8 * n8 + e < p.shape.head_dim) floats[e] = x[e] * scale;
-                continue;
-            }
         }
         Element* to = gDQ.row(row);
         alignas(16) Element out[8];

@@ -320,11 +320,6 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const int32_t rows = work.sequence.rows_k - work.first_key - warp_row;    // of the warp that exist
     const auto store = [&](const Tensor& to, int32_t columns, const auto& tile, auto& rGradient, float scale) {
         const float factor[1][2] = {{scale, scale}};
-        if (p.call.float_gradients) {
-            store_warp_floats<Block::Product>(as_tile(rGradient), factor,
-                                              {head_rows<float>(to, work.batch, work.kv_head, row), to.row, rows, columns});
-            return;
-        }
         store_warp_rows<Block::Product>(as_tile(rGradient), factor,
                                  {head_rows<Element>(to, work.batch, work.kv_head, row), to.row, rows, columns},
                                  smem_addr(tile.data) + warp_row * int(sizeof tile.data / kBlockN));

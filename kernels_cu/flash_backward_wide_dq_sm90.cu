@@ -171,12 +171,6 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Qu
     const int32_t in_tile = static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16, query = first_query + in_tile;
     const float scale = static_cast<float>(p.call.score.scale);
     const float factor[1][2] = {{scale, scale}};
-    if (p.call.float_gradients) {
-        float* floats = head_rows<float>(p.call.dq, work.batch, work.head, work.sequence.first_q + query);
-        store_warp_floats<Product>(as_tile(rDQ), factor,
-                                   {floats, p.call.dq.row, work.sequence.seqlen_q - query, p.call.shape.head_dim});
-        return;
-    }
     Element* first = head_rows<Element>(p.call.dq, work.batch, work.head, work.sequence.first_q + query);
     store_warp_rows<Product>(as_tile(rDQ), factor,
                              {first, p.call.dq.row, work.sequence.seqlen_q - query, p.call.shape.head_dim},

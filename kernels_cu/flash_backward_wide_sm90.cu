@@ -161,11 +161,6 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const uint32_t staging = (warpgroup * kBlockN + warp_row) * kHalf * sizeof(Element);
     const auto store = [&](const Tensor& to, int32_t columns, const KTile& tile, auto& rGradient, float scale) {
         const float factor[1][2] = {{scale, scale}};
-        if (p.call.float_gradients) {
-            float* floats = head_rows<float>(to, work.batch, work.kv_head, row) + column;
-            store_warp_floats<Block::Product>(as_tile(rGradient), factor, {floats, to.row, rows, columns - column});
-            return;
-        }
         Element* first = head_rows<Element>(to, work.batch, work.kv_head, row) + column;
         store_warp_rows<Block::Product>(as_tile(rGradient), factor, {first, to.row, rows, columns - column},
                                         smem_addr(tile.data) + staging);

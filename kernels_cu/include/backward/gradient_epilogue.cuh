@@ -3,48 +3,29 @@
 #include "backward/operand.cuh"
 #include "tile/epilogue.cuh"
 
-// Calls act(row, column, left, right) for each pair of x * factor: 16-row blocks row_group, row_group + kRowGroups, ...
-// and columns as in Columns.
-template <int kRowGroups, int kColumnGroups, int kM, int kN, class Act>
-CF_DEVICE void each_gradient(const float (&x)[kM][kN][4], float factor, int row_group, int column_group,
-                             Act act) {
+// Into the tile: x * factor, 16-row blocks row_group, row_group +
+// kRowGroups, ... and columns as in Columns.
+template <class T, int kRowGroups, int kColumnGroups, int kM, int kN>
+CF_DEVICE void stage_gradient(uint32_t tile_address, const float (&x)[kM][kN][4], float factor, int row_group,
+                              int column_group) {
+    using Element = typename T::Element;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     CF_UNROLL
     for (int m = 0; m < kM; m++) {
         CF_UNROLL
         for (int n = 0; n < kN; n++) {
             CF_UNROLL
-            for (int half = 0; half < 2; half++)
-                act(16 * (m * kRowGroups + row_group) + 8 * half + g,
-                    grouped_column<kColumnGroups>(n, column_group) + 2 * t, x[m][n][2 * half] * factor,
-                    x[m][n][2 * half + 1] * factor);
+            for (int half = 0; half < 2; half++) {
+                const int row = 16 * (m * kRowGroups + row_group) + 8 * half + g;
+                const int column = grouped_column<kColumnGroups>(n, column_group) + 2 * t;
+                const int byte = column * int(sizeof(Element));
+                const uint32_t to = tile_address + T::offset(row, byte / 16) + byte % 16;
+                const float left = x[m][n][2 * half] * factor, right = x[m][n][2 * half + 1] * factor;
+                if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
+                else st_shared(to, pack<Element>(left, right));
+            }
         }
     }
-}
-// Into the tile.
-template <class T, int kRowGroups, int kColumnGroups, int kM, int kN>
-CF_DEVICE void stage_gradient(uint32_t tile_address, const float (&x)[kM][kN][4], float factor, int row_group,
-                              int column_group) {
-    using Element = typename T::Element;
-    const auto stage = [&](int row, int column, float left, float right) {
-        const int byte = column * int(sizeof(Element));
-        const uint32_t to = tile_address + T::offset(row, byte / 16) + byte % 16;
-        if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
-        else st_shared(to, pack<Element>(left, right));
-    };
-    each_gradient<kRowGroups, kColumnGroups>(x, factor, row_group, column_group, stage);
-}
-// To memory as floats, not rounded.
-template <int kRowGroups, int kColumnGroups, int kM, int kN>
-CF_DEVICE void store_gradient_floats(const GlobalRows<float>& global, const float (&x)[kM][kN][4], float factor,
-                                     int row_group, int column_group) {
-    const auto store = [&](int row, int column, float left, float right) {
-        if (row >= global.rows) return;
-        float* to = global.row(row) + column;
-        if (column < global.columns) to[0] = left;
-        if (column + 1 < global.columns) to[1] = right;
-    };
-    each_gradient<kRowGroups, kColumnGroups>(x, factor, row_group, column_group, store);
 }
 template <class T, int kThreads>
 CF_DEVICE void store_tile(const GlobalRows<typename T::Element>& to, uint32_t tile_address) {

@@ -89,26 +89,3 @@ CF_DEVICE void store_warp_rows(const float (&o)[kM][kN][4], const float (&factor
         copy_staged_rows<Staging>(staging, global);
     }
 }
-
-// The same rows as floats, not rounded, from the registers. why one by one: rows of floats may begin anywhere.
-template <class Math, int kM, int kN>
-CF_DEVICE void store_warp_floats(const float (&o)[kM][kN][4], const float (&factor)[kM][2],
-                                 const GlobalRows<float>& global) {
-    CF_UNROLL
-    for (int m = 0; m < kM; m++) {
-        CF_UNROLL
-        for (int half = 0; half < 2; half++) {
-            const int row = 16 * m + 8 * half + threadIdx.x % 32 / 4;
-            if (row >= global.rows) continue;
-            float* to = global.row(row);
-            CF_UNROLL
-            for (int n = 0; n < kN; n++) {
-                CF_UNROLL
-                for (int e = 2 * half; e < 2 * half + 2; e++) {
-                    const int column = output_column<Math>(n, e);
-                    if (column < global.columns) to[column] = o[m][n][e] * factor[m][half];
-                }
-            }
-        }
-    }
-}
