@@ -74,7 +74,10 @@ class _History:
                 errors.append(error)
 
         try:
-            run_aside(aside).wait()
+            done = run_aside(aside)
+            # Why in turns: a signal that comes right before a wait begins is seen when it ends.
+            while not done.wait(timeout=1.0):
+                pass
         except BaseException:
             self._interrupted = True
             raise

@@ -247,7 +247,8 @@ class Core(NamedTuple):
         raised: BaseException | None = None
         while not done.is_set():
             try:
-                done.wait(None if watch is None else SECONDS)
+                # Why in turns: a signal that comes right before a wait begins is seen when it ends.
+                done.wait(SECONDS)
                 if watch is not None and tell is not None and raised is None and not done.is_set():
                     tell(watch.share())
             except BaseException as error:
