@@ -39,7 +39,7 @@ class Cached:
     new : int
         Keys to append.
     rotary : int
-        Features to rotate.
+        Features to rotate: the first ones, or of latents the last, which are not values.
     prefix : int
         Keys that all sequences share, in front of those of the cache, which is in one piece then.
     latent : bool
@@ -93,7 +93,7 @@ class Cached:
             if self.new:
                 made[x] = rng.standard_normal((batch, heads_k, self.new, dim)).astype(dtype)
         if self.latent:
-            made["v_cache"] = made["k_cache"][..., : self.head_dims[1]]
+            made |= {f"v{x[1:]}": made[x][..., : self.head_dims[1]] for x in ("k", "k_cache") if x in made}
         if self.page:
             table = rng.permutation(slots)[: batch * pages]
             made["block_table"] = table.reshape(batch, pages).astype(np.int32)
@@ -141,11 +141,12 @@ class Cached:
             if any(unit is not None for unit in units.values()):
                 flat[f"{x}_cache"] = QuantizedCache(flat[f"{x}_cache"], **units)
         if self.latent:
-            flat |= {"k_cache": LatentCache(flat["k_cache"], self.head_dims[1]), "v_cache": None}
+            caches["v_cache"] = flat["k_cache"][..., : self.head_dims[1]]
+            flat |= {"k_cache": LatentCache(flat["k_cache"], self.head_dims[1]), "v_cache": None, "v": None}
         if self.prefix:
             flat["prefix"] = flat.pop("prefix_k"), flat.pop("prefix_v")
         if self.rotary:
-            flat["rotary"] = Rotary(flat.pop("rotary_cos"), flat.pop("rotary_sin"))
+            flat["rotary"] = Rotary(flat.pop("rotary_cos"), flat.pop("rotary_sin"), last=self.latent)
         o, lse = kv_cache.attention_with_kv_cache(**flat, **self.options, return_lse=True)
         return {"o": o, "lse": lse, **(caches if self.new else {})}
 
@@ -159,8 +160,9 @@ class Cached:
             shared = np.broadcast_to(prefix, (len(cache), *prefix.shape))
             arrays[f"{x}_cache"] = np.concatenate([shared, cache], axis=2)
         arrays["cache_seqlens"] = host["cache_seqlens"] + np.int32(self.prefix)
+        last = self.latent and bool(self.rotary)
         if self.new:
-            wanted = testing.reference_with_kv_cache(**host, **self.options)
+            wanted = testing.reference_with_kv_cache(**host, rotary_last=last, **self.options)
             for name, exact in (("k_cache", wanted.k_cache), ("v_cache", wanted.v_cache)):
                 wrong = int((results[name] != exact).sum())
                 verdicts.append(Verdict(name, f"{wrong} stored numbers are wrong" if wrong else ""))
@@ -169,5 +171,5 @@ class Cached:
         arrays = {name: x for name, x in arrays.items() if name not in ("k", "v")}
         precision = precision_of(self.dtype, None, place)
         return verdicts + testing.error_budget_with_kv_cache(
-            results["o"], results["lse"], **arrays, **self.options, precision=precision
+            results["o"], results["lse"], **arrays, rotary_last=last, **self.options, precision=precision
         )

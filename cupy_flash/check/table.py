@@ -102,6 +102,7 @@ OTHERS: tuple[Case, ...] = (
     Cached(head_dims=(512, 512), heads=(8, 1), page=64, queries=2, options={"causal": True}),
     Cached(stored="nvfp4"),
     Cached(dtype=BFLOAT16, heads=(16, 1), head_dims=(576, 512), latent=True, page=64),
+    Cached(dtype=BFLOAT16, heads=(16, 1), head_dims=(576, 512), latent=True, page=64, new=1, rotary=64),
     SecondOrder("float16", {"causal": True}),
     SecondOrder("float32", {"softcap": 5.0}),
     SecondOrder("float64"),
