@@ -129,7 +129,7 @@ struct Ring {
     Chunks<VTile, false> v;
     uint32_t base;
     uint32_t slot = 0;    // bytes to the next one
-    uint4 waiting[kTuring ? kSlotBytes / 16 / kThreads : 1];
+    uint4 waiting[kTuring ? kSlotBytes / 16 / kThreads : 1] = {};
 
     CF_DEVICE void begin(int block) {
         if constexpr (kTuring) {

@@ -23,7 +23,7 @@ from ..cubins import sources
 __all__ = [
     "KERNEL", "LIBRARY", "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library",
     "core", "cuda_headers", "flags", "includes", "including", "precompiled", "primitives",
-    "simulator_headers",
+    "show_warnings", "simulator_headers",
 ]  # fmt: skip
 
 
@@ -178,9 +178,14 @@ def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None
         if done.returncode:
             again = f"{shlex.join(command)} <<'END'\n{text}END" if text else shlex.join(command)
             raise SimulatorUnavailable(f"g++ failed on {stem}\n{done.stderr}\n{again}")
-        sys.stderr.write(done.stderr)
+        show_warnings(done.stderr)
         output.chmod(0o755)  # whatever the umask: the next process refuses what others may write to
         output.replace(target)  # atomic: another process sees all of it or nothing
+
+
+def show_warnings(text: str) -> None:
+    """Pass on what g++ says of a kernel that compiles."""
+    sys.stderr.write(text)
 
 
 def includes() -> list[str]:

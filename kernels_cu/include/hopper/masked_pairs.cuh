@@ -88,7 +88,7 @@ template <int kKeys> struct MaskedPairs {
         const int32_t lane = this->lane(), key = first_key + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
         // why the block's last key again: past it keys have no say in the vote.
         const int32_t last = smaller(first_key + kKeys, sequence.seqlen_k) - 1;
-        const auto from = [=](int32_t bound) {
+        const auto from = [this](int32_t bound) {
             // why the larger first: bounds may be any numbers.
             return ~0u << smaller(larger(bound, first_query) - first_query, 16);
         };

@@ -26,8 +26,7 @@ struct KeyValueRing {
     VLoader v;
     uint32_t base;        // shared address of slot 0
     uint32_t slot = 0;    // byte offset of the slot to be read next
-    uint4
-        waiting[kRegisters ? (KLoader::kCopies > VLoader::kCopies ? KLoader::kCopies : VLoader::kCopies) : 1];
+    uint4 waiting[kRegisters ? larger<int>(KLoader::kCopies, VLoader::kCopies) : 1];
 
     // Rows: what the loaders of both tiles take.
     template <class Rows>
