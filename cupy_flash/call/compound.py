@@ -1,4 +1,4 @@
-"""Options that are made of several arrays or numbers, and what a call makes of them: arrays by name."""
+"""Compound options, made of several arrays or numbers, and how a call splits them into arrays by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "unquantized",
 ]
 
-# The arrays that a mask may consist of, by the names that everything below a call has for them.
+# Names, below the public calls, of the arrays that a mask may consist of.
 MASK_PARTS = ("mask", "ragged_mask", "spans", "blocks", "block_bits")
 
 
@@ -176,8 +176,8 @@ class LatentCache(NamedTuple):
 
 
 def masks_of(given: Any) -> Iterator[Any]:
-    """What a mask consists of: itself, or the members of a tuple."""
-    if type(given) is tuple:  # named ones are one mask each
+    """The members of a mask: itself, or the members of a tuple, nested or not."""
+    if type(given) is tuple:  # why type: a named tuple is one mask
         for member in given:
             yield from masks_of(member)
     elif given is not None:
@@ -193,7 +193,7 @@ def _kind(mask: Any) -> str:
 
 
 def _both(one: Any, other: Any) -> Any:
-    """Where two arrays that are masks are both True."""
+    """The elementwise AND of two boolean arrays."""
     for mask in (one, other):
         if not str(getattr(mask, "dtype", "")).endswith("bool"):
             of = f"array of {mask.dtype}" if hasattr(mask, "dtype") else type(mask).__name__
@@ -211,12 +211,12 @@ def _both(one: Any, other: Any) -> Any:
 
 
 def mask_parts(given: Any) -> dict[str, Any]:
-    """The arrays of what a caller gave as mask, by the names of MASK_PARTS; functions are left out.
+    """The arrays of a mask, by the names of MASK_PARTS; mask functions are left out.
 
     Raises
     ------
     UnsupportedError
-        Two of one kind that do not combine.
+        Two of a kind that cannot be combined.
     """
     parts: dict[str, Any] = {}
     for mask in masks_of(given):
@@ -241,12 +241,12 @@ def mask_parts(given: Any) -> dict[str, Any]:
 
 
 def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]]:
-    """One program for the score function and the mask functions of a call, and its arguments.
+    """One program for the score function and all mask functions of a call, and its arguments.
 
     Raises
     ------
     InvalidArgumentsError
-        A mask function as score, a score function as mask, or what is no function of ours.
+        A mask function as score, a score function as mask, or a score of another type.
     """
     program, arguments = None, ()
     if score is not None:
@@ -268,7 +268,7 @@ def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]
 
 
 def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
-    """A function and the arrays that are bound to it."""
+    """The program and bound arrays of a score or mask function."""
     if isinstance(given, Bound):
         return given.program, given.arguments
     if isinstance(given, Program):
@@ -283,7 +283,7 @@ def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
 
 
 def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
-    """A caller's tuning; refuse what is none, and what the call does not take."""
+    """The caller's tuning; refuse other types, and fields that the call does not take (not in `taken`)."""
     if given is None:
         return Tuning()
     if not isinstance(given, Tuning):
@@ -300,7 +300,7 @@ def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
 
 
 def unquantized(**named: Any) -> dict[str, Any]:
-    """q, k and v with the codes and scales of those that are quantised apart, as NAME and NAME.scale."""
+    """Arrays by name, each `QuantizedArray` split into its codes, NAME, and its scale, NAME.scale."""
     apart: dict[str, Any] = {}
     for name, x in named.items():
         if type(x) is QuantizedArray:
