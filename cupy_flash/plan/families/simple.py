@@ -264,7 +264,7 @@ def argument_sums(problem: Problem) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _slices(problem: Problem) -> int:
-    """Number of blocks that add at the same time; it fixes the summation order, so only the problem counts."""
+    """Number of blocks that add at once; it depends on the problem alone, as it fixes the summation order."""
     p = problem
     tiles = p.batch * p.heads_q * blocks_of(p.seqlen_q, _TILES["args_sum"][0][0][0])
     return max(1, min(tiles, _MOST_SLICES, _SLICES_BYTES // (8 * p.learned_elements)))
