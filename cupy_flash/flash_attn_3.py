@@ -43,7 +43,7 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 
 def _refuse(hints: dict[str, str], **given: Any) -> None:
-    """Refuse unsupported arguments; None and 0 are the values that ask for nothing."""
+    """Refuse unsupported arguments that are given, that is, neither None nor 0."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, int) and value == 0):
             raise UnsupportedError(f"{name} is not taken.", hint=hints[name])
@@ -434,7 +434,7 @@ def flash_attn_with_kvcache(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
-        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for what is not taken.
+        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for unsupported arguments.
     """
     _refuse(_HINTS, attention_chunk=attention_chunk)
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)

@@ -192,7 +192,7 @@ def attend_over_cache(
 
 
 def _over_selected_keys(q: Any, cache_seqlens: Any, options: dict[str, Any], want_lse: bool, out: Any) -> Any:
-    """The same with indices: each query becomes a sequence of its own."""
+    """`attend_over_cache` with indices: each query becomes a sequence of its own."""
     raw = adopt_selection(q, cache_seqlens, options)
     check, xp = options.get("check"), namespace(raw["q"].library)
     look = raw["q"].device == CPU if check is None else flag(check, "tuning.check")

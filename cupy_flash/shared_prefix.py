@@ -143,7 +143,7 @@ class Prefix(NamedTuple):
     def before_cache(
         self, xp: Any, attention: Callable[..., Any], q: Any, k_cache: Any, options: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """The same for queries over a cache, rotated and masked by the positions of their rows.
+        """`attend` for queries over a cache, rotated and masked by the positions of their rows.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class Prefix(NamedTuple):
         return bool(q.shape[axis] > max(1, 0 if k is None else k.shape[axis]))
 
     def rotated(self, xp: Any, q: Any, k_cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Queries and new keys, rotated by position, by name; without tables, so that they are not rotated again.
+        """Queries and new keys, rotated by position, by name; without tables, to rotate them only once.
 
         Parameters
         ----------

@@ -273,7 +273,7 @@ def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, 
 def _described_cache(
     q: Any, k: Any, lse: Any, cache_seqlens: Any, options: Any
 ) -> tuple[Problem, Views, Views]:
-    """The same for a call over a cache."""
+    """Describe a call over a cache; results as in `_described`."""
     align = options.pop("align", None)
     if align is not None and not one_of(align, ("bottom_right",)):
         raise InvalidArgumentsError(

@@ -130,7 +130,7 @@ def check_blocks(blocks: Blocks | None, raw: Mapping[str, ArrayView]) -> None:
     Parameters
     ----------
     blocks : Blocks or None
-        Those of the problem.
+        `Problem.blocks`.
     raw : mapping of str to ArrayView
         The caller's arrays, or the views that `describe` makes.
     """

@@ -91,7 +91,7 @@ class Tuning(NamedTuple):
     Attributes
     ----------
     tile : (int, int), optional
-        Queries and keys of a block.
+        Queries and keys per block.
     splits : int, optional
         Over a KV cache: number of parts into which the keys of each sequence are split.
     workspace : array, optional
@@ -130,7 +130,7 @@ class QuantizedCache(NamedTuple):
     Attributes
     ----------
     codes : array
-        int8 or float8_e4m3fn (uint8 stands for its bits), (batch, heads_k, capacity, head_dim) or pages of
+        int8 or float8_e4m3fn (or uint8 with its bits), (batch, heads_k, capacity, head_dim) or pages of
         it; of 4-bit formats uint8, two codes to a byte, (..., head_dim / 2).
     scale : array
         int8 (needed), float8 and NVFP4: float32 (heads_k,) or (batch, heads_k), the dequantisation scale per

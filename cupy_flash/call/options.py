@@ -639,7 +639,7 @@ DIFFERENTIABLE = tuple(name for name, option in declared(DenseOptions).items() i
 WITH_GRADIENT = ("q", "k", "v", *DIFFERENTIABLE)
 # Names of their gradients, and of their tangents.
 DERIVATIVES = tuple(f"d{name}" for name in WITH_GRADIENT)
-# Axes by option; options with one number per head; those of them with a gradient.
+# Axes by option; options with one number per head; of these, options with a gradient.
 AXES_OF = {name: option.axes for name, option in declared(DenseOptions).items() if option.axes}
 PER_HEAD = tuple(name for name, axes in AXES_OF.items() if axes[-1] == "heads")
 PARAMETERS = tuple(name for name in PER_HEAD if name in DIFFERENTIABLE)

@@ -74,7 +74,7 @@ def check_spans(spans: Intervals | None, raw: Mapping[str, ArrayView]) -> None:
     Parameters
     ----------
     spans : Intervals or None
-        Those of the problem.
+        `Problem.spans`.
     raw : mapping of str to ArrayView
         The caller's arrays, or the views that `describe` makes.
     """

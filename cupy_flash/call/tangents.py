@@ -106,7 +106,7 @@ def directions_of(views: Views, count: int | None, layout: str, rank: int) -> li
     count : int or None
         As returned by `check_tangents`.
     layout, rank
-        Those of q.
+        Layout and rank of q.
     """
     each = [views] if count is None else [{k: _nth(x, n) for k, x in views.items()} for n in range(count)]
     return [{name: tangent_operand(name, x, layout, rank) for name, x in one.items()} for one in each]

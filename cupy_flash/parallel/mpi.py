@@ -191,7 +191,7 @@ def ring_attention_backward(
         Which of these need a gradient, the same in all processes. Others are not sent, and are None.
     {options: As given to `ring_attention`.}
     o, lse : array
-        As it returned them.
+        As returned by `ring_attention`.
     dlse
         As in `cupy_flash.attention_backward`.
 

@@ -96,7 +96,7 @@ def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
 
 
 def _costs_of_shards(asked: Asked, able: list[str]) -> _Costs:
-    """The same for both passes inside `jax.shard_map`, where parts are padded to one length."""
+    """`_costs` of both passes inside `jax.shard_map`, where parts are padded to one length."""
     options, ranks, arrays = asked.options, asked.link.ranks, asked.arrays
     part = part_of(asked, (True, True), padded=True)
     if asked.cut is None and options["seqlen"] is not None:

@@ -58,7 +58,7 @@ def captured(array: Any) -> InvalidArgumentsError:
 
 
 def captured_here(error: BaseException | None = None) -> InvalidArgumentsError | None:
-    """The same if the array is unknown, found by inspecting the frame; None if no array seems to be read.
+    """`captured`, with an array found by inspecting the frame; None if no array seems to be read.
 
     `error` is the exception that ended the function; default: the function is still running.
     """
@@ -102,7 +102,7 @@ def _caller() -> FrameType | None:
 
 
 def _caller_of(error: BaseException) -> tuple[FrameType | None, bool]:
-    """The same for a function that has ended, and whether a library raised the error."""
+    """The innermost frame of user code in a traceback, and whether a library raised the error."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     users = [frame for frame in frames if _is_users(frame)]
     return (users[-1], frames[-1] is not users[-1]) if users else (None, False)

@@ -124,7 +124,7 @@ def keys_of_class(dtype: str, head_dim: int, arch: Arch) -> int | None:
 
 
 def keys_of_block(problem: Problem, arch: Arch) -> int:
-    """The same for a problem whose dtype and head dims are supported."""
+    """Keys per block of the kernel for a problem whose dtype and head dims are supported."""
     classes = _classes(problem)
     assert classes is not None
     variant = _forward(_dtype(problem), classes, "any", arch)

@@ -59,7 +59,7 @@ _REACH_WORD = 32  # query tiles, and key blocks, per thread block of flash_reach
 # The same for float8, and stages of V. At head dim 128 products, exponentials and shared memory all take
 # about the same time, so that more keys per block, which read Q less often, gain more than for 16 bits.
 # why these: multiples of 64, the swizzle unit of V^T. 256 keys at 128 would fit but waste more of a causal
-# mask; at 256 the registers beside O allow 128, and V has one stage so that V^T may have two.
+# mask; at 256 the registers left by O allow 128, and V has one stage so that V^T may have two.
 _FP8 = {
     (64, 64): (((192, 128), (192, 128)), 2),
     (128, 128): (((128, 192), (128, 128)), 2),
