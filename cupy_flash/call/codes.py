@@ -94,7 +94,7 @@ def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any
         best(xp.where(numbers, rows, xp.full_like(rows, other)), -1)
         for best, other in ((xp.amin, limit), (xp.amax, -limit))
     )
-    low, high = (xp.where(low > high, xp.zeros_like(x), x) for x in (low, high))  # # groups of NaN only
+    low, high = (xp.where(low > high, xp.zeros_like(x), x) for x in (low, high))  # groups of NaN only
     zero, scale = _cast(xp, low, dtype), _cast(xp, (high - low) / HIGHEST, dtype)
     by, start = (_cast(xp, part, wide)[..., None] for part in (scale, zero))
     some = by > 0

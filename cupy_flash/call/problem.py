@@ -354,7 +354,7 @@ def problem_of(
 ) -> Problem:
     """Make the `Problem` of a checked call, from the fields common to all kinds of calls and its `own`.
 
-    `given` has all its adopted arrays; `main` names those whose alignment counts. Others as in `describe`.
+    `given` has all its adopted arrays; `main` names those whose strides matter. Others as in `describe`.
     """
     _, heads, rows, head_dim = views["q"].shape
     read = [views[name] for name in main if name in views]

@@ -215,7 +215,7 @@ def _sequence_by_sequence(
 
 
 def forward(asked: Asked) -> tuple[Any, Any]:
-    """As in `ring.forward` and `ring.backward`."""
+    """As in `ring.forward`."""
     link = asked.link
     q, _, v = asked.arrays.values()
     with link.agreement.refusals():
@@ -242,7 +242,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
 
 
 def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
-    """As in `ring.forward` and `ring.backward`."""
+    """As in `ring.backward`."""
     link, arrays, options = asked.link, asked.arrays, asked.options
     q = arrays["q"]
     with link.agreement.refusals():

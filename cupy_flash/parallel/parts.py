@@ -217,7 +217,7 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
     if not queries or not keys:
         return None
     offset = band.offset + queries.start - keys.start
-    # Key position minus query position: from the first key of the last query to the last key of the first
+    # Key minus query position: from the first key of the last query to the last key of the first one.
     # one.
     lowest, highest = 1 - len(queries) - offset, len(keys) - 1 - offset
     left, right = (math.inf if side is None else side for side in (band.left, band.right))

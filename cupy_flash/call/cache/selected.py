@@ -153,7 +153,7 @@ class Selection(NamedTuple):
             numbers = xp.where(seen, xp.arange(1, selected + 1, **kind), 0)
             lengths = in_dtype(xp.amax(numbers, -1), xp.int32).reshape(count)
         flat = {name: x for name, x in options.items() if name not in _SAID and name not in _REFUSED}
-        for name in ("k_scale", "v_scale"):  # # why: scales per (batch, head) become scales per (row, head)
+        for name in ("k_scale", "v_scale"):  # why: scales per (batch, head) become scales per (row, head)
             if len(getattr(flat.get(name), "shape", ())) == 2:
                 of_rows = (rows.sequence + xp.zeros((*shape, 1), **kind)).reshape(count)
                 flat[name] = flat[name][of_rows]

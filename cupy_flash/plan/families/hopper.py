@@ -28,7 +28,7 @@ _SHARED_BYTES = 227 * 1024
 
 
 # (head_dim, head_dim_v) class -> (queries, keys, turns) per block, for each of _MASKS. "band": causal,
-# window, sinks, packed. "any": also softcap, ALiBi, scale <= 0, which need registers.
+# window, sinks, packed. "any": also softcap, ALiBi, scale <= 0, which need more registers.
 # why these: the most keys, in multiples of 16, that neither spill nor make ptxas serialise wgmma, with two
 # stages in 227 KiB. At head dim 128, 176 keys would fit; 128 leave room for two stages of Q, and waste less
 # beyond the last key. 192 queries (three consumer warpgroups) where a row of O is short enough: a third fewer
