@@ -218,7 +218,6 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
         return None
     offset = band.offset + queries.start - keys.start
     # Key minus query position: from the first key of the last query to the last key of the first one.
-    # one.
     lowest, highest = 1 - len(queries) - offset, len(keys) - 1 - offset
     left, right = (math.inf if side is None else side for side in (band.left, band.right))
     if highest < -left or lowest > right:
