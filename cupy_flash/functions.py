@@ -130,9 +130,9 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     Raises
     ------
     InvalidArgumentsError
-        It takes too few arguments, or ``learned`` names an unknown one. When it is used: it
-        branches in Python on a value, does not return a number, or uses an unsupported operation; the
-        line is shown. C text does not define the function, or includes a file.
+        It takes too few arguments, or ``learned`` names an unknown one. When it is used: it branches in
+        Python on a value, does not return a number, or uses an unsupported operation; the line is shown. C
+        text does not define the function, or includes a file.
     UnsupportedError
         ``learned`` with C text. When it is used: arrays are on a CPU with C text; integers of a function may
         overflow.

@@ -77,8 +77,7 @@ def attention_with_kv_cache(
     k_cache : array, QuantizedCache or LatentCache, shape (batch, heads_k, capacity, head_dim)
         With a block_table of pages: (pages, heads_k, page, head_dim), pages of any size; with one of slots,
         any number of slots instead of batch. The dtype of q, or float8_e4m3fn without a scale (or uint8 with
-        its
-        bits); other formats are a `QuantizedCache`. Written to if k is given.
+        its bits); other formats are a `QuantizedCache`. Written to if k is given.
     v_cache : array or QuantizedCache, optional, shape (batch, heads_k, capacity, head_dim_v)
         Like k_cache. None with a `LatentCache` (MLA), whose first columns are the values; a view of these
         columns is equivalent.

@@ -65,8 +65,7 @@ class AttentionStatistics(NamedTuple):
         The largest weights of each query, in descending order.
     top_keys : array of int32, or None
         Keys of top_weights, as positions in the sequence; ties go to the lower key. If fewer keys have a
-        weight
-        above 0, the rest is -1, with a weight of 0.
+        weight above 0, the rest is -1, with a weight of 0.
     """
 
     key_sum: Any = None

@@ -18,7 +18,7 @@ __all__ = ["exposed", "how_to_install", "make_folder", "own_folder", "package_fo
 def own_folder() -> Path:
     """The folder of this package; if a checkout is reached by a link, the folder in the checkout.
 
-    why not resolve the file: in a cache of the Hugging Face hub, every file is a link to a folder of blobs.
+    why not resolve the file: in a cache of the Hugging Face hub, every file is a link into a folder of blobs.
     """
     return Path(__file__).parent.resolve()
 

@@ -1,1 +1,1 @@
-"""The arguments of a call: adopt its arrays, check everything, describe it as a `Problem`."""
+"""The arguments of a call: adopt its arrays, check everything, and describe it as a `Problem`."""

@@ -164,7 +164,6 @@ def _nearest(xp: Any, numbers: tuple[float, ...], x: Any) -> Any:
     name = str(x.dtype).removeprefix("torch.")
     rising = np.asarray(numbers, name)
     between = (rising[:-1] + rising[1:]) / 2
-    # why: searchsorted sends a midpoint to the lower index; nextafter below it sends it to the upper, even
-    # one.
+    # why: searchsorted sends a midpoint to the lower index; nextafter below it selects the upper, even one.
     between[1::2] = np.nextafter(between[1::2], np.zeros((), name))
     return xp.searchsorted(_table(xp, between, x), x)

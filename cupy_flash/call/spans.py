@@ -60,8 +60,7 @@ def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> I
             f"(..., 1, {full[3]}, 2 or 4) for the queries that see each key, "
             f"(..., {full[2]}, 1, 2 or 4) for the keys that each query sees; cupy_flash.spans makes them",
         )
-    # why by_query first: with one query and one key both forms fit and are equivalent; otherwise only one
-    # fits.
+    # why by_query first: with one query and one key both forms fit and agree; otherwise only one fits.
     dropped = 3 if by_query else 2
     five = view.lifted(5)
     views["spans"] = five.permuted(*(axis for axis in range(5) if axis != dropped))

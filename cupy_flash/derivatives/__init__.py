@@ -147,8 +147,7 @@ def hvp(
     ----------
     do, q, k, v, o, lse : array
         As given to `cupy_flash.attention_backward` or `cupy_flash.attention_varlen_backward`. This function
-        has no
-        derivatives with respect to do and dlse: the result is linear in them.
+        has no derivatives with respect to do and dlse: the result is linear in them.
     dlse : array, optional
         As given to `cupy_flash.attention_backward`.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}

@@ -194,7 +194,6 @@ class Variant:
     mask : {"band", "any", "spans"}
         Masks that the inner loop supports. "band": causal and window; "spans": also spans and blocks; "any":
         also the masks and score options that the tables of the family list.
-        blocks.
     macros : tuple of (str, str)
         Further macros set by the family.
     allowed_spills : tuple of (str, int)

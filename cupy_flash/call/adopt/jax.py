@@ -26,8 +26,7 @@ def from_jax(x: Any, _name: str = "") -> ArrayView:
     if device.platform == "cpu":
         array = np.asarray(x)
         dtype, strides = elements(array.dtype, array.strides)
-        # why not always numpy_address: it takes 1 us. But an array on several devices has no single buffer
-        # pointer.
+        # why not always numpy_address: it takes 1 us. An array on several devices has no one buffer pointer.
         alone = len(devices) == 1 and not array.flags.owndata
         pointer = x.unsafe_buffer_pointer() if alone else numpy_address(array)
         return ArrayView(pointer, array.shape, strides or (), dtype, CPU, "jax", True, (x, array))

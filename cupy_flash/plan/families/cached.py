@@ -184,8 +184,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     assert computed is not None
     launches, parts = decode.steps_before(p)
     stored = "" if p.cache.dtype == p.dtype else decode.STORED[p.cache.dtype]
-    # why always append: it writes the array of keys in use, which forward kernels read and the host does not
-    # know.
+    # why always append: it writes the keys in use to an array, which forward kernels read; the host does not.
     launches = launches or along_x(decode.append(SHORT[p.dtype], stored), 1)
     parts.append(("used", "int32", (p.batch,)))
     seen = [("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "used")]

@@ -183,8 +183,7 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         numbers = 4 * m if slots and kind == "16-bit" else 0  # LSE and delta of the query rows
     macros = _backward_macros(dtype, arch, cell)
     shared_bytes = _ITEM[dtype] * elements + 4 * numbers
-    # why only "band": scores of "any" are computed in a loop of their own; float32 products overlap with
-    # nothing.
+    # why only "band": scores of "any" have a loop of their own; float32 products overlap with nothing.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
     turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
     allowed = flash_tiles.SPILLED_OWN_KEYS.get((kind, mask, classes), ()) if step == "dqkv" else ()

@@ -89,8 +89,7 @@ def cost(p: Problem, head_bits: int, tile: tuple[int, int], multiprocessors: int
         return 0.0
     if p.left is None and p.right is None:
         return blocks_of(groups * tiles, multiprocessors) * costs[0]
-    # why: tiles of unequal work are scheduled dynamically, the longest first, and end at nearly the same
-    # time.
+    # why: tiles of unequal work are scheduled dynamically, longest first, and end at nearly the same time.
     return max(groups * tiles * sum(costs) / len(costs) / multiprocessors, max(costs))
 
 
