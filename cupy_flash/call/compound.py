@@ -38,7 +38,7 @@ class Spans(NamedTuple):
     bounds : array of int32
         (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4): start and stop of the queries that see each key; or
         (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4): of the keys that each query sees. The first two axes
-        may be left out. Any library: ``Spans(torch.from_numpy(made.bounds))``. To JAX it is a tree of one
+        may be left out. Any library: ``Spans(torch.from_numpy(made.bounds))``. In JAX it is a pytree of one
         array.
     """
 
@@ -46,12 +46,12 @@ class Spans(NamedTuple):
 
 
 class RaggedMask(NamedTuple):
-    """The masks of packed sequences, one after the other, on a CPU.
+    """The masks of packed sequences, flattened and end to end, on a CPU.
 
     Attributes
     ----------
     bits : array of bool, shape (sum of queries * keys,)
-        For each sequence (queries, keys) in use, flattened.
+        For each sequence the (queries, keys) mask of rows in use, flattened.
     """
 
     bits: Any
@@ -93,7 +93,7 @@ class Tuning(NamedTuple):
     tile : (int, int), optional
         Queries and keys per block.
     splits : int, optional
-        Over a KV cache: number of parts into which the keys of each sequence are split.
+        Over a KV cache: number of parts into which the keys of each sequence are split (split-K).
     workspace : array, optional
         Over a KV cache on a GPU: memory for partial results and gathered keys, contiguous, of any dtype, so
         that nothing is allocated. If it is too small, the error names the bytes needed. Two streams must not
@@ -134,8 +134,8 @@ class QuantizedCache(NamedTuple):
         it; of 4-bit formats uint8, two codes to a byte, (..., head_dim / 2).
     scale : array
         int8 (needed), float8 and NVFP4: float32 (heads_k,) or (batch, heads_k), the dequantisation scale per
-        KV head; a key is its stored value times the scale, new keys are divided by it, rounded and cut to the
-        largest stored value. int4: float16 or float32 (..., groups), as zero; on GPUs float16.
+        KV head; a key is its stored value times the scale, new keys are divided by it, rounded and clamped to
+        the largest stored value. int4: float16 or float32 (..., groups), as zero; on GPUs float16.
     zero : array, optional
         Makes it int4: a feature is ``scale * code + zero`` of its group of 32, 64 or 128, (..., groups).
     block_scale : array of float8_e4m3fn or uint8, optional
@@ -153,7 +153,7 @@ class QuantizedCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is the key of a token, its beginning the value.
+    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is the key, its first columns are the value.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class LatentCache(NamedTuple):
         (batch, heads_k, capacity, head_dim) or pages of it, like any cache; DeepSeek-V3 has one head of 576.
         8-bit latents are a `QuantizedCache` of int8 or float8_e4m3fn, with one scale for keys and values.
     head_dim_v : int
-        Number of columns that are the value, such as 512.
+        Number of columns of the value, such as 512.
 
     Notes
     -----

@@ -2,7 +2,7 @@
 
 A class of options lists what one call takes. Each field is an option: its name, its type, and an `Option`
 that holds everything else. `signature.takes` derives signatures, keywords for type checkers, docstring rows
-and the refusal of unknown names from these classes; adapters pass options on by them; `given` splits the
+and the refusal of unknown names from these classes; adapters use them to pass options on; `given` splits the
 options of a call into arrays and values. The tables at the end drive the checks and views of arrays, their
 gradients, sums and sharding. An option with a gradient also has a tangent, in `_Tangents`, and a field of
 `Gradients` for type checkers.
