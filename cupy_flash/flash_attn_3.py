@@ -9,7 +9,7 @@ flash-attn 3's own module is called ``flash_attn_interface``.
 
 `cupy_flash.flash_attn` lists what is the same as in flash-attn 2, and what differs. In addition: float8
 inputs are forward only, with bfloat16 results; ``num_splits`` (except over caches), ``pack_gqa``,
-``sm_margin`` and ``scheduler_metadata`` are ignored, because the planner decides; ``attention_chunk``
+``sm_margin`` and ``scheduler_metadata`` are not used, because the planner decides; ``attention_chunk``
 raises.
 """
 
@@ -166,7 +166,7 @@ def flash_attn_func(
     softcap : float
         scores become softcap * tanh(scores / softcap); 0.0 is none.
     num_splits, pack_gqa, sm_margin
-        Ignored: the planner decides.
+        Not used: the planner decides.
     deterministic : bool
         The gradients have the same bits on every run.
     return_attn_probs : bool
@@ -419,7 +419,7 @@ def flash_attn_with_kvcache(
     attention_chunk
         0; anything else raises.
     scheduler_metadata, pack_gqa, sm_margin
-        Ignored: the planner decides.
+        Not used: the planner decides.
     return_softmax_lse : bool
         Also return the log-sum-exp.
     reproducible
