@@ -65,7 +65,7 @@ __all__ = [
     "set_compile_policy",
 ]
 
-# Names that were there before 0.1.0, and what says the same now. Goes with 0.2.
+# Names from before 0.1.0 -> their replacement. To be removed in 0.2.
 _REMOVED = {
     "CubinNotFound": "CubinNotFoundError",
     "InvalidArguments": "InvalidArgumentsError",
@@ -83,7 +83,7 @@ _REMOVED = {
 }
 
 
-if not TYPE_CHECKING:  # checkers of types know what is there
+if not TYPE_CHECKING:  # type checkers know the names
 
     def __getattr__(name: str) -> object:
         if name in _REMOVED:

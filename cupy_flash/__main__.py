@@ -21,7 +21,7 @@ from .functions import ScoreFunction
 from .report import MemoryReport, explain, memory_report
 from .version import __version__
 
-# The columns of the support table, and what explain prints when no architecture is named.
+# Columns of the support table, and default architectures of explain.
 _SHOWN = ("sm_75", "sm_80", "sm_90a", "sm_120")
 
 
@@ -41,7 +41,7 @@ def _seed(text: str) -> int:
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    """What explain and memory both ask for."""
+    """Add the arguments that explain and memory share."""
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8, help="heads of q")
     parser.add_argument("--heads-k", type=int, help="heads of k and v (default: as q)")
@@ -58,7 +58,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """The other options of attention, and of attention_with_kv_cache."""
+    """Add the other options of attention, and of attention_with_kv_cache."""
     options = parser.add_argument_group("options of attention")
     options.add_argument("--layout", choices=("bhsd", "bshd"), default="bhsd")
     options.add_argument("--scale", type=float)
@@ -90,7 +90,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_function(parser: argparse._ArgumentGroup) -> None:
-    """What names a score function."""
+    """Add the arguments that name a score function."""
     parser.add_argument("--score", metavar="MODULE:NAME", help="what cupy_flash.score or mask has made")
     parser.add_argument("--score-arg", action="append", default=[], metavar="DTYPE:AXES",
                         help="of each of its arguments, such as float32:1")  # fmt: skip
@@ -246,9 +246,9 @@ def _build(asked: argparse.Namespace) -> int:
 
 
 def _function(named: str) -> ScoreFunction:
-    """The score function that MODULE:NAME is."""
+    """Import the score function MODULE:NAME."""
     module, _, name = named.partition(":")
-    sys.path.insert(0, "")  # as python -m has it: a module of this folder
+    sys.path.insert(0, "")  # as python -m does: modules of the current folder
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -262,7 +262,7 @@ def _function(named: str) -> ScoreFunction:
 
 
 def _stand_ins(kinds: Sequence[str]) -> tuple[np.ndarray, ...]:
-    """Arrays of these dtypes and numbers of axes."""
+    """Arrays with these dtypes and numbers of axes."""
     try:
         pairs = [kind.partition(":") for kind in kinds]
         return tuple(np.zeros((1,) * int(axes), numpy_dtype(dtype)) for dtype, _, axes in pairs)
@@ -273,8 +273,8 @@ def _stand_ins(kinds: Sequence[str]) -> tuple[np.ndarray, ...]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
-    The exit code is 0, 1 for an error of ours, 2 for a wrong command, 130 for ^C, 141 if nobody reads on;
-    check also ends with 1 if something is wrong, and with 2 if nothing could be checked.
+    The exit code is 0, 1 for an error of the library, 2 for a wrong command, 130 for ^C, 141 if the reader of
+    stdout is gone; check also exits with 1 if something is wrong, and with 2 if nothing could be checked.
     """
     try:
         try:
@@ -282,15 +282,15 @@ def main(arguments: list[str] | None = None) -> int:
             run: Callable[[argparse.Namespace], int] = asked.run
             return run(asked)
         finally:
-            if sys.stdout is not None:  # as where a shell has closed it
+            if sys.stdout is not None:  # None if the shell has closed it
                 sys.stdout.flush()
     except (InvalidArgumentsError, UnsupportedError, CubinNotFoundError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # why: what is left in the buffer would be written, and fail, once more at the end of the process
+        # why: at exit Python would flush the buffer, and fail, once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as of a command that SIGPIPE ends
+        return 141  # as for a command killed by SIGPIPE
 
 
 if __name__ == "__main__":

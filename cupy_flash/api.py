@@ -1,4 +1,4 @@
-"""The calls: adopt, prepare (describe, choose, locate, load), run; each verb once, in that order."""
+"""The public calls: adopt, prepare (describe, choose, locate, load) and run, each once, in that order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ else:
     Gradients.__class_getitem__ = classmethod(GenericAlias)
 
     def _gone(_: Gradients[Any], name: str) -> Any:
-        """Raise for a name that there is not; goes with 0.2, as the names of `signature.REMOVED`."""
+        """Raise for an unknown name, with a hint for a removed one; to be removed in 0.2."""
         if name == "dscore_args":
             raise AttributeError("Gradients has no 'dscore_args' any more.\nTry: dscore")
         raise AttributeError(f"'Gradients' object has no attribute {name!r}")
@@ -157,7 +157,7 @@ def attention(
     if QuantizedArray in kinds:
         arrays |= unquantized(q=q, k=k, v=v)
         q, k, v = (arrays.pop(name) for name in "qkv")
-    if getattr(values.scale, "shape", None):  # a call of numbers pays nothing for arrays of them
+    if getattr(values.scale, "shape", None):  # a call with a scalar scale skips the array path
         q, values, _ = scaled(q, values)
     return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out)
 
@@ -205,7 +205,7 @@ def attention_backward(
 
 
 def scaled(q: Any, options: Options) -> tuple[Any, Options, HeadScale | None]:
-    """Q times a scale of each head, and options without it; as they are if the scale is a number."""
+    """Q times a scale per head, and options with scale 1; both unchanged if the scale is a number."""
     by_head = HeadScale.of(options.scale, q, options.layout)
     if by_head is None:
         return q, options, None
@@ -213,13 +213,13 @@ def scaled(q: Any, options: Options) -> tuple[Any, Options, HeadScale | None]:
 
 
 def with_scale(grads: Gradients[Any], q: Any, by_head: HeadScale) -> Gradients[Any]:
-    """The gradients of q and of a scale of each head, from that of their product."""
+    """The gradients of q and of a scale per head, from the gradient of their product."""
     dq, dscale = by_head.gradients(grads.dq, q)
     return grads._replace(dq=dq, dscale=dscale)
 
 
 def adopted(**named: Any) -> Views:
-    """Those arrays that were given, adopted; q, k and v always count as given."""
+    """Adopt the arrays that are not None, and always the required ones, so that a missing one raises."""
     return {name: adopt(x, name) for name, x in named.items() if x is not None or name in _REQUIRED}
 
 
@@ -234,20 +234,20 @@ def run_forward(
     packing: Packing | None = None,
     unrounded: bool = False,
 ) -> Any:
-    """The forward pass: o, or (o, lse).
+    """Run the forward pass; return o, or (o, lse).
 
     Parameters
     ----------
     raw : dict of str to ArrayView
-        What `problem.describe` takes, and ``out`` if it was given.
+        The arrays that `problem.describe` takes, and ``out`` if it was given.
     options : Options
     want_lse : bool
     out : array, optional
-        As the caller gave it.
+        The caller's array, to be returned; default: a new one.
     packing : Packing, optional
-        Of packed sequences, whose offsets are among the arrays.
+        For packed sequences, whose offsets are among the arrays.
     unrounded : bool
-        Leave o in the dtype of sums, on a CPU.
+        Whether o keeps the accumulator dtype; CPU only.
     """
     want_lse = flag(want_lse, "return_lse")
     options, moment = moment_apart(options)
@@ -258,7 +258,7 @@ def run_forward(
 
 
 def results_of_forward(results: Views, out: Any) -> Any:
-    """What a forward pass returns: o, or (o, lse)."""
+    """The return value of a forward pass: o, or (o, lse)."""
     o = finished(results["o"]) if out is None else out
     return (o, finished(results["lse"])) if "lse" in results else o
 
@@ -266,7 +266,7 @@ def results_of_forward(results: Views, out: Any) -> Any:
 def run_backward(
     raw: Views, options: Options, packing: Packing | None = None, unrounded: bool = False
 ) -> Gradients[Any]:
-    """The backward pass; parameters as of `run_forward`."""
+    """Run the backward pass; parameters as in `run_forward`."""
     options, moment = moment_apart(options)
     results = prepared("backward", raw, options, True, packing, unrounded=unrounded).run(raw, moment)
     made = {name: finished(view) for name, view in results.items()}

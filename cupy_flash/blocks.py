@@ -1,4 +1,4 @@
-"""Blocks: masks by blocks of queries and keys, made of a function or of lists without an S x S array."""
+"""Make block masks from a function or from lists, without an S x S array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BlockMask", "block_mask", "block_mask_of_lists", "filled", "table_of
 Array = np.ndarray[Any, Any]
 Function = Callable[..., Any]
 
-# Pairs that a function is asked about at a time. why: a megabyte of booleans, and few calls.
+# Pairs per call of a mask function. why: a megabyte of booleans, and few calls.
 PAIRS = 2**20
 
 
@@ -32,25 +32,25 @@ def block_mask(
     *,
     block: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Make the `BlockMask` of a function, a few blocks at a time.
+    """Make the `BlockMask` of a mask function, which is evaluated on a few blocks at a time.
 
     Parameters
     ----------
     function : callable or cupy_flash.mask(...)
-        Takes b, h, i, j, NumPy arrays of int64 that broadcast to (queries, keys), and gives booleans that
+        Called with b, h, i, j, NumPy arrays of int64 that broadcast to (queries, keys); returns booleans that
         broadcast with them, True where query i may attend to key j. Bind the arrays of a mask function by a
-        call, ``f(table)``; it receives integers as int64.
+        call, ``f(table)``; integers in them become int64.
     batch, heads : int or None
-        Of q. None: the function does not use b, or h, and is evaluated once, for 0.
+        Sizes of q. None: the function does not use b (or h), and is evaluated once, for 0.
     q_len, kv_len : int
-        Queries and keys.
+        Numbers of queries and keys.
     block : int or (int, int)
-        Queries and keys of a block: 16, 32, 64, 128 or 256.
+        Queries and keys per block: 16, 32, 64, 128 or 256.
 
     Returns
     -------
     BlockMask
-        Of NumPy arrays: a table of (batch or 1, heads or 1, blocks, blocks) numbers, and the bits of partial
+        NumPy arrays: a table of (batch or 1, heads or 1, blocks, blocks) codes, and the bits of partial
         blocks; equal blocks share them.
 
     Raises
@@ -97,7 +97,7 @@ def block_mask_of_lists(
     function: Function | Program | None = None,
     args: Sequence[Any] = (),
 ) -> BlockMask:
-    """Make a `BlockMask` of counts and indices, as FlashAttention-4's BlockSparseTensors hold them.
+    """Make a `BlockMask` from counts and indices, as in FlashAttention-4's BlockSparseTensors.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def block_mask_of_lists(
     full_block_cnt, full_block_idx : array of int, optional
         The same for full blocks; both or neither.
     q_len, kv_len, block, args
-        As of `block_mask`.
+        As in `block_mask`.
     function : callable or cupy_flash.mask(...), optional
         As in `block_mask`, evaluated on the partial blocks. Without one they are full.
 
@@ -141,15 +141,14 @@ def block_mask_of_lists(
 
 
 def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int) -> Array:
-    """The table of counts and indices, with this code for what is seen in part.
+    """The table for counts and indices; `partial` is the code of partial blocks.
 
     Parameters
     ----------
     lists : dict of str to array or None
-        Counts and indices of blocks that are seen in part, then of those that are seen as a whole, by the
-        names that people know.
+        Counts and indices of partial blocks, then of full ones, by the public names of the arguments.
     blocks : (int, int)
-        Of queries and of keys.
+        Blocks of queries and of keys.
     partial : int
     """
     names = list(lists)
@@ -198,14 +197,14 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
 
 
 def filled(codes: Array, lengths: tuple[int, int], sizes: tuple[int, int], ask: Function) -> BlockMask:
-    """A mask whose blocks of the code PARTIAL are those that asking gives.
+    """A mask whose blocks with the code PARTIAL are evaluated by calling `ask`.
 
     Parameters
     ----------
     codes : array of int32, shape (batch or 1, heads or 1, blocks of queries, blocks of keys)
     lengths, sizes : (int, int)
     ask : callable
-        Gives the pairs of b, h, and positions of queries (m, 1) and keys (1, n).
+        Returns the visible pairs for b, h, and positions of queries (m, 1) and keys (1, n).
     """
     made = _Made(codes.shape[:2], lengths, sizes)
     made.table[codes == WHOLE] = WHOLE
@@ -215,7 +214,7 @@ def filled(codes: Array, lengths: tuple[int, int], sizes: tuple[int, int], ask: 
 
 
 class _Made:
-    """A mask while it is made, block by block."""
+    """A block mask under construction, block by block."""
 
     def __init__(self, lead: tuple[int, ...], lengths: tuple[int, int], sizes: tuple[int, int]) -> None:
         self._lengths, self._sizes = lengths, sizes
@@ -224,24 +223,24 @@ class _Made:
         self._codes: dict[bytes, int] = {}
 
     def strips(self) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks of keys that a function is asked about together."""
+        """Ranges of key blocks on which the function is evaluated at once."""
         rows, columns = self._sizes
         step, count = max(1, PAIRS // (rows * columns)), self.table.shape[3]
         for first in range(0, count, step):
             yield first, min(first + step, count)
 
     def positions(self, m: int, first: int, stop: int) -> tuple[Array, Array]:
-        """Queries (rows, 1) of a block, and keys (1, columns) of several."""
+        """Positions of queries (rows, 1) of a block, and of keys (1, columns) of several blocks."""
         (rows, columns), (q_len, kv_len) = self._sizes, self._lengths
         i = np.arange(m * rows, min((m + 1) * rows, q_len), dtype=np.int64)
         return i[:, None], np.arange(first * columns, min(stop * columns, kv_len), dtype=np.int64)[None]
 
     def put(self, row: tuple[int, int, int], first: int, kept: Array) -> None:
-        """Write pairs (queries of a block, keys of some, from block `first` on) down."""
+        """Store the visible pairs of a block of queries and several key blocks, starting at block `first`."""
         rows, columns = self._sizes
         count = -(-kept.shape[1] // columns)
         room = (0, rows - kept.shape[0]), (0, count * columns - kept.shape[1])
-        # why two: what lies past the lengths makes no block partial.
+        # why pad twice, with False and True: positions past the lengths must not make a block partial.
         some = np.pad(kept, room).reshape(rows, count, columns)
         every = np.pad(kept, room, constant_values=True).reshape(rows, count, columns).all(axis=(0, 2))
         codes = np.where(every, WHOLE, NOTHING)
@@ -251,14 +250,14 @@ class _Made:
         self.table[row][first : first + count] = codes
 
     def finished(self) -> BlockMask:
-        """The mask."""
+        """The finished mask."""
         rows, columns = self._sizes
         bits = np.frombuffer(b"".join(self._codes), np.uint8)
         return BlockMask(self.table, bits.reshape(len(self._codes), rows, columns // 8).copy())
 
 
 def _asking(function: Any, args: Sequence[Any]) -> Function:
-    """A function of NumPy arrays, held to booleans."""
+    """Wrap a function of NumPy arrays: check that it returns booleans, and broadcast them."""
     if not callable(function):
         hint = "block_mask(lambda b, h, i, j: j <= i, batch, heads, q_len, kv_len)"
         raise InvalidArgumentsError(f"block_mask() is given a {type(function).__name__}.", hint=hint)
@@ -282,7 +281,7 @@ def _asking(function: Any, args: Sequence[Any]) -> Function:
 
 
 def _integers(values: Any, name: str, rank: int) -> Array:
-    """Counts or indices, with their leading axes."""
+    """Check counts or indices, and add missing leading axes."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu" or not rank - 2 <= array.ndim <= rank:
         raise InvalidArgumentsError(
@@ -300,7 +299,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _sizes(block: Any) -> tuple[int, int]:
-    """Queries and keys of a block."""
+    """Queries and keys per block, checked."""
     both = block if isinstance(block, (tuple, list)) else (block, block)
     if len(both) != 2 or any(integer(size) not in SIZES for size in both):
         sizes = ", ".join(map(str, SIZES))

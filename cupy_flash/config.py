@@ -1,4 +1,4 @@
-"""The options of attention as a value, and a callable that holds one."""
+"""`AttentionConfig`, options of attention as a value, and `FlashAttention`, a callable that holds one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 def _with_options(config: type[T]) -> type[T]:
     """Make a class a frozen dataclass whose fields are head_dim and `ConfigOptions`.
 
-    Its constructor names what is missing or unknown, where Python's TypeError would be bare.
+    Its constructor names missing and unknown arguments, with a hint, which Python's TypeError lacks.
     """
     every = declared(ConfigOptions)
     options: list[tuple[str, Any, Any]] = [
@@ -69,15 +69,15 @@ class AttentionConfig:
     {options: As in `attention`.}
     """
 
-    if TYPE_CHECKING:  # what the decorator adds
+    if TYPE_CHECKING:  # added by the decorator
         head_dim: int
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
         def __init__(self, head_dim: int, **options: Unpack[ConfigOptions]) -> None:
-            """Fields by name."""
+            """Set the fields by name."""
 
         def __getattr__(self, name: str) -> Any:
-            """An option."""
+            """The value of an option."""
 
     def __post_init__(self) -> None:
         if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int) or self.head_dim < 1:
@@ -85,7 +85,7 @@ class AttentionConfig:
 
     @property
     def softmax_scale(self) -> Any:
-        """The factor on q k^T that a call uses: ``scale``, also as an array, or head_dim ** -0.5."""
+        """The factor on q k^T: ``scale``, also as an array, or head_dim ** -0.5."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return scale if getattr(scale, "shape", ()) else float(scale)
 
@@ -98,7 +98,7 @@ class AttentionConfig:
         return dataclasses.replace(self, dropout=dropout)
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of `attention` that this configuration stands for."""
+        """The configuration as keyword arguments of `attention`."""
         fields = dataclasses.asdict(self)
         del fields["head_dim"]
         return fields
@@ -115,7 +115,7 @@ def causal_config(head_dim: int) -> AttentionConfig:
 
 
 def takes_a_config(init: Callable[P, None]) -> Callable[P, None]:
-    """Let the constructor of a FlashAttention refuse whatever is not one `AttentionConfig`."""
+    """Make the constructor of FlashAttention refuse anything but one `AttentionConfig`."""
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -1,4 +1,4 @@
-"""The three errors of the library: each names the fault, the inputs, every reason, and a way out."""
+"""The three errors of the library; each shows what is wrong, the inputs, every reason, and a way out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Explained(Exception):
         reasons: Iterable[str | tuple[str, str]] = (),
         hint: str | None = None,
     ) -> None:
-        # why not super(): torch.compile shows what this is called with, where it does not read on
+        # why not super(): torch.compile shows the arguments of this call where it cannot trace further
         Exception.__init__(self, _text(headline, table, reasons, hint))
 
 

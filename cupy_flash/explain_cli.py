@@ -1,4 +1,4 @@
-"""Arrays on paper: what `explain` looks at of the arrays of a call, made of sizes alone, without memory."""
+"""Arrays without memory for `explain` on the command line, made from sizes alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .errors import InvalidArgumentsError
 
 __all__ = ["BROADCASTS", "arguments_of_explain"]
 
-# Which axes of (batch, heads, queries, keys) a mask or bias has; it is broadcast along the others.
+# Axes of (batch, heads, queries, keys) that a mask or bias has; it is broadcast along the others.
 BROADCASTS = {"keys": (0, 3), "pairs": (2, 3), "heads": (1, 2, 3), "full": (0, 1, 2, 3)}
 
 
@@ -25,18 +25,18 @@ _SIZES = ("batch", "heads", "heads_k", "seqlen", "seqlen_k", "head_dim", "head_d
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """A contiguous array at an aligned address, where nothing is."""
+    """A contiguous array at an aligned address, without memory."""
     return ArrayView(1 << 20, shape, contiguous(shape), dtype, CPU, "numpy", False, None)
 
 
 def _tensor(layout: str, batch: int, heads: int, rows: int, features: int, dtype: str) -> ArrayView:
-    """An array like q, in a layout."""
+    """An array with the axes of q, in a layout."""
     middle = (heads, rows) if layout == "bhsd" else (rows, heads)
     return _array((batch, *middle, features), dtype)
 
 
 def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `explain` for what was asked for on the command line.
+    """The arguments of `explain` for a command line.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     call |= {
         "q": _tensor(asked.layout, asked.batch, asked.heads, queries, asked.head_dim, asked.dtype),
         "direction": "backward" if asked.backward else "forward",
-        "seed": 0 if asked.dropout else None,  # whichever: plans do not depend on it
+        "seed": 0 if asked.dropout else None,  # any seed: plans do not depend on it
         "mask": tuple(x for x in masks if x is not None) or None,
         "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
         **{name: of_heads for name in PER_HEAD if getattr(asked, name)},
@@ -92,19 +92,19 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _blocks(size: int, queries: int, keys: int) -> BlockMask:
-    """A table for all batches and heads, and bits of one block."""
+    """A table shared by all batches and heads, and the bits of one block."""
     counts = (-(-queries // max(1, size)), -(-keys // max(1, size)))
     return BlockMask(_array(counts, "int32"), _array((1, size, size // 8), "uint8"))
 
 
 def _room(asked: argparse.Namespace) -> int:
-    """Keys that a sequence has room for in the cache: whole pages, where there are any."""
+    """The capacity of a sequence in the cache, rounded up to whole pages."""
     page = asked.page or 1
     return -(-int(asked.cache) // page) * page
 
 
 def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The arguments for a KV cache with room for ``asked.cache`` keys of each sequence."""
+    """The arguments for a KV cache with a capacity of ``asked.cache`` keys per sequence."""
     if asked.seqlen_k is not None:
         raise InvalidArgumentsError("--seqlen-k and --cache are both given.", hint="--cache KEYS alone")
     features = {"k": asked.head_dim, "v": head_dim_v}

@@ -1,15 +1,16 @@
-"""The functions of flash-attn 3, by its names, argument order and rules; over torch tensors.
+"""The functions of flash-attn 3 on torch tensors, with its names, argument order and semantics.
 
-Its module is called ``flash_attn_interface``.
+flash-attn 3's own module is called ``flash_attn_interface``.
 
 >>> import torch
 >>> from cupy_flash.flash_attn_3 import flash_attn_func
 >>> q = k = v = torch.randn(1, 128, 4, 64, requires_grad=True)
 >>> flash_attn_func(q, k, v, causal=True).sum().backward()
 
-What is the same, and what differs, is what `cupy_flash.flash_attn` says of flash-attn 2; and here: 8-bit
-floats go forward only, with bfloat16 results; ``num_splits`` (but for caches), ``pack_gqa``, ``sm_margin``
-and ``scheduler_metadata`` are taken and not needed, because the plan decides; ``attention_chunk`` raises.
+`cupy_flash.flash_attn` lists what is the same as in flash-attn 2, and what differs. In addition: float8
+inputs are forward only, with bfloat16 results; ``num_splits`` (except over caches), ``pack_gqa``,
+``sm_margin`` and ``scheduler_metadata`` are not used, because the planner decides; ``attention_chunk``
+raises.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Window: TypeAlias = tuple[int | None, int | None]
 
 
 def _refuse(hints: dict[str, str], **given: Any) -> None:
-    """Raise if one of what is not taken is asked for; None and 0 ask for nothing."""
+    """Refuse unsupported arguments that are given, that is, neither None nor 0."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, int) and value == 0):
             raise UnsupportedError(f"{name} is not taken.", hint=hints[name])
@@ -61,7 +62,7 @@ def _options(
     return_lse: bool,
     reproducible: second.Mode | None,
 ) -> dict[str, Any]:
-    """Our options from theirs."""
+    """Our options for theirs."""
     return {
         "scale": softmax_scale,
         "causal": causal,
@@ -76,7 +77,7 @@ def _options(
 def _with_qv(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, softmax_scale: float | None
 ) -> tuple[Tensor, Tensor, float | None]:
-    """Q, k and scale: a query that also looks for values is a longer query over longer keys."""
+    """Q, k and scale with qv: its scores are those of a longer query (q, qv) over longer keys (k, v)."""
     if qv is None:
         return q, k, softmax_scale
     check_tensors(("qv",), qv=qv)
@@ -85,7 +86,7 @@ def _with_qv(
 
 
 def _latents(k_cache: Tensor, v_cache: Tensor) -> LatentCache:
-    """Values and the keys behind them in the same memory as one cache; scores with qv are of its rows."""
+    """A LatentCache of adjacent v_cache and k_cache, so that (qv, q) gives scores with its rows."""
     columns = v_cache.shape[-1]
     one, other = (x.untyped_storage().data_ptr() for x in (k_cache, v_cache))
     behind = one == other and k_cache.storage_offset() == v_cache.storage_offset() + columns
@@ -100,7 +101,7 @@ def _latents(k_cache: Tensor, v_cache: Tensor) -> LatentCache:
 
 
 def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
-    """Our scales from theirs."""
+    """Our scales for theirs, by our names."""
     if q.dtype != torch.float8_e4m3fn:
         named = [name for name, scale in descale.items() if scale is not None]
         if named:
@@ -112,7 +113,7 @@ def _scales(q: Tensor, **descale: Tensor | None) -> dict[str, Any]:
 
 
 def _quantized(q: Tensor, k: Tensor, v: Tensor, scales: dict[str, Any]) -> list[Any]:
-    """The three, those that have a scale with it."""
+    """q, k and v, as a `QuantizedArray` where there is a scale."""
     named = {"q": q, "k": k, "v": v}
     return [
         QuantizedArray(x, scales[f"{name}_scale"]) if f"{name}_scale" in scales else x
@@ -142,7 +143,7 @@ def flash_attn_func(
     *,
     reproducible: second.Mode | None = None,
 ) -> Any:
-    """Attention with gradients, under flash-attn 3's name.
+    """Attention with gradients, with flash-attn 3's signature.
 
     Parameters
     ----------
@@ -153,9 +154,9 @@ def flash_attn_func(
     softmax_scale : float, optional
         Default head_dim ** -0.5; with qv (head_dim + head_dim_v) ** -0.5.
     causal : bool
-        The last query sees all keys, each one before it one key less.
+        The last query sees all keys, and each earlier query one key less.
     qv : Tensor, shape (batch, seqlen_q, heads, head_dim_v), optional
-        Its products with v are added to those of q with k; q and k are copied together with it and v.
+        qv v^T is added to q k^T; q and k are copied to join them with qv and v.
     q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
         The dequantisation scales of float8 inputs.
     window_size : (int, int)
@@ -165,13 +166,13 @@ def flash_attn_func(
     softcap : float
         scores become softcap * tanh(scores / softcap); 0.0 is none.
     num_splits, pack_gqa, sm_margin
-        Not needed: decided by the plan.
+        Not used: the planner decides.
     deterministic : bool
-        Demand the same bits of the gradients on every run.
+        The gradients have the same bits on every run.
     return_attn_probs : bool
         Return (out, lse).
     reproducible : {"batch", "prefill", "device"}, optional
-        Not flash-attn's: the same bits whatever is computed beside a row, as in `cupy_flash.attention`.
+        Not in flash-attn: batch-invariant bits, as in `cupy_flash.attention`.
 
     Returns
     -------
@@ -213,13 +214,13 @@ def flash_attn_qkvpacked_func(
     *,
     reproducible: second.Mode | None = None,
 ) -> Any:
-    """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
+    """`flash_attn_func` with queries, keys and values in one tensor, without copies.
 
     Parameters
     ----------
     qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads + 2 heads_k, head_dim)
     num_heads_q : int, optional
-        Heads of q, where the heads of all three lie side by side.
+        Heads of q, if the heads of q, k and v are adjacent on one axis.
     softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap
         As in `flash_attn_func`.
     deterministic, sm_margin, return_attn_probs, reproducible
@@ -274,7 +275,7 @@ def flash_attn_varlen_func(
     *,
     reproducible: second.Mode | None = None,
 ) -> Any:
-    """Attention within packed sequences, with gradients, under flash-attn 3's name.
+    """Attention within packed sequences, with gradients, with flash-attn 3's signature.
 
     Parameters
     ----------
@@ -332,13 +333,14 @@ def flash_attn_combine(
     out : Tensor, optional
         Where to write the result.
     out_dtype : torch.dtype, optional
-        Of the result; default that of out, or of out_partial.
+        Dtype of the result; default: that of out, or of out_partial.
 
     Returns
     -------
     out : Tensor, shape (batch, seqlen, heads, head_dim) or (rows, heads, head_dim)
     lse : Tensor, shape (batch, seqlen, heads) or (rows, heads)
-        Where every part is empty -inf, and out is 0. Of an empty part out_partial may hold anything, NaN too.
+        -inf, with out = 0, where every part is empty. out_partial of an empty part may hold any values, also
+        NaN.
     """
     if out_partial.shape[:-1] != lse_partial.shape or not len(lse_partial):
         raise InvalidArgumentsError(
@@ -386,7 +388,7 @@ def flash_attn_with_kvcache(
     *,
     reproducible: second.Mode | None = None,
 ) -> Any:
-    """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
+    """Attention over a KV cache, to which new keys and values are appended in place; without gradients.
 
     Parameters
     ----------
@@ -400,24 +402,24 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, rotary_interleaved, num_splits
         As in `cupy_flash.flash_attn.flash_attn_with_kvcache`.
     cu_seqlens_q, cu_seqlens_k_new : Tensor of int32, shape (batch + 1,), optional
-        Where the rows of each sequence begin in q, and in k and v.
+        Offsets of the sequences in q, and in k and v.
     max_seqlen_q : int, optional
         Queries of the longest sequence.
     rotary_seqlens : Tensor of int32, shape (batch,), optional
-        Positions at which rotation begins, instead of cache_seqlens; of no use without rotary_cos.
+        Positions at which rotation begins, instead of cache_seqlens; ignored without rotary_cos.
     page_table : Tensor of int32, shape (batch, pages of a sequence), optional
-        With cache_batch_idx of any number of rows, of which that names one for each sequence.
+        With cache_batch_idx any number of rows, from which it selects one per sequence.
     q_descale, k_descale, v_descale : Tensor of float32, shape (batch, heads_k), optional
         The dequantisation scales of float8 inputs.
     softmax_scale, causal, window_size, softcap
         As in `flash_attn_func`.
     qv : Tensor, shape (batch, seqlen_q, heads, head_dim_v) or (rows, heads, head_dim_v), optional
-        As in `flash_attn_func`, where k_cache begins behind v_cache in each row of one tensor (a cache of
-        latents); not with float8 or where rotary_cos turns a part of q, and not in compiled programs.
+        As in `flash_attn_func`. k_cache must directly follow v_cache in each row of one tensor (a cache of
+        latents); not supported for float8, if rotary_cos rotates only a part of q, or in compiled programs.
     attention_chunk
-        Nothing: anything else raises.
+        0; anything else raises.
     scheduler_metadata, pack_gqa, sm_margin
-        Not needed: decided by the plan.
+        Not used: the planner decides.
     return_softmax_lse : bool
         Also return the log-sum-exp.
     reproducible
@@ -432,7 +434,7 @@ def flash_attn_with_kvcache(
     Raises
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
-        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for what is not taken.
+        As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for unsupported arguments.
     """
     _refuse(_HINTS, attention_chunk=attention_chunk)
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
@@ -480,7 +482,7 @@ def flash_attn_with_kvcache(
 
 
 def _rows_of(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
-    """The rows of a page table that the sequences use."""
+    """The rows of the page table that the sequences use."""
     check_tensors(page_table=page_table, cache_batch_idx=cache_batch_idx)
     if cache_batch_idx.dtype != torch.int32 or cache_batch_idx.dim() != 1 or page_table.dim() != 2:
         raise InvalidArgumentsError(
@@ -502,7 +504,7 @@ def _rows_of(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
 def _wider(
     q: Tensor, k_cache: Tensor, k: Tensor | None, scales: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Queries of 8-bit floats as bfloat16, which is exact, with their scale in that of the keys."""
+    """Float8 queries as bfloat16, which is exact, with their scale multiplied into that of the keys."""
     if k is not None:
         raise UnsupportedError(
             "k and v are appended as values of 8 bits.", hint="k=None: store k and v in the cache before"
@@ -513,4 +515,4 @@ def _wider(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Nothing: calls are planned when they are made, and planned again only if they differ."""
+    """Return None: calls are planned when they are made, and plans are cached."""

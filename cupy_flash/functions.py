@@ -1,4 +1,4 @@
-"""Score and mask functions: what `cupy_flash.attention` takes as ``score=`` and ``mask=``."""
+"""Score and mask functions, for ``score=`` and ``mask=`` of `cupy_flash.attention`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["ScoreFunction", "mask", "score", "set_compile_policy"]
 
 
 class ScoreFunction(Program):
-    """What `score` and `mask` make; ``function``, ``masks`` and ``name`` say of what."""
+    """A score or mask function, made by `score` or `mask`; see its ``function``, ``masks`` and ``name``."""
 
     __slots__ = ()
 
@@ -39,40 +39,40 @@ class ScoreFunction(Program):
     ) -> list[Path]:
         """Compile the kernels of this function, so that calls on GPUs find them.
 
-        It needs a compiler, NVRTC, and no GPU. Nothing else compiles: a call whose kernels are not there
-        raises CubinNotFoundError, which names this.
+        This needs a compiler (NVRTC), but no GPU. Nothing else compiles: a call whose kernels are missing
+        raises CubinNotFoundError, which names this method.
 
         Parameters
         ----------
         arguments : sequence of array
-            Like those that will be bound; only their dtypes and ranks matter.
+            Arrays like those that will be bound; only dtypes and ranks matter.
         archs : sequence of str, optional
-            Such as "sm_86". Default: those of this machine's GPUs.
+            Architectures such as "sm_86". Default: those of this machine's GPUs.
         dtypes : sequence of str
-            Of q, k and v: float16, bfloat16, float32, float64.
+            Dtypes of q, k and v: float16, bfloat16, float32, float64.
         head_dims : sequence of int
             A kernel serves head dims up to the next of 64, 128, 256 and 512.
         second_order : bool
-            Also the kernels of `derivatives`, and so of double backward.
+            Whether to compile the kernels of `derivatives` too, which double backward needs.
         cuda : {12, 13}, optional
             CUDA major; default: the first one whose compiler is installed.
         out : path, optional
-            A folder for them instead of the user's cache, to be named by the environment variable
+            A folder to use instead of the user's cache, to be named by the environment variable
             CUPY_FLASH_CUBIN_DIR; your package can ship it.
 
         Returns
         -------
         list of Path
-            Where they are, for each architecture.
+            The folder of the kernels, for each architecture.
 
         Raises
         ------
         InvalidArgumentsError
-            As for a call; or no such kernel exists.
+            As in a call; or there is no kernel for these arguments.
         UnsupportedError
-            There is no compiler.
+            No compiler is installed.
         cupy_flash.cubins.build.BuildFailed
-            It does not compile.
+            Compilation failed.
         """
         from .cubins.build import archs_here
         from .cubins.user_cache import function_into_cache
@@ -112,11 +112,11 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     Parameters
     ----------
     function : callable or str
-        Takes the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
+        Called with the score s (scaled, after softcap), its batch b, head of q h, query i and key j, and one
         parameter per bound array, which it indexes by one integer per axis; arrays of shape () are
         numbers. Returns the new score; -inf masks a pair. Supported are + - * / // %,
         powers from 2 to 8, comparisons, & | ~, casts, and of NumPy or torch where, exp, exp2, log, tanh,
-        sigmoid, silu, sqrt, abs, minimum, maximum, clip, square. A text is in C, for GPUs only: a template
+        sigmoid, silu, sqrt, abs, minimum, maximum, clip, square. A str is C text, for GPUs only: a template
         ``T score(T s, int b, int h, int i, int j, ...)`` that takes ``table(h, i)`` where Python takes
         ``table[h, i]``.
     learned : sequence of str
@@ -130,11 +130,11 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
     Raises
     ------
     InvalidArgumentsError
-        It takes too few arguments, or ``learned`` names one that it does not take. When it is used: it
-        branches in Python on a value, does not return a number, or uses an unsupported operation; the
-        line is shown. A text has no such function, or includes a file.
+        It takes too few arguments, or ``learned`` names an unknown one. When it is used: it branches in
+        Python on a value, does not return a number, or uses an unsupported operation; the line is shown. C
+        text does not define the function, or includes a file.
     UnsupportedError
-        A text in C has ``learned``. When it is used: arrays are on a CPU. Integers of a function may
+        ``learned`` with C text. When it is used: arrays are on a CPU with C text; integers of a function may
         overflow.
 
     Notes
@@ -157,14 +157,14 @@ def score(function: Callable[..., Any] | str, *, learned: Sequence[str] = ()) ->
 
 
 def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
-    """Say whether a call on a GPU may compile the missing kernels of a score function.
+    """Set whether a call on a GPU may compile the missing kernels of a score function.
 
     Parameters
     ----------
     policy : {"allow", "refuse"}
-        For this process, from now on. "allow": NVRTC compiles them into the user's cache while the call
-        waits, for seconds, once. "refuse", the default: CubinNotFoundError, which names
-        ``ScoreFunction.build``; nothing imports a compiler.
+        Applies to this process, from now on. "allow": NVRTC compiles them into the user's cache while the
+        call waits, for seconds, once. "refuse", the default: the call raises CubinNotFoundError, which names
+        ``ScoreFunction.build``; no compiler is imported.
 
     Returns
     -------
@@ -174,17 +174,17 @@ def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
     Raises
     ------
     InvalidArgumentsError
-        It is neither.
+        Another policy.
     """
     from .cubins import on_demand
 
     return on_demand.policy(policy)
 
 
-if not TYPE_CHECKING:  # checkers of types know what is there
+if not TYPE_CHECKING:  # type checkers know the names
 
     def __getattr__(name: str) -> Any:
-        if name == "jit":  # goes with 0.2, as `cupy_flash._REMOVED`
+        if name == "jit":  # to be removed in 0.2, as `cupy_flash._REMOVED`
             raise AttributeError(
                 "cupy_flash.functions has no 'jit' any more.\nTry: cupy_flash.set_compile_policy(policy)"
             )
@@ -198,8 +198,8 @@ def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     Parameters
     ----------
     function : callable or str
-        Takes b, h, i, j and arguments, as in `score`; returns a condition, True where query i may attend to
-        key j. A text in C defines ``bool mask(int b, int h, int i, int j, ...)``.
+        Called with b, h, i, j and arguments, as in `score`; returns a condition, True where query i may
+        attend to key j. A text in C defines ``bool mask(int b, int h, int i, int j, ...)``.
 
     Returns
     -------
@@ -209,7 +209,7 @@ def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     Raises
     ------
     InvalidArgumentsError
-        As of `score`.
+        As in `score`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""info: versions, GPUs, cubins and what would run here; every problem with the command that fixes it."""
+"""info: versions, GPUs, cubins, and what would run here; every problem with a command that fixes it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["facts", "info_text"]
 
 _LIBRARIES = ("numpy", "ml_dtypes", "torch", "jax", *driver.CUPYS)
 
-# What people run most, for the line that says what would run here.
+# A common call, for the line that shows what would run here.
 _TYPICAL = Problem("forward", "float16", None, 1, 8, 8, 4096, 4096, 128, 128, 128**-0.5, right=0)
 
 
 def facts() -> dict[str, Any]:
-    """Everything `info_text` says, as plain values.
+    """The facts that `info_text` shows, as plain values.
 
     Returns
     -------
     dict
-        versions, gpus, drivers (what runs kernels for the arrays of which libraries), cubins, runs (one entry
-        per place where attention can run), problems (each with what is wrong and the command that fixes it).
+        versions, gpus, drivers (what runs kernels, by library of the arrays), cubins, runs (one entry per
+        device that can run attention), problems (each with what is wrong and a command that fixes it).
     """
     versions = {"cupy_flash": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
@@ -66,7 +66,7 @@ def facts() -> dict[str, Any]:
         versions["driver"] = f"CUDA {version_text(version)}"
     except UnsupportedError as error:
         devices, version = (), 0
-        # why: to lack a driver is no problem where nothing was installed that needs one.
+        # why: a missing driver is a problem only if something that needs it is installed.
         if driver.is_installed() or of_gpu is driver:
             problems.append(str(error))
     for device in devices:
@@ -90,7 +90,7 @@ def facts() -> dict[str, Any]:
 
 
 def _drivers() -> list[dict[str, str]]:
-    """What loads and launches kernels, for the arrays of which libraries, and why."""
+    """What loads and launches kernels, by library of the arrays, and why."""
     why = choice.why_without_cupy()
     if not why:
         return [{"of": "CuPy, torch and JAX arrays", "with": "CuPy", "why": ""}]
@@ -102,7 +102,7 @@ def _drivers() -> list[dict[str, str]]:
 
 
 def _on_cpu(problems: list[str]) -> str:
-    """What computes on the CPU, and why not the compiled core if that does not."""
+    """What computes on the CPU, and why not the compiled core if it is not used."""
     try:
         simulator = choice.host_driver()
         if simulator is not None:
@@ -124,12 +124,12 @@ def _on_cpu(problems: list[str]) -> str:
 
 
 def info_text(as_json: bool = False) -> str:
-    """Say what is here, what would run, and what is wrong.
+    """A text that shows what is installed, what would run, and what is wrong.
 
     Parameters
     ----------
     as_json : bool
-        The same facts as JSON.
+        Return the same facts as JSON.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Attention over a KV cache: few new queries, many stored keys, in one piece or in pages."""
+"""Attention over a KV cache: few new queries, many stored keys, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def attention_with_kv_cache(
     out: Any = None,
     **options: Unpack[CacheOptions],
 ) -> Any:
-    """Exact attention of new queries over cached keys and values, to which new ones may be appended first.
+    """Exact attention of new queries over cached keys and values, after optionally appending new ones.
 
     The last query of a sequence is at the position of its last key ("bottom_right"): query i of S_q has
     position length - S_q + i, where length is cache_seqlens plus the appended keys. causal, window, ALiBi and
@@ -75,9 +75,9 @@ def attention_with_kv_cache(
     q : array, shape (batch, heads_q, seqlen_q, head_dim)
         float16, bfloat16, float32 or float64. With cu_seqlens_q (rows, heads_q, head_dim).
     k_cache : array, QuantizedCache or LatentCache, shape (batch, heads_k, capacity, head_dim)
-        With a block_table of pages (pages, heads_k, page, head_dim), pages of any size; with one of slots any
-        number of slots instead of batch. The dtype of q, or float8_e4m3fn without a scale (or uint8 with its
-        bits); other formats are a `QuantizedCache`. Written if k is given.
+        With a block_table of pages: (pages, heads_k, page, head_dim), pages of any size; with one of slots,
+        any number of slots instead of batch. The dtype of q, or float8_e4m3fn without a scale (or uint8 with
+        its bits); other formats are a `QuantizedCache`. Written to if k is given.
     v_cache : array or QuantizedCache, optional, shape (batch, heads_k, capacity, head_dim_v)
         Like k_cache. None with a `LatentCache` (MLA), whose first columns are the values; a view of these
         columns is equivalent.
@@ -140,7 +140,7 @@ def attention_with_kv_cache(
 def attend_over_cache(
     q: Any, cache_seqlens: Any, options: dict[str, Any], return_lse: Any = False, out: Any = None
 ) -> Any:
-    """`attention_with_kv_cache` of what `cache_parts` made: arrays and numbers, nothing compound."""
+    """`attention_with_kv_cache` with options from `cache_parts`: arrays and numbers, nothing compound."""
     whole, own, k_cache, v_cache = options, {}, options["k_cache"], options["v_cache"]
     shared = Prefix.of_cache(q, k_cache, v_cache, options)
     if options.get("indices") is not None:
@@ -171,7 +171,7 @@ def attend_over_cache(
     if shared is None:
         return results_of_forward(call.run(raw, moment, space, length), out)
     xp = namespace(raw["q"].library)
-    with np.errstate(all="ignore"):  # what overflows shows in the result, as in every other call
+    with np.errstate(all="ignore"):  # why: overflow shows in the result, as in other calls
         first = shared.before_cache(xp, attention, q, k_cache, whole)
         if shared.may_hold_queries(q, whole):
             own |= {
@@ -191,14 +191,14 @@ def attend_over_cache(
 
 
 def _over_selected_keys(q: Any, cache_seqlens: Any, options: dict[str, Any], want_lse: bool, out: Any) -> Any:
-    """The same with indices: each query as a sequence of its own."""
+    """`attend_over_cache` with indices: each query becomes a sequence of its own."""
     raw = adopt_selection(q, cache_seqlens, options)
     check, xp = options.get("check"), namespace(raw["q"].library)
     look = raw["q"].device == CPU if check is None else flag(check, "tuning.check")
     call = Selection.of(xp, q, cache_seqlens, options, raw, look)
     if out is not None:
         given = {name: x for name, x in raw.items() if name != "indices"} | {"out": adopt(out, "out")}
-        halves = 2 if kind_of_codes(options) else 1  # two codes of 4 bits to an element
+        halves = 2 if kind_of_codes(options) else 1  # why: an element holds two 4-bit codes
         check_out(False, given, (*raw["q"].shape[:-1], halves * raw["v_cache"].shape[-1]))
         check_overlap(given, extents(given))
     results = attend_over_cache(call.q, call.lengths, call.options, want_lse)

@@ -1,6 +1,6 @@
-"""What the library tells the standard logging module: what it finds, plans, loads and builds, each once.
+"""The logger of the library, for files found, plans, loads and builds, each logged once.
 
-why a module: importing logging takes longer than many calls, and arrays of NumPy need none of this.
+why a module: importing logging takes longer than many calls, and calls on NumPy arrays do not need it.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Manifests: what a compiled file must be to be loaded. Those of cubins and of the CPU core are alike."""
+"""Manifests, which list the properties of compiled files; the same for cubins and for the CPU core."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["check_bytes", "check_version", "damage", "read"]
 
 
 def read(path: Path, files: str, fields: Collection[str]) -> dict[str, Any]:
-    """What a manifest says.
+    """Read a manifest.
 
     Parameters
     ----------
     path : Path
     files : str
-        The key of its table: name of a file -> entry.
+        Key of its table: file name -> entry.
     fields : collection of str
-        What each entry has.
+        Fields that each entry must have.
 
     Raises
     ------
     OSError, ValueError, KeyError, TypeError, AttributeError
-        It cannot be read, or is none.
+        It cannot be read, or is not a manifest.
     """
     manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for name, entry in manifest[files].items():
@@ -38,15 +38,15 @@ def read(path: Path, files: str, fields: Collection[str]) -> dict[str, Any]:
 
 
 def check_version(manifest: Mapping[str, Any], abi: int, what: str, hint: str) -> None:
-    """Refuse what was made for another version of this package, or other params structs.
+    """Refuse files made for another version of the package, or another ABI of params structs.
 
     Parameters
     ----------
     manifest : mapping
     abi : int
-        Ours.
+        ABI version of this package.
     what : str
-        The files, such as "the cubins in FOLDER".
+        The files, for the message, such as "the cubins in FOLDER".
     hint : str
 
     Raises
@@ -62,7 +62,7 @@ def check_version(manifest: Mapping[str, Any], abi: int, what: str, hint: str) -
 
 
 def damage(path: Path, entry: Mapping[str, Any]) -> str:
-    """What is wrong with a file; empty if it is what its entry says."""
+    """What is wrong with a file; "" if size and SHA-256 match its entry."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -76,15 +76,15 @@ def damage(path: Path, entry: Mapping[str, Any]) -> str:
 
 
 def check_bytes(path: Path, data: bytes, sha256: str) -> None:
-    """Refuse bytes that are about to be loaded, if they are not those of the file that was found.
+    """Refuse bytes about to be loaded, if the file has changed since it was found.
 
     Parameters
     ----------
     path : Path
-        Where they were read.
+        The file that they were read from.
     data : bytes
     sha256 : str
-        Of what was found.
+        SHA-256 of the file when it was found.
 
     Raises
     ------

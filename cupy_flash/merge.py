@@ -26,7 +26,7 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
 
     With ``w_x = exp(lse_x - lse)`` and ``lse = log(exp(lse_a) + exp(lse_b))``, the result is
     ``o = w_a o_a + w_b o_b``. A part with zero weight is not read: if its lse is -inf, its o may hold
-    anything, also NaN, and its gradients are 0. If both parts are empty, o = 0 and lse = -inf.
+    any values, also NaN, and its gradients are 0. If both parts are empty, o = 0 and lse = -inf.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
     lse_a, lse_b : array, shape (batch, heads, seqlen_q)
         Their log-sum-exps, natural logarithm. Attention sinks must be in one part only.
     layout : {"bhsd", "bshd"}
-        Of o_a and o_b.
+        Layout of o_a and o_b.
 
     Returns
     -------
@@ -94,21 +94,21 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
 
 
 def united(xp: Any, parts: Sequence[tuple[Any, Any]], swapped: bool = False) -> tuple[Any, Any]:
-    """The formula of `merge` over any number of parts, o in the dtype of the sum.
+    """The formula of `merge` for any number of parts, with o in the accumulator dtype.
 
     Parameters
     ----------
     xp : module
-        Of the arrays: numpy, cupy, torch or jax.numpy, whose traced arrays it takes too.
+        Namespace of the arrays: numpy, cupy, torch or jax.numpy; traced JAX arrays are supported.
     parts : sequence of (array, array)
         o and lse of each, as in `merge`.
     swapped : bool
-        The rows of o lie before its heads, unlike those of lse.
+        Whether rows come before heads in o ("bshd"); in lse, heads come first.
     """
     top = functools.reduce(xp.maximum, [lse for _, lse in parts])
     top = xp.where(top == -xp.inf, xp.zeros_like(top), top)
-    # why halves: the difference of two finite numbers may be beyond the largest. And exp(-800) is 0 in every
-    # dtype, with a derivative of 0, which -inf would make NaN.
+    # why halves: the difference of two finite numbers may overflow. why -400: exp(-800) is 0 in every dtype,
+    # with a derivative of 0; -inf would make the derivative NaN.
     weights = [xp.exp(2 * xp.clip(lse / 2 - top / 2, -400, None)) for _, lse in parts]
     total = sum(weights[1:], weights[0])
     empty = total == 0
@@ -117,7 +117,7 @@ def united(xp: Any, parts: Sequence[tuple[Any, Any]], swapped: bool = False) -> 
     for (o, _), weight in zip(parts, weights, strict=True):
         share = weight / safe
         share = (xp.swapaxes(share, -1, -2) if swapped else share)[..., None]
-        # why: what weighs nothing may hold anything; some libraries never write o of an empty part.
+        # why where: a part with weight 0 may hold any values; some libraries never write o of an empty part.
         weighted.append(xp.where(share == 0, xp.zeros_like(o), o) * share)
     lse = xp.where(empty, xp.full_like(top, -xp.inf), top + xp.log(safe))
     return sum(weighted[1:], weighted[0]), lse

@@ -1,4 +1,4 @@
-"""naive_attention: the textbook method with its S x S matrix, to compare results and memory with."""
+"""naive_attention: the textbook method with its S x S matrix, to compare results and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["NaiveResult", "naive_attention", "naive_bytes"]
 
 
 class NaiveResult(NamedTuple):
-    """What `naive_attention` returns.
+    """The result of `naive_attention`.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class NaiveResult(NamedTuple):
     lse : array
         As in `attention`.
     scores_bytes : int
-        Bytes of the two S x S matrices (scores and weights) that it held at once.
+        Bytes of the two S x S matrices (scores and weights) held at once.
     """
 
     o: Any
@@ -53,7 +53,7 @@ def naive_bytes(problem: Problem) -> int:
 @opaque
 @np.errstate(over="ignore", invalid="ignore")
 def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> NaiveResult:
-    """Attention by the textbook: the whole score matrix, its softmax, its product with v.
+    """Attention by the textbook method: the whole score matrix, its softmax, its product with v.
 
     Parameters
     ----------
@@ -121,14 +121,14 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
     if p.alibi:
         s = s - x["alibi_slopes"][..., None, None] * abs(position - key).astype(acc)
     keep = xp.ones((p.seqlen_q, p.seqlen_k), bool)
-    far = 2**40  # why: windows are any integers, arrays hold 64 bits
+    far = 2**40  # why clamp: window bounds may exceed 64 bits
     if p.left is not None:
         keep &= key >= position - min(p.left, far)
     if p.right is not None:
         keep &= key <= position + min(p.right, far)
     if p.mask is not None:
         keep = keep & x["mask"]
-    if p.bias is not None:  # why: with a k that nobody sees the sum may be NaN
+    if p.bias is not None:  # why: a masked key may make the sum NaN
         keep = keep & (x["bias"] != -np.inf)
     if p.spans is not None:
         check_spans(p.spans, raw)
@@ -162,7 +162,7 @@ def naive_attention(q: Any, k: Any, v: Any, **options: Unpack[NaiveOptions]) -> 
 
 
 def _seen(xp: Any, blocks: Blocks, table: Any, bits: Any, i: Any, j: Any) -> Any:
-    """Which of the queries i see which of the keys j, by their blocks."""
+    """Which queries i may attend to which keys j, by a block mask."""
     code = table[..., i // blocks.queries, j // blocks.keys]
     if not blocks.partial:
         return code == WHOLE

@@ -1,6 +1,6 @@
-"""The name under which this copy of the library registers its operators with torch, its targets with XLA.
+"""The name under which this copy of the library registers torch operators and XLA targets.
 
-Another copy in the same process, such as a kernel of the Hugging Face hub, has another name.
+Another copy in the same process, such as a kernel from the Hugging Face hub, has another name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""KV caches in 8 and 4 bits: makers of `cupy_flash.QuantizedCache`, for `cupy_flash.attention_with_kv_cache`.
+"""KV caches in 8 and 4 bits: functions that make a `cupy_flash.QuantizedCache`.
 
-format   a feature is                          codes                       bits of a feature
+format   a feature is                          codes                       bits per feature
 int8     scale * code                          int8                        8
 float8   scale * code                          bits of float8_e4m3fn       8
 int4     scale * code + zero, groups of 64     two to a byte, 0 to 15      4.5
@@ -11,9 +11,8 @@ the lowest of a group, 15 the highest. NVFP4 cuts it into groups of 16; a code i
 1.5, 2, 3, 4 and 6, a block scale a float8_e4m3fn. Feature 2i is the lower half of its byte, feature 2i + 1
 the upper one.
 
-why groups of features, not of keys: a new key is stored at once, and no other key changes; groups of keys
-would have to wait in full precision until one is complete.
-
+why groups of features, not of keys: a new key is stored at once and changes no other key; with groups of
+keys, new keys would have to wait in full precision until a group is complete.
 All functions take NumPy, CuPy, torch and JAX arrays, and return arrays of the same library.
 """
 
@@ -35,7 +34,7 @@ _HEADS = {"bhsd": 1, "bshd": 2}
 
 
 def _floats(x: Any) -> tuple[Any, Any, str]:
-    """The view of an array of floats, the module of its library, and the dtype to compute in."""
+    """The view of an array of floats, its array namespace, and the dtype to compute in."""
     view = adopt(x, "x")
     if view.dtype not in FLOATS:
         raise InvalidArgumentsError(f"x has dtype {view.dtype}.", table_of({"x": view}), hint="floats")
@@ -43,7 +42,7 @@ def _floats(x: Any) -> tuple[Any, Any, str]:
 
 
 def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
-    """The module of an array, it divided by a scale per KV head, the scale, and the dtype to compute in."""
+    """The namespace of an array, the array / scale per KV head, the scale, and the dtype to compute in."""
     view, xp, wide = _floats(x)
     if not one_of(layout, _HEADS) or len(view.shape) != 4:
         raise InvalidArgumentsError(
@@ -68,7 +67,7 @@ def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     x : array, shape (batch, heads_k, capacity, head_dim)
         float16, bfloat16, float32 or float64: for example a cache, or its pages.
     layout : {"bhsd", "bshd"}
-        Of x.
+        Layout of x.
 
     Returns
     -------
@@ -97,7 +96,7 @@ def float8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     Parameters
     ----------
     x, layout
-        As of `int8`.
+        As in `int8`.
 
     Returns
     -------
@@ -108,7 +107,7 @@ def float8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     Raises
     ------
     InvalidArgumentsError
-        As of `int8`.
+        As in `int8`.
 
     Examples
     --------
@@ -132,7 +131,7 @@ def int4(x: Any, *, group: int = 64, dtype: str = "float16") -> QuantizedCache:
     group : {32, 64, 128}
         Features that share a scale and a zero; divides head_dim.
     dtype : {"float16", "float32"}
-        Of scale and zero. float16 holds magnitudes up to 65504, float32 up to 2**126; larger ones,
+        Dtype of scale and zero. float16 holds magnitudes up to 65504, float32 up to 2**126; larger ones,
         infinities included, are clamped. A NaN is stored as the lowest number of its group (0 if all are
         NaN), and the others as if it were absent.
 
@@ -210,7 +209,7 @@ def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
     cache : QuantizedCache
         As returned by `int4` or `nvfp4`; a scale of the whole tensor (NVFP4) is ignored.
     dtype : str
-        Of the result: "float16", "float32" or "float64".
+        Dtype of the result: "float16", "float32" or "float64".
 
     Returns
     -------

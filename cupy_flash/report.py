@@ -45,7 +45,7 @@ def _size(count: float) -> str:
 
 
 def plan_text(problem: Problem, plan: Plan, located: bool = True) -> str:
-    """A plan as text: why this family, each launch, its grid and its cubin."""
+    """A plan as text: the reasons for the family, and each launch with its grid and cubin."""
     row = architecture(plan.arch)
     lines = [f"problem   {problem.summary()}", f"family    {plan.family} on {plan.arch}"]
     lines += [f"skipped   {family}: {reason}" for family, reason in plan.refused]
@@ -78,8 +78,8 @@ def _cubin_line(variant: Any, target: str) -> str:
 
 
 def _cpu_text(problem: Problem, library: str) -> str:
-    """The plan of a problem on the CPU, of arrays of a library: why this family, its tile, its threads."""
-    # why here: the CPU path is a fifth of what the package takes to import
+    """The plan of a problem on the CPU as text: the reasons for the family, its tile and threads."""
+    # why here: the CPU path takes a fifth of the package's import time.
     from .cpu import choose as on_cpu
     from .cpu import tiles
     from .cpu.core import family
@@ -115,20 +115,20 @@ def explain(
     kv_cache: Mapping[str, Any] | None = None,
     **options: Unpack[DenseOptions],
 ) -> str:
-    """Say which kernels a call would run, and why not others.
+    """Show which kernels a call would run, and why not others.
 
     Parameters
     ----------
     q, k, v : array
-        As in `attention`; only their shapes, strides and dtypes are looked at.
+        As in `attention`; only shapes, strides and dtypes matter.
     arch : str, optional
-        Plan for this architecture, such as "sm_90a", on any machine. Default: where the arrays are.
+        Plan for this architecture, such as "sm_90a", on any machine. Default: for the device of the arrays.
     direction : {"forward", "backward", "statistics"}
-        "statistics" is `attention_statistics` of all but top_k, with lse.
+        "statistics" is `attention_statistics` with everything except top_k, and with lse.
     {options: As in `attention`.}
     kv_cache : mapping of str to object, optional
         Explain `attention_with_kv_cache` instead, with these of its options, at least cache_seqlens; k and v
-        are then the caches. Those that `attention` has too may be given either way.
+        are then the caches. Options that `attention` has too may be given either way.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def explain(
 
 
 def _without_head_scale(values: Options, q: Any, layout: str) -> tuple[Options, list[str]]:
-    """Options with one number as scale, and a line that says so if it was of each head."""
+    """Options with scale 1 in place of a scale per head, and a note about it."""
     (scale,) = _detached({"scale": values.scale}).values()
     if HeadScale.of(scale, q, layout) is None:
         return values, []
@@ -182,19 +182,20 @@ def _without_head_scale(values: Options, q: Any, layout: str) -> tuple[Options, 
 
 
 def _detached(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays without their graphs: no gradient gets lost where nothing is computed."""
+    """Arrays without autograd graphs: nothing is computed, so no gradient can get lost."""
     return {name: x.detach() if getattr(x, "requires_grad", False) else x for name, x in arrays.items()}
 
 
 def _describe_cache(
     q: Any, k_cache: Any, v_cache: Any, options: Mapping[str, Any], kv_cache: Mapping[str, Any]
 ) -> tuple[Problem, dict[str, ArrayView], list[str]]:
-    """Describe attention over a cache, of options that `attention` has too and of its own; and notes."""
+    """Describe attention over a cache, given options of `attention` and of the cache; and notes."""
     if not isinstance(kv_cache, Mapping):
         raise InvalidArgumentsError(f"kv_cache is {kind_of(kv_cache)}.", hint="a dictionary of options")
     own = ("cache_seqlens", *defaults(CacheOptions))
     usual = defaults(DenseOptions)
-    # why: an option at its default asks for nothing, whoever has it; no array is a default
+    # why: an option at its default asks for nothing, even one that caches do not have; arrays are never
+    # defaults
     shared = {
         name: x
         for name, x in options.items()
@@ -216,7 +217,7 @@ def _describe_cache(
             "a call with a shared prefix is two calls, and explain shows one.",
             hint="kv_cache without a prefix; and explain(all queries in a row, *prefix)",
         )
-    for name in ("check", "workspace"):  # of the run, not of the plan
+    for name in ("check", "workspace"):  # they do not affect the plan
         flat.pop(name, None)
     (q,) = _detached({"q": q}).values()
     _, values, _ = split_of_cache(flat)
@@ -231,7 +232,7 @@ def _describe_cache(
         del flat["check"]
     arrays, _, call = split_of_cache(flat)
     check_options(values)
-    # why here: an integer is no array, and None is refused by name
+    # why adopt_cache: it handles an integer, and refuses None by name
     raw, length = adopt_cache(_detached({"q": q, "cache_seqlens": seqlens, **arrays}))
     packing = pack_queries(raw, values.layout, call, length)
     return *describe_cache(raw, values, call, packing=packing), notes
@@ -247,7 +248,7 @@ def _check_arch(arch: Any) -> None:
 
 
 class MemoryReport(NamedTuple):
-    """Bytes and work of a problem; prints as a table.
+    """Memory and FLOPs of a problem; prints as a table.
 
     Attributes
     ----------
@@ -259,10 +260,10 @@ class MemoryReport(NamedTuple):
     operand_bytes : int
         q, k, v and o, which both methods need (and their gradients).
     flops : int
-        Multiplications and additions of the matrix products: 2 per pair and feature of q k^T and of p v,
-        pairs outside the band not counted; 2.5 times that for the backward pass.
+        FLOPs of the matrix products: 2 per pair and feature of q k^T and of p v, without pairs outside the
+        band; 2.5 times that for the backward pass.
     plan : Plan or None
-        On the architecture asked for.
+        The plan on the given architecture; None without one.
     """
 
     problem: Problem
@@ -306,7 +307,7 @@ def memory_report(
     arch: str | None = None,
     **options: Unpack[BandOptions],
 ) -> MemoryReport:
-    """Report what a problem needs, by the naive method and by this one.
+    """Report the memory and FLOPs of a problem, by the naive method and by this library.
 
     Parameters
     ----------
@@ -315,12 +316,12 @@ def memory_report(
     heads_k, seqlen_k, head_dim_v : int, optional
         Sizes of k and v where they differ.
     dtype : {"float16", "bfloat16", "float32", "float64"}
-        Or the same as a dtype of NumPy, CuPy, torch or JAX.
+        The name, or a dtype of NumPy, CuPy, torch or JAX.
     {options: As in `attention`.}
     backward : bool
-        Of the backward pass instead of the forward pass.
+        Report the backward pass instead of the forward pass.
     arch : str, optional
-        Also name the tiles and shared memory on this architecture.
+        Also show tiles and shared memory on this architecture.
 
     Returns
     -------

@@ -1,12 +1,12 @@
-"""A prefix that a whole batch shares: its keys are read once, for all queries, and the parts merged exactly.
+"""A prefix shared by a batch: its keys are read once for all queries, and partial results are merged.
 
 Sources: Hydragen (Juravsky and others, arXiv:2402.05099); cascade inference (flashinfer).
 
 [P1]  the queries of all sequences over the prefix, as rows of one sequence: O1, LSE1
-[P2]  those of each sequence over its own keys: O2, LSE2
+[P2]  the queries of each sequence over its own keys: O2, LSE2
 [P3]  merge
 
-Keys of the prefix stand at positions 0 to P - 1, each one's own from P on.
+Keys of the prefix have positions 0 to P - 1, the own keys of a sequence positions from P on.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["Prefix", "over_keys"]
 
 
 class Prefix(NamedTuple):
-    """Keys and values that all sequences begin with.
+    """The keys and values that all sequences begin with.
 
     Attributes
     ----------
     k, v : array, shape (1, prefix, heads_k, head_dim)
     layout : {"bhsd", "bshd"}
-        Of the queries and of each one's own keys.
+        Layout of the queries and of the own keys.
     packed : bool
-        Whether queries are rows of several sequences.
+        Whether queries are packed.
     """
 
     k: Any
@@ -48,17 +48,17 @@ class Prefix(NamedTuple):
 
     @classmethod
     def of_cache(cls, q: Any, k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> Prefix | None:
-        """That of a call of `attention_with_kv_cache` with these options, if it has one."""
+        """The prefix of a call of `attention_with_kv_cache` with these options; None without one."""
         prefix = options.get("prefix_k"), options.get("prefix_v")
         if prefix[0] is None and prefix[1] is None:
             return None
         _check_options(prefix, options)
         packed = options.get("cu_seqlens_q") is not None
-        halves = 2 if kind_of_codes(options) else 1  # two codes of 4 bits to an element
+        halves = 2 if kind_of_codes(options) else 1  # why: an element holds two 4-bit codes
         return cls.of(q, k_cache, v_cache, prefix, options.get("layout", "bhsd"), packed, halves)
 
     def behind(self, options: Mapping[str, Any]) -> Any:
-        """The options of the cache alone, whose keys begin at a later row of the tables of rotation."""
+        """The options for the cache alone; its rotation tables start at the row after the prefix."""
         own = {name: x for name, x in options.items() if name not in ("prefix_k", "prefix_v")}
         for name in ("rotary_cos", "rotary_sin"):
             if own.get(name) is not None and own.get("rotary_seqlens") is None:
@@ -77,9 +77,9 @@ class Prefix(NamedTuple):
         halves: int = 1,
         names: tuple[str, str] = ("prefix[0]", "prefix[1]"),
     ) -> Prefix:
-        """Check (heads_k, prefix, head_dim) keys and values, as the layout has them, beside those of each.
+        """Check the keys and values of a prefix, (heads_k, prefix, head_dim) or as in the layout.
 
-        An element of k and v holds as many features as `halves` says. names: what the caller calls the two.
+        An element of k and v holds `halves` features. `names` are the public names of the two arrays.
         """
         rank = 3 if packed else 4
         for name, x in (("q", q), ("k", k), ("v", v), (names[0], prefix[0]), (names[1], prefix[1])):
@@ -118,15 +118,15 @@ class Prefix(NamedTuple):
         return cls(found[0], found[1], layout, packed)
 
     def attend(self, attention: Callable[..., Any], q: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        """[P1] O and LSE over the prefix, in the shapes that attention of q gives them.
+        """[P1] O and LSE over the prefix, in the shapes of attention of q.
 
         Parameters
         ----------
         attention : callable
-            `cupy_flash.attention`, or that of an adapter.
+            `cupy_flash.attention`, or the function of an adapter.
         q : array
         options : mapping of str to object
-            Of attention.
+            Options of attention.
         """
         rows = q if self.packed or self.layout == "bshd" else q.swapaxes(1, 2)
         grouped, (heads, dim) = rows.shape[:-2], rows.shape[-2:]
@@ -143,17 +143,17 @@ class Prefix(NamedTuple):
     def before_cache(
         self, xp: Any, attention: Callable[..., Any], q: Any, k_cache: Any, options: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """The same for queries over a cache: where each row stands decides its rotation and its band.
+        """`attend` for queries over a cache, rotated and masked by the positions of their rows.
 
         Parameters
         ----------
         xp : module
-            Of the arrays, as of `merge.united`.
+            Namespace of the arrays, as in `merge.united`.
         attention, q
-            As of `attend`.
+            As in `attend`.
         k_cache : array
         options : mapping of str to object
-            Those of `attention_with_kv_cache`, checked, as the caller gave them, with cache_seqlens.
+            Options of `attention_with_kv_cache` as the caller gave them, checked, with cache_seqlens.
         """
         handed_on = {name: options[name] for name in ("scale", "softcap", "precision") if name in options}
         left, right = options.get("window") or (None, None)
@@ -165,9 +165,9 @@ class Prefix(NamedTuple):
         return self.attend(attention, q, handed_on)
 
     def may_hold_queries(self, q: Any, options: Mapping[str, Any]) -> bool:
-        """Whether a query may stand inside the prefix and see keys behind it, as far as shapes say.
+        """Whether, by shapes, a query may have a position in the prefix and attend to keys after it.
 
-        Tables that begin at the end of the prefix, those of `behind`, have no row for it.
+        The tables from `behind`, which start at the end of the prefix, have no row for such a query.
         """
         if options.get("rotary_cos") is None or options.get("rotary_seqlens") is not None:
             return False
@@ -180,12 +180,12 @@ class Prefix(NamedTuple):
         return bool(q.shape[axis] > max(1, 0 if k is None else k.shape[axis]))
 
     def rotated(self, xp: Any, q: Any, k_cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Queries and new keys, by name, rotated by where they stand, and no tables for anybody else.
+        """Queries and new keys, rotated by position, by name; without tables, to rotate them only once.
 
         Parameters
         ----------
         xp, q, k_cache, options
-            As of `before_cache`.
+            As in `before_cache`.
         """
         rows, new = Rows.of(xp, q, k_cache, self.layout, self.k.shape[1], options)
         turned = {"q": rows.rotated(xp, q, options, self.layout), "rotary_cos": None, "rotary_sin": None}
@@ -194,7 +194,7 @@ class Prefix(NamedTuple):
         return turned
 
     def unite(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
-        """[P3] O in a dtype, and LSE."""
+        """[P3] Merge; return O in a dtype, and LSE."""
         o, lse = united(xp, (first, rest), self.packed or self.layout == "bshd")
         return in_dtype(o, dtype), lse
 
@@ -203,27 +203,27 @@ def over_keys(
     xp: Any, attention: Callable[..., Any], q: Any, k: Any, v: Any, prefix: tuple[Any, Any],
     options: Mapping[str, Any],
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Attention over a shared prefix and keys of each one's own, with the gradients that `attention` has.
+    """Attention over a shared prefix and the own keys of each sequence, with the gradients of `attention`.
 
     Parameters
     ----------
     xp : module
-        Of the arrays, as of `merge.united`.
+        Namespace of the arrays, as in `merge.united`.
     attention : callable
-        As of `Prefix.attend`.
+        As in `Prefix.attend`.
     q, k, v : array
-        As `attention` takes them, of rank 4.
+        As in `attention`, of rank 4.
     prefix : (array, array)
-        As of `Prefix.of`.
+        As in `Prefix.of`.
     options : mapping of str to object
-        causal, scale, softcap, layout, precision and reproducible, of `attention`.
+        causal, scale, softcap, layout, precision and reproducible, as in `attention`.
 
     Returns
     -------
     o, lse : array
     """
     refuse_reproducible(options.get("reproducible"), "attention with a shared prefix")
-    names = "prefix_k", "prefix_v"  # of `attention_with_shared_prefix`
+    names = "prefix_k", "prefix_v"  # as in `attention_with_shared_prefix`
     shared = Prefix.of(q, k, v, prefix, options.get("layout", "bhsd"), names=names)
     rest = attention(q, k, v, return_lse=True, **options)  # [P2]
     whole = {name: x for name, x in options.items() if name not in ("causal", "layout")}
@@ -231,7 +231,7 @@ def over_keys(
 
 
 def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
-    """Refuse what has no meaning with a prefix, or no way."""
+    """Refuse options that have no meaning with a prefix, or are not supported."""
     if prefix[0] is None or prefix[1] is None:
         missing = "keys" if prefix[0] is None else "values"
         raise InvalidArgumentsError(f"prefix has no {missing}.", hint="prefix=(keys, values), or None")

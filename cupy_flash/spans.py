@@ -1,7 +1,7 @@
-"""Spans: masks as intervals, in memory linear in the length; makers of a ``mask=`` of `cupy_flash.attention`.
+"""Spans: masks as intervals, in memory linear in the length; functions that make a ``mask=`` of attention.
 
-``cupy_flash.Spans(bounds)`` makes them of an array of int32, of any library, that has the axes of a mask and
-one more for bounds. One of the two axes of pairs has length 1, and the intervals run along it:
+``cupy_flash.Spans(bounds)`` takes an array of int32, of any library, with the axes of a mask and one more for
+bounds. One of the axes of queries and keys has length 1, and the intervals run along it:
 
     (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4)     by key: the queries that see key j
     (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4)     by query: the keys that query i sees
@@ -15,11 +15,11 @@ Spans combine (AND) with every other mask: a pair is kept if spans, causal, wind
 tuple ``mask=(spans, other)`` all keep it. For packed sequences batch counts sequences, lengths are the
 longest ones, and bounds count from the start of each sequence.
 
-FlashMask stores masks by key (the masked queries), and cuDNN by query. Both forms
-exist because some masks are short in only one of them: a causal document is one interval in both;
+FlashMask stores masks by key (the masked queries), and cuDNN by query. This library has both forms
+because some masks need few intervals in only one of them: a causal document is one interval in both;
 global keys and a window are two by key; a prefix whose end differs by query is one by query.
 
-The makers use NumPy, from lengths on the host. For another library, convert the bounds:
+The functions use NumPy, from lengths on the host. For another library, convert the bounds:
 ``Spans(torch.from_numpy(made.bounds))``, or use ``jax.numpy.asarray`` or ``cupy.asarray``.
 """
 
@@ -48,7 +48,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _counts(values: Any, name: str) -> Array:
-    """Integers of at least 0, one after the other."""
+    """A sequence of integers of at least 0, as an array."""
     array = np.asarray(values)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -60,18 +60,18 @@ def _counts(values: Any, name: str) -> Array:
 
 
 def _by_key(*bounds: Any) -> Spans:
-    """Spans of the bounds of each key."""
+    """Spans by key, from their bounds."""
     return Spans(np.stack(np.broadcast_arrays(*bounds), axis=-1).astype(np.int32)[None])
 
 
 def documents(lengths: Sequence[int] | Array) -> Spans:
-    """Documents one after the other that do not see each other; with ``causal=True`` causal ones.
+    """Packed documents that do not attend to each other; with ``causal=True`` causal ones.
 
     Parameters
     ----------
     lengths : sequence of int
-        Of the documents. A document may be empty. If the arrays are longer, the remaining rows need a
-        length, too.
+        Lengths of the documents, which may be empty. If the arrays are longer, the remaining rows need a
+        length too.
 
     Returns
     -------
@@ -102,7 +102,7 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
     prefix : int or sequence of int
         Keys of the prefix, or one number per batch entry.
     seqlen : int
-        Of queries and keys.
+        Number of queries, and of keys.
 
     Returns
     -------
@@ -164,7 +164,7 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
     Parameters
     ----------
     seqlen : int
-        Of queries and keys.
+        Number of queries, and of keys.
     tokens : int
         Number of first tokens that are global.
     window : (left, right)
@@ -230,7 +230,7 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
         raise InvalidArgumentsError(f"parents is {parents!r}.", hint="parents=[-1, 0, 0, 2]")
     before, count = _count(prefix, "prefix"), len(above)
     stop = np.full(count, count)
-    path: list[int] = []  # from a root to the token before
+    path: list[int] = []  # from a root to the previous token
     for token, parent in enumerate(above.tolist()):
         if not -1 <= parent < token:
             raise InvalidArgumentsError(
@@ -274,7 +274,7 @@ def from_mask(mask: Any) -> Spans:
     -------
     Spans
         bounds of shape (..., 1, seqlen_k, 2 or 4) or (..., seqlen_q, 1, 2 or 4)
-        With one interval if that is enough, and by key if both forms work.
+        One interval if that is enough, and by key if both forms work.
 
     Raises
     ------

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 WANTED = ("key_sum", "key_max", "entropy", "top_k")
-# why: each takes a look at every weight.
+# why a limit: the time is linear in top_k.
 MOST_PLACES = 1024
 _ONLY_OF_A_CACHE = ("block_table", "cache_leftpad", "rotary")
 
@@ -60,12 +60,12 @@ class AttentionStatistics(NamedTuple):
     key_max : array or None
         Largest weight that a key receives from any query.
     entropy : array or None
-        Of the weights of each query, in nats: ``-sum(p log p)`` over the keys.
+        Entropy of the weights of each query, in nats: ``-sum(p log p)`` over the keys.
     top_weights : array or None
         The largest weights of each query, in descending order.
     top_keys : array of int32, or None
-        Their keys, as positions in the sequence; ties go to the lower key. If fewer keys have a weight
-        above 0, the rest is -1, with a weight of 0.
+        Keys of top_weights, as positions in the sequence; ties go to the lower key. If fewer keys have a
+        weight above 0, the rest is -1, with a weight of 0.
     """
 
     key_sum: Any = None
@@ -107,7 +107,7 @@ def attention_statistics(
     want : str, or tuple, list or set of str
         Any of "key_sum", "key_max", "entropy" and "top_k"; "top_k" not on a GPU.
     top_k : int
-        How many keys of each query to list, at most 1024; time is linear in it.
+        Number of keys to list per query, at most 1024; time is linear in it.
     cache_seqlens : array of int32, shape (batch,), or int, optional
         Keys of each sequence in the cache, new ones included. The last query is at the position of the last
         key, as in `attention_with_kv_cache`; bias and score functions are not supported then.
@@ -166,7 +166,7 @@ def attention_statistics(
     made = {name: outputs.zeros(raw["q"], *kind) for name, kind in kinds.items()}
     seen = {name: view.lifted(4 if name in _OF_PLACES else 3) for name, view in made.items()}
     every = {**views, **seen}
-    # why: of a result of three axes the pass sees one of four.
+    # why not as_it_is: the pass has 4-axis views of 3-axis results.
     table = tuple(Seen(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
     counted = problem._replace(direction="statistics", wanted=names)
     backend = ready(counted, every, driver_of(raw["q"].device, raw["q"].library), table)
@@ -181,7 +181,7 @@ _OF_PLACES = ("top_weights", "top_keys")
 
 
 def results_of(want: Any, top_k: Any) -> tuple[str, ...]:
-    """The fields of `AttentionStatistics` that a caller wants, of a number of keys that is one."""
+    """The requested fields of `AttentionStatistics`; check `want` and `top_k`."""
     if not 1 <= (integer(top_k) or 0) <= MOST_PLACES:
         raise InvalidArgumentsError(
             f"top_k is {top_k!r}.", hint=f"how many keys to list, from 1 to {MOST_PLACES}"
@@ -212,13 +212,13 @@ def kinds_of_results(
     Parameters
     ----------
     names, top_k
-        What is wanted.
+        The requested results.
     q, k : tuple of int
-        Shapes as they are given.
+        Shapes as given.
     dtype, layout : str
-        Of q; packed rows are "bshd".
+        Dtype and layout of q; packed rows are "bshd".
     room : (int, int), optional
-        Of a cache: sequences, and keys that each has room for.
+        For a cache: number of sequences, and capacity of each.
     """
 
     def rows(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def kinds_of_results(
 
     of_queries = rows(q)
     heads = of_queries[-2:-1]
-    # k has the heads of keys, results those of queries.
+    # Results by key have the heads of q, not of k.
     of_keys = (room[0], *heads, room[1]) if room else (*rows(k)[:-2], *heads, rows(k)[-1])
     acc = "float64" if dtype == "float64" else "float32"
     every = {
@@ -241,7 +241,7 @@ def kinds_of_results(
 
 
 def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, Views]:
-    """A call over dense or packed keys: the problem, its arrays as the pass sees them, and as given."""
+    """Describe a call over dense or packed keys: the problem, its views in the pass, and arrays as given."""
     for name in _ONLY_OF_A_CACHE:
         if options.pop(name, None) is not None:
             raise InvalidArgumentsError(
@@ -257,10 +257,10 @@ def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, 
     if lse is not None:
         arrays["lse"] = lse
     raw = adopted(q=q, k=k, **arrays)
-    raw["v"] = raw["k"]  # which nothing reads
+    raw["v"] = raw["k"]  # no kernel reads it
     packing = None if packed is None else pack(raw, *packed)
     if lse is None and driver_of(raw["q"].device, raw["q"].library) is not None:
-        # why: the fastest kernels that have it are those of the forward pass, whatever v is.
+        # why: the forward kernels are the fastest that compute it; the values of v do not matter.
         raw["lse"] = prepared("forward", raw, values, packing=packing).run(raw)["lse"]
     problem, views, given = describe("forward", raw, values, packing=packing)
     check_spans(problem.spans, given)
@@ -272,7 +272,7 @@ def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, 
 def _described_cache(
     q: Any, k: Any, lse: Any, cache_seqlens: Any, options: Any
 ) -> tuple[Problem, Views, Views]:
-    """The same of a call over a cache."""
+    """Describe a call over a cache; results as in `_described`."""
     align = options.pop("align", None)
     if align is not None and not one_of(align, ("bottom_right",)):
         raise InvalidArgumentsError(
@@ -290,7 +290,7 @@ def _described_cache(
         q = scaled_over_cache(q, every)
     arrays, values, asked = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
-    raw["v_cache"] = raw["k_cache"]  # which nothing reads
+    raw["v_cache"] = raw["k_cache"]  # no kernel reads it
     packing = None
     if asked.longest is not None or not PACKED.isdisjoint(raw):
         packing = pack_queries(raw, values.layout, asked, length)
@@ -310,7 +310,7 @@ def _described_cache(
 
 
 def refuse_gpus(raw: Views) -> None:
-    """Refuse arrays of JAX on a GPU, which no program of JAX hands to a kernel here."""
+    """Refuse JAX arrays on a GPU, for which there is no kernel call."""
     q = raw["q"]
     if q.device != CPU:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""trust: whose compiled files are loaded: those of installed packages, and what nobody else may write to."""
+"""trust: load compiled files only from installed packages, and from paths that no other user can write to."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["exposed", "how_to_install", "make_folder", "own_folder", "package_fo
 
 
 def own_folder() -> Path:
-    """The folder of this package; in a checkout that is reached by a link, the one in the checkout.
+    """The folder of this package; if a checkout is reached by a link, the folder in the checkout.
 
-    why not of the resolved file: in a cache of the Hugging Face hub every file is a link to somewhere else.
+    why not resolve the file: in a cache of the Hugging Face hub, every file is a link into a folder of blobs.
     """
     return Path(__file__).parent.resolve()
 
 
 def package_folder(package: str) -> Path | None:
-    """The folder of an installed package of ours; None if it is not there.
+    """The folder of an installed package of this project; None if it is not installed.
 
-    why not a namespace package: that is any folder of this name on sys.path, also in the current directory.
+    why not a namespace package: any folder of this name on sys.path would match, also in the current
+    directory.
     """
     spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
@@ -35,11 +36,11 @@ def package_folder(package: str) -> Path | None:
 
 
 def packaged(requirement: str, relative: str) -> Path | None:
-    """A file or folder of an installed package of others, such as "nvidia-x==1"; None if it is not there.
+    """A file or folder of an installed third-party package, such as "nvidia-x==1"; None if missing.
 
-    why by its metadata: else any folder nvidia on sys.path would do, also one in the current directory.
+    why by metadata: otherwise any folder nvidia on sys.path would match, also in the current directory.
     """
-    import importlib.metadata  # why here: with it come email, zipfile and 50 more, and no call needs them
+    import importlib.metadata  # why here: it imports email, zipfile and 50 more, and calls do not need it
 
     try:
         package = importlib.metadata.distribution(requirement.partition("==")[0])
@@ -50,35 +51,35 @@ def packaged(requirement: str, relative: str) -> Path | None:
 
 
 def how_to_install(package: str, *, again: bool = False) -> str:
-    """The command that installs a package of this release, and what to do until it is on an index."""
+    """The command that installs a package of this release, and what to do before it is published."""
     command = f"pip install {'--force-reinstall ' * again}{package}=={__version__}"
     return f"{command} (until {__version__} is published: pip install . in a checkout)"
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder of a cache, and what is missing above it, so that only the user can write to it."""
+    """Make a cache folder and missing parents, which only the user can write to."""
     for step in reversed((folder, *folder.parents)):
         step.mkdir(mode=0o700, exist_ok=True)
 
 
 def exposed(path: Path, beside: Iterable[Path] = ()) -> tuple[Path, str] | None:
-    """What another user could write to on the way to a file, with the reason; None if there is nothing.
+    """The first part of a path that another user could write to, with the reason; None if there is none.
 
     Parameters
     ----------
     path : Path
-        It and every folder and link from the root to it have to belong to the user or root, and nobody
-        else may write to them. A sticky folder of root, such as /tmp, will do: there nobody can replace
-        what belongs to others.
+        This file, and every folder and link from the root to it, must belong to the user or root, and must
+        not be writable by others. A sticky folder of root, such as /tmp, is allowed: other users cannot
+        replace files in it.
     beside : iterable of Path
-        Other files, in folders that are looked at already.
+        Other files in folders that are checked already.
     """
     if sys.platform == "win32":
-        return None  # profiles are private there
+        return None  # user profiles are private on Windows
     for step in chain(_way(path), beside):
         try:
             status = step.lstat()
-        except FileNotFoundError:  # not made yet, or just replaced by a build
+        except FileNotFoundError:  # not created yet, or being replaced by a build
             continue
         if status.st_uid not in (os.getuid(), 0):
             return step, "belongs to another user"
@@ -90,7 +91,7 @@ def exposed(path: Path, beside: Iterable[Path] = ()) -> tuple[Path, str] | None:
 
 
 def _way(path: Path) -> Iterator[Path]:
-    """Every folder and link from the root to a file, and the file; those that links lead through, too."""
+    """Every folder and link from the root to a file, the file, and everything that links lead through."""
     parts, at = list(reversed(path.absolute().parts)), Path()
     while parts:
         at = at / parts.pop()

@@ -41,17 +41,17 @@ def check_packing(
     rows: tuple[int, int],
     longest: tuple[int | None, int | None],
 ) -> tuple[int, int]:
-    """Read offsets and rows in use where that is free or needed; refuse wrong ones.
+    """Check offsets and rows in use by reading them, where that is free or needed.
 
     Parameters
     ----------
     views : mapping of str to ArrayView
-        cu_seqlens_q, cu_seqlens_k and, if there, seqused_q and seqused_k.
+        cu_seqlens_q, cu_seqlens_k and, if given, seqused_q and seqused_k.
     rows : (int, int)
-        Of q and of k.
+        Rows of q and of k.
     longest : (int or None, int or None)
-        The longest lengths, as the caller claims them. On a GPU offsets without one are read back once, which
-        waits for the stream.
+        The longest lengths, as the caller claims them. Without one, offsets on a GPU are read back once,
+        which waits for the stream.
 
     Returns
     -------
@@ -76,12 +76,12 @@ def pack(
     *,
     traced: bool = False,
 ) -> Packing:
-    """Check the offsets of packed sequences, and put them beside their arrays.
+    """Check the offsets of packed sequences, and add them to the arrays of the call.
 
     Parameters
     ----------
     raw : dict of str to ArrayView
-        q, k and any others; the offsets are added, and where each mask of a ragged_mask begins.
+        q, k and other arrays; the offsets are added, and for a ragged_mask the start of each mask.
     cuts : (array, array)
         Offsets of q and of k.
     longest : (int or None, int or None)
@@ -89,8 +89,8 @@ def pack(
     seqused_k, seqused_q : array, optional
         Keys and queries in use.
     traced : bool
-        Nothing can be read: the arrays stand for those of a program that is being traced. The longest lengths
-        are given, and queries and keys are cut alike if `cuts` is the same view twice.
+        Nothing can be read, because the arrays belong to a traced program. The longest lengths must be given;
+        queries and keys have the same offsets if `cuts` has the same view twice.
     """
     q, k = raw["q"], raw["k"]
     if len(q.shape) != 3 or len(k.shape) != 3:
@@ -228,7 +228,7 @@ def over_pages(
     options: dict[str, Any],
     attend: Callable[..., Any] = attention_with_kv_cache,
 ) -> Any:
-    """A packed call whose keys lie in pages, as one over a cache; `attend` is that of an adapter."""
+    """Run a packed call over paged keys as a call over a cache, by the function `attend` of an adapter."""
     usual, own = defaults(PackedOptions), defaults(CacheOptions)
     align = options.pop("align", None)
     given = [options.get(name) for name in ("causal", "window", "alibi_slopes")]
@@ -238,7 +238,7 @@ def over_pages(
             hint='align="bottom_right"',
         )
     lengths = options.pop("seqused_k", None)
-    if "spans" in mask_parts(options.get("mask")):  # those of a cache are of its last keys
+    if "spans" in mask_parts(options.get("mask")):  # why: over a cache, spans cover only the last keys
         raise UnsupportedError(
             "Spans are not supported over pages.", hint="a boolean array, or keys in one piece"
         )
@@ -253,9 +253,9 @@ def over_pages(
             raise InvalidArgumentsError(
                 "neither seqused_k nor cu_seqlens_k is given.", hint="seqused_k= of int32"
             )
-        if attend is attention_with_kv_cache:  # an adapter looks at its arrays itself
+        if attend is attention_with_kv_cache:  # why: adapters check their arrays themselves
             offsets(cu_seqlens_k, _CUTS[1])
-        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]  # by their library, on their device
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]  # in their library, on their device
     return attend(q, k, v, cache_seqlens=lengths, cu_seqlens_q=cu_seqlens_q, layout="bshd", **options)
 
 
@@ -305,7 +305,7 @@ def attention_varlen_backward(
 def split_packed(
     options: Any,
 ) -> tuple[dict[str, Any], Options, tuple[tuple[int | None, int | None], Any, Any]]:
-    """The arrays and values among the options of a packed call, and what `pack` takes of them."""
+    """Split the options of a packed call into arrays, values and the arguments of `pack`."""
     longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     used = options.pop("seqused_k", None), options.pop("seqused_q", None)
     arrays, values = split({**options, "layout": "bshd"})
@@ -313,7 +313,7 @@ def split_packed(
 
 
 def split_dense_or_packed(options: Any) -> tuple[dict[str, Any], Options, tuple[Any, ...] | None]:
-    """`split` of the options of a call that takes both; of packed sequences also what `pack` takes."""
+    """`split` for a call on dense or packed arrays; for packed ones, also the arguments of `pack`."""
     cuts = options.pop("cu_seqlens_q", None), options.pop("cu_seqlens_k", None)
     if cuts[0] is not None or cuts[1] is not None:
         arrays, values, packing = split_packed(options)

@@ -1,1 +1,1 @@
-"""What is asked: adopt the arrays of a call, describe its problem."""
+"""The arguments of a call: adopt its arrays, check everything, and describe it as a `Problem`."""

@@ -1,4 +1,4 @@
-"""An array of any library as pointer, shape, strides, dtype and device; dtypes by name; who shares memory."""
+"""`ArrayView`: an array of any library as pointer, shape, strides, dtype and device; and dtypes by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = ("cpu", 0)
 
 
 class ArrayView(NamedTuple):
-    """An array of some library, seen without that library.
+    """An array of any library, described without that library's types.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class ArrayView(NamedTuple):
     shape, strides : tuple of int
         Strides in elements; 0 on a broadcast axis.
     dtype : str
-        NumPy's name of the dtype; "bfloat16" for that.
+        NumPy's name of the dtype; "bfloat16" and "float8_e4m3fn" as in ml_dtypes.
     device : (str, int)
         ("cpu", 0) or ("cuda", ordinal).
     library : str
@@ -63,20 +63,20 @@ class ArrayView(NamedTuple):
         return ITEM_BYTES[self.dtype]
 
     def permuted(self, *axes: int) -> ArrayView:
-        """The same memory with its axes in another order."""
+        """The same memory with its axes permuted."""
         return self._replace(
             shape=tuple(self.shape[a] for a in axes), strides=tuple(self.strides[a] for a in axes)
         )
 
     def lifted(self, rank: int) -> ArrayView:
-        """The same memory with axes of length 1 in front, up to this rank."""
+        """The same memory with leading axes of length 1 added, up to this rank."""
         extra = rank - len(self.shape)
         if extra <= 0:
             return self
         return self._replace(shape=(1,) * extra + self.shape, strides=(0,) * extra + self.strides)
 
     def broadcast(self) -> ArrayView:
-        """The same memory with stride 0 wherever the length is 1, as the kernels' params want it."""
+        """The same memory with stride 0 on axes of length 1, as the params structs of kernels need it."""
         strides = tuple(0 if n == 1 else s for n, s in zip(self.shape, self.strides, strict=True))
         return self._replace(strides=strides)
 
@@ -92,9 +92,9 @@ class ArrayView(NamedTuple):
         return self.pointer + low * size, self.pointer + (high + 1) * size
 
     def aligned(self) -> bool:
-        """Whether copies of 16 bytes can read it row by row.
+        """Whether 16-byte copies can read its rows.
 
-        Its rows are in one piece, every one starts on a 16-byte boundary, and the step from row to row is
+        True if each row is contiguous, every row starts on a 16-byte boundary, and the stride between rows is
         not negative.
         """
         if not self.in_rows():
@@ -107,18 +107,18 @@ class ArrayView(NamedTuple):
         return bits % 16 == 0 and self.strides[-2] >= 0
 
     def in_rows(self) -> bool:
-        """Whether each row is in one piece, and the step from row to row in bytes fits 32 bits.
+        """Whether each row is contiguous, and the stride between rows in bytes fits 32 bits.
 
-        So do single rows of several heads, which may be rows of one tile.
+        why the stride of heads for single rows: a tile may take rows from several heads.
         """
         steps = self.strides[-3:-1] if self.shape[-2] == 1 else self.strides[-2:-1]
         in_reach = all(-(2**31) <= step * self.item_bytes < 2**31 for step in steps)
         return (self.shape[-1] == 1 or self.strides[-1] == 1) and in_reach
 
     def boxable(self) -> bool:
-        """Whether a tensor map can describe it, if it is `aligned` too.
+        """Whether a TMA tensor map can describe its strides; it must be `aligned` too.
 
-        No axis stands still or goes backwards, and no step is 2**40 bytes or more.
+        No stride may be zero, negative, or 2**40 bytes or more.
         """
         return all(
             n <= 1 or 0 < s < 2**40 // self.item_bytes for n, s in zip(self.shape, self.strides, strict=True)
@@ -131,7 +131,7 @@ class ArrayView(NamedTuple):
         return numpy_view(self, self.shape, self.byte_strides(), self.dtype)
 
     def integers(self) -> np.ndarray[Any, Any]:
-        """The numbers of an array of integers; on a GPU this waits for the stream."""
+        """The elements of an array of integers; on a GPU this waits for the stream."""
         return self.numpy() if self.device == CPU else np.asarray(self.owner.tolist(), np.int64)
 
     def byte_strides(self) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class ArrayView(NamedTuple):
 
 
 def device_name(device: tuple[str, int]) -> str:
-    """A device as people write it: "cpu" or "cuda:0"."""
+    """The usual name of a device: "cpu" or "cuda:0"."""
     return device[0] if device == CPU else f"{device[0]}:{device[1]}"
 
 
@@ -157,12 +157,12 @@ def _tuple(shape: tuple[int, ...]) -> str:
 _TYPE_STRINGS = {"bool": "|b1", "float16": "<f2", "bfloat16": "<u2", "float32": "<f4",
                  "float64": "<f8", "int32": "<i4", "int8": "|i1", "uint8": "|u1",
                  "float8_e4m3fn": "|u1"}  # fmt: skip
-# What NumPy knows through ml_dtypes only.
+# Dtypes that NumPy has only with ml_dtypes.
 _EXTENDED = ("bfloat16", "float8_e4m3fn")
 
 
 class _Memory:
-    """Hands a view's memory to NumPy and keeps its owner alive."""
+    """Exposes a view's memory to NumPy and keeps its owner alive."""
 
     def __init__(
         self, view: ArrayView, shape: tuple[int, ...], byte_strides: tuple[int, ...], dtype: str
@@ -180,14 +180,14 @@ class _Memory:
 def numpy_view(
     view: ArrayView, shape: tuple[int, ...], byte_strides: tuple[int, ...], dtype: str
 ) -> np.ndarray[Any, Any]:
-    """A NumPy array of this shape at the address of a view, in main memory."""
+    """A NumPy array with this shape, these strides and this dtype at the address of a view in main memory."""
     array = np.asarray(_Memory(view, shape, byte_strides, dtype))
     return array.view(numpy_dtype(dtype)) if dtype in _EXTENDED else array
 
 
 @lru_cache(maxsize=64)
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of one of our names; those of ml_dtypes from there."""
+    """The NumPy dtype for one of our names; ml_dtypes has the extended ones."""
     if name not in _EXTENDED:
         return np.dtype(name)
     try:
@@ -202,10 +202,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def numpy_address(x: np.ndarray[Any, Any]) -> int:
-    """Address of the first element; 0 if there is none."""
+    """Address of the first element; 0 for an empty array."""
     if not x.size:
         return 0
-    # why: NumPy's interface describes the whole array, which takes four times as long as its buffer.
+    # why not __array_interface__ always: it describes the whole array, which takes four times as long.
     if x.flags.c_contiguous and x.flags.writeable and x.dtype.isbuiltin == 1:
         return ctypes.addressof(ctypes.c_char.from_buffer(x))  # type: ignore[arg-type]
     address: int = x.__array_interface__["data"][0]
@@ -219,19 +219,19 @@ TORCH_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch
 
 
 def dtype_name(dtype: Any) -> str | None:
-    """Our name of a dtype as NumPy, CuPy, torch or JAX write it: numpy.float16, torch.bfloat16, "float32".
+    """Our name for a dtype given as in NumPy, CuPy, torch or JAX: numpy.float16, torch.bfloat16, "float32".
 
-    None if it is no dtype.
+    None if it is not a dtype.
     """
     if isinstance(dtype, str):
         return dtype
-    if dtype is None:  # why: NumPy takes it for float64
+    if dtype is None:  # why: numpy.dtype(None) is float64
         return None
     if type(dtype).__module__ == "torch":
         return TORCH_DTYPES.get(str(dtype), str(dtype))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # an old alias is no dtype either
+            warnings.simplefilter("error")  # why: deprecated aliases are refused too
             known: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError, Warning):
         return None
@@ -240,7 +240,7 @@ def dtype_name(dtype: Any) -> str | None:
 
 @lru_cache(maxsize=4096)
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of an array whose last axis lies densest."""
+    """Strides, in elements, of a C-contiguous array of this shape."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -249,11 +249,11 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def overlap(a: ArrayView, b: ArrayView) -> bool:
-    """Whether two arrays share memory; True if that is too hard to tell."""
+    """Whether two arrays share memory; True if NumPy cannot decide it with bounded work."""
     (a_low, a_high), (b_low, b_high) = a.extent(), b.extent()
     if a_high <= b_low or b_high <= a_low:
         return False
-    # Only addresses are looked at: memory of a GPU is not touched.
+    # why this is safe for GPU arrays: NumPy compares addresses and never reads the memory.
     first, second = (np.asarray(_Memory(x, x.shape, x.byte_strides(), x.dtype)) for x in (a, b))
     try:
         return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
@@ -262,10 +262,10 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
 
 
 def overlaps_itself(view: ArrayView) -> bool:
-    """Whether two elements share memory; exact for strided views without interleaved axes.
+    """Whether two elements share memory, or may do so.
 
-    why: an axis whose step is smaller than what the axes inside it span is refused as well, although a
-    few such views (interleaved ones) are sound: for an output this is the safe side.
+    why: some views with interleaved axes are refused although no elements overlap; for an output, that is the
+    safe side.
     """
     if 0 in view.shape:
         return False

@@ -1,4 +1,4 @@
-"""Blocks as a call has them: which pairs of blocks are seen, and the bits of those that are seen in part."""
+"""`BlockMask`, and the checks of its arrays in a call."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = [
     "foreign_blocks",
 ]
 
-# What a table says of a pair of blocks: not seen, seen as a whole, or as bits[code - PARTIAL] say.
+# Codes in the table: the block is empty, full, or partial with the mask bits[code - PARTIAL].
 NOTHING, WHOLE, PARTIAL = 0, 1, 2
 SIZES = (16, 32, 64, 128, 256)
 
 
 class BlockMask(NamedTuple):
-    """A mask by blocks: which pairs of a block of queries and one of keys are seen, and which in part.
+    """A block mask: each block of queries and keys is full, empty or partial.
 
-    `cupy_flash.block_mask` makes one of a function, `cupy_flash.block_mask_of_lists` of counts and indices.
-    Its arrays are of NumPy; ``BlockMask(*map(cupy.asarray, made))``, or with `torch.from_numpy` or
-    `jax.numpy.asarray`, are those of another library. To JAX it is a tree of two arrays.
+    `cupy_flash.block_mask` makes one from a function, `cupy_flash.block_mask_of_lists` from counts and
+    indices. Its arrays are NumPy arrays; ``BlockMask(*map(cupy.asarray, made))`` (or `torch.from_numpy`,
+    `jax.numpy.asarray`) converts them. In JAX it is a pytree of two arrays.
 
     Attributes
     ----------
     table : array of int32, shape (batch or 1, heads_q or 1, blocks of queries, blocks of keys)
-        0: no pair of the two blocks is seen; 1: all are; n + 2: those are whose bit in ``bits[n]`` is set.
-        The first two axes may be left out.
+        0: the block is empty, no pair is visible; 1: it is full; n + 2: it is partial, with the mask
+        ``bits[n]``. The first two axes may be left out.
     bits : array of uint8, shape (n, queries of a block, keys of a block / 8)
-        Of the blocks that are seen in part, key j of a block in bit j % 8 of byte j // 8. Blocks that are
-        alike share them. Blocks have 16, 32, 64, 128 or 256 queries and as many, or others, keys.
+        Masks of the partial blocks: key j of a block is bit j % 8 of byte j // 8. Equal blocks share one
+        mask. A block has 16, 32, 64, 128 or 256 queries, and one of these numbers of keys.
     """
 
     table: Any
@@ -50,14 +50,14 @@ class BlockMask(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What is asked of `blocks`.
+    """The sizes of a `BlockMask`, as part of a `Problem`.
 
     Attributes
     ----------
     queries, keys : int
-        Of a block.
+        Queries and keys per block.
     partial : int
-        Different blocks that are seen in part.
+        Number of distinct partial blocks.
     """
 
     queries: int
@@ -65,12 +65,12 @@ class Blocks(NamedTuple):
     partial: int
 
     def summary(self) -> str:
-        """A phrase for people."""
+        """A short description for messages."""
         return f"BlockMask({self.queries} x {self.keys}, {self.partial} in part)"
 
 
 def foreign_blocks(given: Any) -> InvalidArgumentsError:
-    """The error for a BlockMask of another library."""
+    """The error for a BlockMask class of another library."""
     return InvalidArgumentsError(
         f"mask is a {type(given).__module__}.{type(given).__name__}.",
         hint="cupy_flash.torch.attention, which takes torch's; or cupy_flash.torch.block_mask(of_torch)",
@@ -78,14 +78,14 @@ def foreign_blocks(given: Any) -> InvalidArgumentsError:
 
 
 def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Blocks | None:
-    """Check blocks, put the (batch, heads, queries, keys) view of their table into views, say what they are.
+    """Check a block mask, add the 4-axis view of its table to `views`, and return its sizes.
 
     Parameters
     ----------
     raw, views : dict of str to ArrayView
-        As of `describe`.
+        As in `describe`.
     full : (int, int, int, int)
-        Batch, heads of q, queries, keys.
+        Extents of batch, heads of q, queries and keys.
     """
     table, bits = raw.get("blocks"), raw.get("block_bits")
     if table is None and bits is None:
@@ -125,12 +125,12 @@ def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) ->
 
 
 def check_blocks(blocks: Blocks | None, raw: Mapping[str, ArrayView]) -> None:
-    """Refuse numbers of blocks that there are none of, where looking at them is free: in main memory.
+    """Refuse table entries without a block in `bits`, for arrays in main memory, where reading is free.
 
     Parameters
     ----------
     blocks : Blocks or None
-        Of the problem.
+        `Problem.blocks`.
     raw : mapping of str to ArrayView
         The caller's arrays, or the views that `describe` makes.
     """

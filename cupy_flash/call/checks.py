@@ -1,4 +1,4 @@
-"""Checks of plain values of any type: an array, or an object with odd methods, is no flag, number or name."""
+"""Checks of plain values, which refuse arrays and objects with odd methods as flag, number or name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["flag", "integer", "one_of", "pair"]
 
 
 def flag(value: Any, name: str) -> bool:
-    """The boolean that a value is.
+    """The value as a bool.
 
     Raises
     ------
     InvalidArgumentsError
-        It is none: truth of another type is a guess.
+        It is not a bool: the truth value of another type would be a guess.
     """
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
@@ -29,7 +29,7 @@ def flag(value: Any, name: str) -> bool:
 
 
 def integer(value: Any) -> int | None:
-    """The integer that a value is; None if it is none. Booleans and arrays are none."""
+    """The value as an int; None if it is not an integer, as booleans and arrays are not."""
     if isinstance(value, (bool, np.ndarray)):
         return None
     try:
@@ -39,17 +39,17 @@ def integer(value: Any) -> int | None:
 
 
 def one_of(value: Any, names: Container[str]) -> bool:
-    """Whether a value is one of these names; `in` alone would compare arrays element by element."""
+    """Whether a value is one of these names; `in` alone would compare an array element by element."""
     return isinstance(value, str) and value in names
 
 
 def pair(window: Any) -> tuple[Any, Any]:
-    """The two bounds of a window, whatever they are; None is open on both sides.
+    """The two bounds of a window, unchecked; None means open on both sides.
 
     Raises
     ------
     InvalidArgumentsError
-        It has not two.
+        It is not a pair.
     """
     if window is None:
         return None, None

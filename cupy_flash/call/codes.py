@@ -1,10 +1,10 @@
-"""Codes of 4 bits, of two kinds: groups of features, each with what a code is worth.
+"""The two formats of 4-bit codes, which share scales per group of features.
 
-layout: feature 2i is the lower half of byte i, 2i + 1 the upper one.
+layout: byte i holds feature 2i in its lower 4 bits and feature 2i + 1 in its upper ones.
 
-"int4"   a feature is scale * code + zero of its group of 32, 64 or 128
-"nvfp4"  a feature is block_scale * E2M1, groups of 16: a code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4,
-         6, a scale the bits of a float8_e4m3fn
+"int4"   groups of 32, 64 or 128 features: a feature is scale * code + zero
+"nvfp4"  groups of 16 features: a feature is block_scale * E2M1; an E2M1 code is a sign and one of 0, 0.5,
+         1, 1.5, 2, 3, 4, 6; a block scale is a float8_e4m3fn
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ __all__ = [
     "unpacked_e2m1",
 ]
 
-# What codes of a cache of each kind stand for, by the names of the call.
+# Names, below the public calls, of the scales and zeros of each format.
 CODE_UNITS: dict[str, tuple[str, ...]] = {
     "int4": ("k_scale", "k_zero", "v_scale", "v_zero"),
     "nvfp4": ("k_block_scale", "v_block_scale"),
 }
-BLOCK = 16  # features of a group of E2M1
-# Features that share what a code is worth.
+BLOCK = 16  # features per group of E2M1 codes
+# Allowed group sizes, in features.
 GROUPS = {"int4": (32, 64, 128), "nvfp4": (BLOCK,)}
 
 HIGHEST = 15
-# The largest zero of a dtype, and what a group may reach up to: twice as much is a float32 too.
+# The largest magnitude that `packed` keeps, per dtype of scale and zero. why 2**126: the difference of two
+# such values must fit float32.
 LIMITS = {"float16": 65504.0, "float32": 2.0**126}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# float8_e4m3fn: subnormal numbers, then seven bits of exponent and mantissa but the last, which is none.
+# float8_e4m3fn values from 0 up: subnormals, then exponent and mantissa; the last pattern of the 7 bits is
+# NaN and left out.
 E4M3 = tuple(b / 512 if b < 8 else (1 + b % 8 / 8) * 2.0 ** (b // 8 - 7) for b in range(127))
 
 
 def kind_of_codes(given: Mapping[str, Any]) -> str:
-    """The kind of codes that a call speaks of, or ""."""
+    """The 4-bit format that a call uses, by its scales and zeros; "" for none."""
     for kind, name in (("int4", "zero"), ("nvfp4", "block_scale")):
         if given.get(f"k_{name}") is not None or given.get(f"v_{name}") is not None:
             return kind
@@ -57,31 +59,32 @@ def _cast(xp: Any, x: Any, dtype: str) -> Any:
 
 
 def _halves(xp: Any, codes: Any) -> Any:
-    """Codes in the order of features."""
+    """Unpack bytes to one code per element, in the order of features."""
     return xp.stack([codes & HIGHEST, codes >> 4], -1)
 
 
 def _bytes(xp: Any, codes: Any, shape: tuple[int, ...]) -> Any:
-    """Two codes to a byte, of codes of features of a shape."""
+    """Pack two codes per byte, for features of this shape."""
     pairs = _cast(xp, codes, "uint8").reshape(*shape[:-1], -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any, Any]:
-    """Codes (..., features / 2) of floats (..., features), and scale and zero (..., groups) in a dtype.
+    """Quantise floats (..., features) to int4: codes (..., features / 2), scale and zero (..., groups).
 
-    The lowest of a group is code 0, the highest 15, by scale and zero as they are stored. A NaN is not
-    counted, and is code 0; what is beyond the limit of the dtype, infinities too, is stored as the limit.
+    The lowest value of a group gets code 0 and the highest 15, computed with scale and zero as rounded to
+    their dtype. NaN is ignored and gets code 0; values beyond the limit of the dtype, such as infinities, are
+    clamped to it.
 
     Parameters
     ----------
     xp : module
-        Of the arrays: numpy, cupy, torch or jax.numpy.
+        Namespace of the arrays: numpy, cupy, torch or jax.numpy.
     x : array
     group : int
-        Features of a group.
+        Features per group.
     dtype, wide : str
-        Of scale and zero, and of what is computed.
+        Dtype of scale and zero, and dtype of the computation.
     """
     rows = _cast(xp, x, wide).reshape(*x.shape[:-1], -1, group)
     limit = LIMITS[dtype]
@@ -91,7 +94,7 @@ def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any
         best(xp.where(numbers, rows, xp.full_like(rows, other)), -1)
         for best, other in ((xp.amin, limit), (xp.amax, -limit))
     )
-    low, high = (xp.where(low > high, xp.zeros_like(x), x) for x in (low, high))  # all are NaN
+    low, high = (xp.where(low > high, xp.zeros_like(x), x) for x in (low, high))  # groups of NaN only
     zero, scale = _cast(xp, low, dtype), _cast(xp, (high - low) / HIGHEST, dtype)
     by, start = (_cast(xp, part, wide)[..., None] for part in (scale, zero))
     some = by > 0
@@ -101,17 +104,17 @@ def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any
 
 
 def unpacked(xp: Any, codes: Any, scale: Any, zero: Any, dtype: str) -> Any:
-    """The floats that codes stand for."""
+    """Dequantise int4 codes."""
     pairs = _cast(xp, _halves(xp, codes), dtype).reshape(*scale.shape, -1)
     rows = pairs * _cast(xp, scale, dtype)[..., None] + _cast(xp, zero, dtype)[..., None]
     return rows.reshape(*codes.shape[:-1], -1)
 
 
 def packed_e2m1(xp: Any, x: Any, wide: str) -> tuple[Any, Any]:
-    """Codes (..., features / 2) of floats (..., features), and the bits of block scales (..., groups).
+    """Quantise floats (..., features) to NVFP4: codes (..., features / 2), block scale bits (..., groups).
 
-    The largest of a group is 6, by the scale as it is stored; the nearest code, ties to even mantissas. A NaN
-    is not counted, and is stored as 0.
+    The scale maps the largest magnitude of a group to 6 and is rounded to float8_e4m3fn before the codes are
+    computed. Codes round to nearest, ties to even mantissas. NaN is ignored and stored as 0.
     """
     rows = _cast(xp, x, wide).reshape(*x.shape[:-1], -1, BLOCK)
     rows = xp.where(rows == rows, rows, xp.zeros_like(rows))
@@ -125,21 +128,21 @@ def packed_e2m1(xp: Any, x: Any, wide: str) -> tuple[Any, Any]:
 
 
 def packed_e4m3(xp: Any, x: Any) -> Any:
-    """The bits of the nearest float8_e4m3fn of floats, ties to even; beyond 448 that."""
+    """The bits of floats rounded to float8_e4m3fn, ties to even, clamped to +-448."""
     return _cast(xp, _nearest(xp, E4M3, abs(x)) + 128 * xp.signbit(x), "uint8")
 
 
 def rounded_int8(xp: Any, x: Any) -> Any:
-    """The nearest integers from -127 to 127, ties to even."""
+    """Floats rounded to int8, ties to even, clamped to +-127."""
     return _cast(xp, xp.clip(xp.round(x), -127, 127), "int8")
 
 
 def unpacked_e2m1(xp: Any, codes: Any, scale: Any, dtype: str) -> Any:
-    """The floats that codes stand for, of bits of block scales."""
+    """Dequantise E2M1 codes with the bits of their block scales."""
     like = _cast(xp, scale, dtype)
     signed = (*E2M1, *(-x for x in E2M1))
     values = _table(xp, signed, like)[_index(xp, _halves(xp, codes))].reshape(*scale.shape, -1)
-    # why the last: NaN is a number of float8 too, and a sign is.
+    # why NaN and negative values: any 8 bits may be given as a block scale.
     scales = (*E4M3, np.nan, *(-x for x in E4M3), np.nan)
     rows = values * _table(xp, scales, like)[_index(xp, scale)][..., None]
     return rows.reshape(*codes.shape[:-1], -1)
@@ -150,17 +153,17 @@ def _index(xp: Any, x: Any) -> Any:
 
 
 def _table(xp: Any, numbers: Any, like: Any) -> Any:
-    """Numbers as an array beside another one."""
+    """Numbers as an array with the dtype and device of `like`."""
     name = str(like.dtype).removeprefix("torch.")
     made = np.asarray(numbers, name)
     return xp.asarray(made, device=like.device) if xp.__name__ == "torch" else xp.asarray(made)
 
 
 def _nearest(xp: Any, numbers: tuple[float, ...], x: Any) -> Any:
-    """Which of rising numbers is nearest to each of x; of two the one with an even place."""
+    """The index of the nearest of ascending numbers for each element of x, ties to even indices."""
     name = str(x.dtype).removeprefix("torch.")
     rising = np.asarray(numbers, name)
     between = (rising[:-1] + rising[1:]) / 2
-    # What lies half way belongs to the lower one; a little below it, to the upper one.
+    # why: searchsorted sends a midpoint to the lower index; nextafter below it selects the upper, even one.
     between[1::2] = np.nextafter(between[1::2], np.zeros((), name))
     return xp.searchsorted(_table(xp, between, x), x)

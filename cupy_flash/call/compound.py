@@ -1,4 +1,4 @@
-"""Options that are made of several arrays or numbers, and what a call makes of them: arrays by name."""
+"""Compound options, made of several arrays or numbers, and how a call splits them into arrays by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "unquantized",
 ]
 
-# The arrays that a mask may consist of, by the names that everything below a call has for them.
+# Names, below the public calls, of the arrays that a mask may consist of.
 MASK_PARTS = ("mask", "ragged_mask", "spans", "blocks", "block_bits")
 
 
@@ -38,7 +38,7 @@ class Spans(NamedTuple):
     bounds : array of int32
         (batch or 1, heads_q or 1, 1, seqlen_k, 2 or 4): start and stop of the queries that see each key; or
         (batch or 1, heads_q or 1, seqlen_q, 1, 2 or 4): of the keys that each query sees. The first two axes
-        may be left out. Any library: ``Spans(torch.from_numpy(made.bounds))``. To JAX it is a tree of one
+        may be left out. Any library: ``Spans(torch.from_numpy(made.bounds))``. In JAX it is a pytree of one
         array.
     """
 
@@ -46,12 +46,12 @@ class Spans(NamedTuple):
 
 
 class RaggedMask(NamedTuple):
-    """The masks of packed sequences, one after the other, on a CPU.
+    """The masks of packed sequences, flattened and end to end, on a CPU.
 
     Attributes
     ----------
     bits : array of bool, shape (sum of queries * keys,)
-        For each sequence (queries, keys) in use, flattened.
+        For each sequence the (queries, keys) mask of rows in use, flattened.
     """
 
     bits: Any
@@ -91,9 +91,9 @@ class Tuning(NamedTuple):
     Attributes
     ----------
     tile : (int, int), optional
-        Queries and keys of a block.
+        Queries and keys per block.
     splits : int, optional
-        Over a KV cache: number of parts into which the keys of each sequence are split.
+        Over a KV cache: number of parts into which the keys of each sequence are split (split-K).
     workspace : array, optional
         Over a KV cache on a GPU: memory for partial results and gathered keys, contiguous, of any dtype, so
         that nothing is allocated. If it is too small, the error names the bytes needed. Two streams must not
@@ -130,12 +130,12 @@ class QuantizedCache(NamedTuple):
     Attributes
     ----------
     codes : array
-        int8 or float8_e4m3fn (uint8 stands for its bits), (batch, heads_k, capacity, head_dim) or pages of
+        int8 or float8_e4m3fn (or uint8 with its bits), (batch, heads_k, capacity, head_dim) or pages of
         it; of 4-bit formats uint8, two codes to a byte, (..., head_dim / 2).
     scale : array
         int8 (needed), float8 and NVFP4: float32 (heads_k,) or (batch, heads_k), the dequantisation scale per
-        KV head; a key is its stored value times the scale, new keys are divided by it, rounded and cut to the
-        largest stored value. int4: float16 or float32 (..., groups), as zero; on GPUs float16.
+        KV head; a key is its stored value times the scale, new keys are divided by it, rounded and clamped to
+        the largest stored value. int4: float16 or float32 (..., groups), as zero; on GPUs float16.
     zero : array, optional
         Makes it int4: a feature is ``scale * code + zero`` of its group of 32, 64 or 128, (..., groups).
     block_scale : array of float8_e4m3fn or uint8, optional
@@ -153,7 +153,7 @@ class QuantizedCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is the key of a token, its beginning the value.
+    """A KV cache of latents (MLA: DeepSeek, Kimi, GLM): a row is the key, its first columns are the value.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class LatentCache(NamedTuple):
         (batch, heads_k, capacity, head_dim) or pages of it, like any cache; DeepSeek-V3 has one head of 576.
         8-bit latents are a `QuantizedCache` of int8 or float8_e4m3fn, with one scale for keys and values.
     head_dim_v : int
-        Number of columns that are the value, such as 512.
+        Number of columns of the value, such as 512.
 
     Notes
     -----
@@ -176,8 +176,8 @@ class LatentCache(NamedTuple):
 
 
 def masks_of(given: Any) -> Iterator[Any]:
-    """What a mask consists of: itself, or the members of a tuple."""
-    if type(given) is tuple:  # named ones are one mask each
+    """The members of a mask: itself, or the members of a tuple, nested or not."""
+    if type(given) is tuple:  # why type: a named tuple is one mask
         for member in given:
             yield from masks_of(member)
     elif given is not None:
@@ -193,7 +193,7 @@ def _kind(mask: Any) -> str:
 
 
 def _both(one: Any, other: Any) -> Any:
-    """Where two arrays that are masks are both True."""
+    """The elementwise AND of two boolean arrays."""
     for mask in (one, other):
         if not str(getattr(mask, "dtype", "")).endswith("bool"):
             of = f"array of {mask.dtype}" if hasattr(mask, "dtype") else type(mask).__name__
@@ -211,12 +211,12 @@ def _both(one: Any, other: Any) -> Any:
 
 
 def mask_parts(given: Any) -> dict[str, Any]:
-    """The arrays of what a caller gave as mask, by the names of MASK_PARTS; functions are left out.
+    """The arrays of a mask, by the names of MASK_PARTS; mask functions are left out.
 
     Raises
     ------
     UnsupportedError
-        Two of one kind that do not combine.
+        Two of a kind that cannot be combined.
     """
     parts: dict[str, Any] = {}
     for mask in masks_of(given):
@@ -241,12 +241,12 @@ def mask_parts(given: Any) -> dict[str, Any]:
 
 
 def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]]:
-    """One program for the score function and the mask functions of a call, and its arguments.
+    """One program for the score function and all mask functions of a call, and its arguments.
 
     Raises
     ------
     InvalidArgumentsError
-        A mask function as score, a score function as mask, or what is no function of ours.
+        A mask function as score, a score function as mask, or a score of another type.
     """
     program, arguments = None, ()
     if score is not None:
@@ -268,7 +268,7 @@ def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]
 
 
 def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
-    """A function and the arrays that are bound to it."""
+    """The program and bound arrays of a score or mask function."""
     if isinstance(given, Bound):
         return given.program, given.arguments
     if isinstance(given, Program):
@@ -283,7 +283,7 @@ def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
 
 
 def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
-    """A caller's tuning; refuse what is none, and what the call does not take."""
+    """The caller's tuning; refuse other types, and fields that the call does not take (not in `taken`)."""
     if given is None:
         return Tuning()
     if not isinstance(given, Tuning):
@@ -300,7 +300,7 @@ def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
 
 
 def unquantized(**named: Any) -> dict[str, Any]:
-    """q, k and v with the codes and scales of those that are quantised apart, as NAME and NAME.scale."""
+    """Arrays by name, each `QuantizedArray` split into its codes, NAME, and its scale, NAME.scale."""
     apart: dict[str, Any] = {}
     for name, x in named.items():
         if type(x) is QuantizedArray:

@@ -1,4 +1,4 @@
-"""A score function as a call has it: its graph for the arrays that are given."""
+"""Score functions in a call: checks of their bound arrays, and the graph traced for them."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ _MOST_AXES = 4
 
 
 def argument_views(views: Mapping[str, ArrayView]) -> Views:
-    """The arguments among the arrays of a call, in their order."""
+    """The bound arguments among the arrays of a call, in order."""
     return {name: view for name, view in views.items() if name.startswith(_NAME)}
 
 
 def learned_of(function: Body | None) -> list[str]:
-    """Names of the arguments whose gradient is wanted."""
+    """Names of the learned arguments, which have a gradient."""
     return [] if function is None else [f"{_NAME}[{number}]" for number in function.learned]
 
 
 def learned_elements(function: Body | None, views: Views) -> int:
-    """How many elements these have."""
+    """Total number of elements of the learned arguments."""
     return sum(math.prod(views[name].shape) for name in learned_of(function))
 
 
 def learned_by(score: Program | None) -> tuple[str, ...]:
-    """The same of a function that has not been traced."""
+    """Names of the learned arguments of a function that is not traced yet."""
     return () if score is None else tuple([f"{_NAME}[{number}]" for number in score.learned])
 
 
 def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
-    """Check a score function and its arguments, put these into views, and trace it.
+    """Check a score function and its arguments, add the arguments to `views`, and trace the function.
 
     Parameters
     ----------
     score : Program or None
         As the caller gave it.
     raw, views : dict of str to ArrayView
-        As of `describe`.
+        As in `describe`.
 
     Raises
     ------
     InvalidArgumentsError
-        It is no such function, its arguments are none that it takes, or what tracing raises.
+        It is not a score function, an argument is not supported, or tracing fails.
     """
     given = argument_views(raw)
     if score is None:
@@ -73,22 +73,22 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
 def check_integers(
     function: Body | None, sizes: tuple[int, int, int, int], bits: int, views: Mapping[str, ArrayView]
 ) -> None:
-    """Refuse integers that would wrap, where looking at arguments is free: in main memory.
+    """Refuse a function whose integers would overflow; it reads arguments only in main memory.
 
     Parameters
     ----------
     function : Body or None
     sizes : (int, int, int, int)
-        Batch, heads of q, queries, keys.
+        Extents of batch, heads of q, queries and keys.
     bits : int
-        In which they are computed.
+        Width of the integers that the backend computes with.
     views : mapping of str to ArrayView
-        The arguments, among others.
+        The call's arrays, with the arguments.
     """
     if not isinstance(function, Graph):
         return
     given = [views[f"{_NAME}[{number}]"] for number in range(len(function.arguments))]
-    # why first: most functions fit whatever their arguments hold, and this is remembered
+    # why dtypes first: most functions fit whatever their arguments hold, and this answer is cached.
     found = too_large(function, bits, sizes, tuple([OF_DTYPE.get(x.dtype, (0, 0)) for x in given]))
     if found is not None:
         found = too_large(function, bits, sizes, tuple([_held(x) for x in given]))
@@ -98,7 +98,7 @@ def check_integers(
 
 
 def _held(x: ArrayView) -> Range:
-    """The least and the greatest element of integers; of others 0."""
+    """The range of the elements of integers in main memory; else that of the dtype, (0, 0) for floats."""
     if x.dtype not in OF_DTYPE or x.device != CPU:
         return OF_DTYPE.get(x.dtype, (0, 0))
     elements = x.numpy()
@@ -106,7 +106,7 @@ def _held(x: ArrayView) -> Range:
 
 
 def body_of(score: Program, raw: Views) -> Body:
-    """Check the arguments of a score function among these arrays, and trace it."""
+    """Check the arguments of a score function, which are among `raw`, and trace it."""
     given = argument_views(raw)
     for name, view in given.items():
         if view.dtype not in _DTYPES:

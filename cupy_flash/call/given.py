@@ -1,6 +1,6 @@
-"""What a call makes of the options that it was given: arrays by name, and values in one tuple.
+"""Split the options of a call into arrays by name and one tuple of values.
 
-Which options there are, and what they are by default, is declared in `options`.
+`options` declares the options and their defaults.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _VALUES = {
 if TYPE_CHECKING:
 
     class Options(tuple[Any, ...]):
-        """The same to a checker of types: what a caller spelled may be anything."""
+        """The same for type checkers, with fields of any type, as a caller may pass anything."""
 
         _fields: tuple[str, ...]
 
         def __new__(cls, *values: Any, **named: Any) -> Options:
-            """The options given, and the defaults of the others."""
+            """Make it from the given options and defaults."""
 
         def __getattr__(self, name: str) -> Any:
-            """An option."""
+            """The value of an option."""
 
         def _replace(self, **named: Any) -> Options:
-            """The same, but for these."""
+            """A copy with these options replaced."""
 
 else:
     Options = namedtuple("Options", _VALUES, defaults=_VALUES.values())
@@ -45,17 +45,17 @@ _DEFAULTS = Options()
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
-    """Options as a caller gave them: the arrays among them that are not None, and the values.
+    """Split options into the arrays that are not None and the values.
 
-    Arrays of a compound option go by the names of its parts; those of functions are ``bound[0]`` and so
-    on, and the value ``score`` is one program for the score function and all mask functions.
+    Arrays of a compound option are named after its parts; bound arrays of functions are ``bound[0]`` and so
+    on. The value ``score`` is one program for the score function and all mask functions.
 
     Parameters
     ----------
     given : mapping of str to object
-        Of `DenseOptions`.
+        Options of `DenseOptions`.
     """
-    if not given:  # as most calls are
+    if not given:  # the common case
         return {}, _DEFAULTS
     arrays: dict[str, Any] = {}
     values = {}
@@ -66,7 +66,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
         elif name == "tuning":
             values["tile"] = tuning_of(x, ("tile",)).tile
         elif x is not None:
-            if name == "mask" and not hasattr(x, "dtype"):  # most masks are one array
+            if name == "mask" and not hasattr(x, "dtype"):  # why: most masks are one array
                 mask = x
                 arrays |= mask_parts(x)
             else:
@@ -78,23 +78,24 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
 
 
 class CacheCall(NamedTuple):
-    """What a call over a KV cache was given besides arrays and `Options`.
+    """The values of a call over a KV cache that are not in `Options`.
 
     Attributes
     ----------
     interleaved : bool
-        Which features a rotation pairs.
+        Whether rotation pairs features 2i and 2i + 1.
     unrotated : bool
-        Keys of the cache are rotated when they are read.
+        Whether the cache holds unrotated keys, which are rotated on read.
     rotates_last : bool
-        A rotation turns the last features, not the first.
+        Whether the last features are rotated instead of the first.
     splits : int, optional
+        Number of splits of the keys (split-K).
     longest : int, optional
-        Queries of the longest packed sequence, as the caller claims it.
+        max_seqlen_q: queries of the longest packed sequence.
     most_keys : int, optional
-        Room of a sequence, if that is to be less than the cache has.
+        max_seqlen_k: upper bound of the capacity of a sequence.
     single_keys : bool
-        Entries of the table are keys: the cache is seen as pages of one, as `pages_of_one_key` has it.
+        Whether table entries are single keys: the cache is viewed by `pages_of_one_key`.
     """
 
     interleaved: bool = False
@@ -106,7 +107,7 @@ class CacheCall(NamedTuple):
     single_keys: bool = False
 
 
-# Its fields by the names of the options.
+# Names of options -> fields.
 _OF_CACHE = {
     "rotary_interleaved": "interleaved", "rotate_cache": "unrotated", "rotary_last": "rotates_last",
     "splits": "splits", "max_seqlen_q": "longest", "max_seqlen_k": "most_keys", "single_keys": "single_keys",
@@ -114,7 +115,7 @@ _OF_CACHE = {
 
 
 def split_of_cache(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options, CacheCall]:
-    """`split` of options that `cache_parts` has taken apart already, and what is of a cache alone."""
+    """`split` for options over a cache, already taken apart by `cache_parts`; also returns a `CacheCall`."""
     arrays, values, own = {}, {}, {}
     for name, x in given.items():
         if name in _VALUES:
@@ -127,16 +128,16 @@ def split_of_cache(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options, C
 
 
 class Packing(NamedTuple):
-    """How sequences lie one after the other on the rows of q and of k.
+    """Sizes of packed sequences.
 
     Attributes
     ----------
     batch : int
-        Sequences.
+        Number of sequences.
     seqlen_q, seqlen_k : int
-        The longest.
+        Longest lengths; over a cache seqlen_k is 0.
     alike : bool
-        Whether queries and keys are cut by the same array.
+        Whether queries and keys have the same offsets, and neither has rows not in use.
     """
 
     batch: int

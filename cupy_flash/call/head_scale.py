@@ -1,6 +1,6 @@
-"""A scale for each head: a call takes q times it, and the gradients of both come from that of their product.
+"""A scale per head: the call computes with q * scale, and splits the gradient of that product.
 
-why not in kernels: they have one number for all heads, and the product reads and writes q once.
+why not in kernels: they take one scale for all heads, and the product reads and writes q only once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["HeadScale", "in_dtype", "scale_shape", "scaled_over_cache", "times"]
 
 
 def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The shape in which a scale of (heads,) or (batch, heads) multiplies q.
+    """The shape that broadcasts a scale of shape (heads,) or (batch, heads) over q.
 
     Parameters
     ----------
     shape, q : tuple of int
-        Of both as they are given.
+        Shapes of scale and q as given.
     layout : {"bhsd", "bshd"}
-        That of q; packed rows are "bshd".
+        Layout of q; packed rows are "bshd".
     """
-    of_heads = len(q) - (2 if one_of(layout, ("bshd",)) else 3)  # others are refused where options are
+    of_heads = len(q) - (2 if one_of(layout, ("bshd",)) else 3)  # `check_options` refuses other layouts
     axes: tuple[int, ...] = ()
     if of_heads >= 0 and shape == (q[of_heads],):
         axes = (of_heads,)
@@ -44,26 +44,26 @@ def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tupl
 
 
 def times(q: Any, factor: Any) -> Any:
-    """Q times a factor, in the wider of their dtypes and then rounded to that of q; arrays of any library."""
+    """Q times a factor, computed in the wider dtype and rounded to that of q; arrays of any library."""
     return in_dtype(q * factor, q.dtype)
 
 
 def in_dtype(x: Any, dtype: Any) -> Any:
-    """An array of any library in a dtype."""
+    """An array of any library cast to a dtype."""
     return x.to(dtype) if hasattr(x, "to") else x.astype(dtype)
 
 
 class HeadScale(NamedTuple):
-    """A scale for each head of q.
+    """A scale per head of q.
 
     Attributes
     ----------
     factor : array
-        In the shape in which it multiplies q, and in the dtype of the accumulator.
+        The scale, reshaped to broadcast over q, in the accumulator dtype.
     shape : tuple of int
-        As it was given.
+        Shape as given.
     library : str
-        Whose array it is.
+        Library of the array.
     """
 
     factor: Any
@@ -72,9 +72,9 @@ class HeadScale(NamedTuple):
 
     @classmethod
     def of(cls, scale: Any, q: Any, layout: str) -> HeadScale | None:
-        """That of a call; None if its scale is a number, or an array of one number that is of no head."""
+        """The scale of a call; None if it is a number, or an array of one element that is not per head."""
         shape = getattr(scale, "shape", ())
-        if not shape or not isinstance(shape, tuple):  # a number, or what is refused as one
+        if not shape or not isinstance(shape, tuple):  # a number, or refused by the check of numbers
             return None
         shape = tuple(shape)
         raw = {"q": adopt(q, "q"), "scale": adopt(scale, "scale")}
@@ -94,22 +94,22 @@ class HeadScale(NamedTuple):
         return cls(scale.reshape(factor), shape, raw["q"].library)
 
     def times(self, q: Any) -> Any:
-        """Their product."""
-        with np.errstate(all="ignore"):  # what overflows shows in the result, as in every other call
+        """Q times the scale."""
+        with np.errstate(all="ignore"):  # why: overflow shows in the result, as in other calls
             return times(q, self.factor)
 
     def gradients(self, dq: Any, q: Any) -> tuple[Any, Any]:
-        """Those of q and of the scale; dq is that of their product."""
+        """The gradients of q and of the scale, from dq, the gradient of their product."""
         xp, wide = namespace(self.library), in_dtype(dq, self.factor.dtype)
         axes = tuple([axis for axis, n in enumerate(self.factor.shape) if n == 1])
         with np.errstate(all="ignore"):
-            # why: a row that belongs to no sequence has no gradient, and may hold anything.
+            # why where: a row of no sequence has gradient 0, and its q may hold NaN.
             products = xp.where(wide == 0, wide, wide * in_dtype(q, wide.dtype))
             return times(dq, self.factor), products.sum(axes).reshape(self.shape)
 
 
 def scaled_over_cache(q: Any, options: dict[str, Any]) -> Any:
-    """Q times a scale that is an array among the options of a call over a cache, where it becomes 1."""
+    """Multiply q by a scale per head in the options of a call over a cache, and set that scale to 1."""
     layout = "bshd" if options.get("cu_seqlens_q") is not None else options.get("layout", "bhsd")
     by_head = HeadScale.of(options["scale"], q, layout)
     if by_head is None:

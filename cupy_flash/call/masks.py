@@ -1,4 +1,4 @@
-"""Which keys a query may see by position: the band, and how the options causal, window and align make one."""
+"""The band, the positions that a query may attend to, and how causal, window and align define it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Band(NamedTuple):
     Attributes
     ----------
     offset : int
-        Query i stands at key position i + offset.
+        Query i is at key position i + offset.
     left, right : int or None
         Keys seen before and after that position, inclusive.
     """
@@ -31,14 +31,14 @@ class Band(NamedTuple):
         return self.left is None and self.right is None
 
     def keys(self, first_query: int, last_query: int, seqlen_k: int) -> tuple[int, int]:
-        """Half-open range of the keys that any of these queries (inclusive) sees."""
+        """Half-open range of keys that at least one of these queries (last_query inclusive) sees."""
         first = 0 if self.left is None else first_query + self.offset - self.left
         stop = seqlen_k if self.right is None else last_query + self.offset + self.right + 1
         first = min(max(first, 0), seqlen_k)
         return first, min(max(stop, first), seqlen_k)
 
     def pairs(self, seqlen_q: int, seqlen_k: int) -> int:
-        """Number of (query, key) pairs inside the band, by which work is counted."""
+        """Number of (query, key) pairs inside the band, a measure of work."""
         if self.open:
             return seqlen_q * seqlen_k
         before = 0 if self.left is None else _ramp(self.offset - self.left, seqlen_q, seqlen_k)
@@ -48,7 +48,7 @@ class Band(NamedTuple):
 
 
 def _ramp(first: int, count: int, top: int) -> int:
-    """Sum of first, first + 1, ..., count numbers, each held between 0 and top."""
+    """Sum of the `count` integers first, first + 1, ..., each clamped to [0, top]."""
     zeros = min(max(-first, 0), count)
     rising = min(max(top - first, zeros), count)
     return (rising - zeros) * (2 * first + zeros + rising - 1) // 2 + (count - rising) * top
@@ -81,7 +81,7 @@ def resolve_band(
     packed_alike: bool | None = None,
     otherwise: str = "",
 ) -> Band:
-    """Make the band of a call, refusing what peers guess differently.
+    """Make the band of a call; refuse ambiguous alignment, on which other libraries disagree.
 
     Parameters
     ----------
@@ -90,16 +90,16 @@ def resolve_band(
     window : (left, right) or None
         Keys kept before and after the query's position, None = open.
     align : {"top_left", "bottom_right"}, int or None
-        Where query 0 stands: at key 0, at key seqlen_k - seqlen_q, or at that key.
+        Key position of query 0: 0, seqlen_k - seqlen_q, or the integer itself.
     alibi : bool
-        Whether ALiBi, which is positional too, is used.
+        Whether ALiBi slopes are given: ALiBi depends on positions too.
     seqlen_q, seqlen_k : int
         Lengths; the longest ones of packed sequences.
     packed_alike : bool, optional
-        Of packed sequences: whether queries and keys are cut alike. Their "bottom_right" is for the
-        kernel to add to the offset, sequence by sequence.
+        For packed sequences, whether queries and keys have the same offsets. The kernel then adds
+        "bottom_right" to the offset, sequence by sequence.
     otherwise : str
-        Another way out of unequal lengths.
+        Text appended to the hint about unequal lengths.
 
     Returns
     -------

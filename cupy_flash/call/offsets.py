@@ -1,4 +1,4 @@
-"""Where packed sequences begin, and how much of them is in use: arrays of int32, checked."""
+"""Checks of the int32 arrays of packed sequences: offsets (cu_seqlens) and rows in use (seqused)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_counts", "counts", "flat_mask", "longest_length", "offsets"]
 
 
 def offsets(x: Any, name: str, claimed: int | None = None) -> ArrayView:
-    """Check what can be seen of offsets without reading them."""
+    """Check dtype, shape and strides of offsets, without reading their values."""
     view = adopt(x, name)
     if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
         fits = len(view.shape) == 1 and view.shape[0]
@@ -36,7 +36,7 @@ def offsets(x: Any, name: str, claimed: int | None = None) -> ArrayView:
 
 
 def counts(x: Any, name: str, batch: int) -> ArrayView:
-    """Check what can be seen of a number for each sequence without reading them."""
+    """Check dtype, shape and strides of an array with one number per sequence, without reading its values."""
     view = adopt(x, name)
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
         raise InvalidArgumentsError(
@@ -47,17 +47,17 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
 
 
 def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -> int:
-    """The longest length, read where that is free or needed; offsets that are none are refused.
+    """The longest length; offsets are read and checked in main memory, or if no length is claimed.
 
     Parameters
     ----------
     view : ArrayView
-        Of `offsets`.
+        As returned by `offsets`.
     name : str
     rows : int
-        That they cut.
+        Number of rows that the offsets divide.
     claimed : int or None
-        The longest length, as the caller claims it. On a GPU offsets without one are read back once, which
+        The longest length, as the caller claims it. Without it, offsets on a GPU are read back once, which
         waits for the stream.
     """
     if view.device != CPU and claimed is not None:
@@ -79,7 +79,7 @@ def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -
 
 
 def _of_lengths(view: ArrayView) -> str:
-    """Offsets of the library of an array, from lengths of each sequence."""
+    """An expression, for a hint, that makes offsets from `lengths` in the library of an array."""
     if view.library == "torch":
         return "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)"
     library = {"cupy": "cupy", "jax": "jax.numpy"}.get(view.library, "numpy")
@@ -87,7 +87,7 @@ def _of_lengths(view: ArrayView) -> str:
 
 
 def check_counts(views: Mapping[str, ArrayView], name: str, cut: str, what: str) -> None:
-    """Refuse numbers of rows in use beyond what offsets give; only in main memory."""
+    """Refuse numbers of rows in use beyond the length of their sequence; only in main memory."""
     if views[name].device != CPU:
         return
     used, stored = views[name].numpy(), np.diff(views[cut].numpy().astype(np.int64))
@@ -101,14 +101,14 @@ def check_counts(views: Mapping[str, ArrayView], name: str, cut: str, what: str)
 
 
 def flat_mask(raw: dict[str, ArrayView], queries: Any, keys: Any) -> None:
-    """Check the masks of all sequences in one row, and put beside them where each begins.
+    """Check a ragged mask, and add the start of each sequence's mask to `raw`.
 
     Parameters
     ----------
     raw : dict of str to ArrayView
-        With ragged_mask; mask_starts is added.
+        Arrays with ragged_mask; mask_starts is added.
     queries, keys : array of int
-        Of each sequence, in use.
+        Numbers in use, per sequence.
     """
     view = raw["ragged_mask"]
     if view.device != CPU:

@@ -1,4 +1,4 @@
-"""Public functions that compilers of Python call as a whole: what they do to memory is nothing to trace."""
+"""Make torch.compile call public functions as a whole: what they do to memory cannot be traced."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ R = TypeVar("R")
 def opaque(
     function: Callable[P, R], why: str = "cupy_flash.torch has functions for compiled programs"
 ) -> Callable[P, R]:
-    """Have torch.compile call a function instead of reading it, at no cost to any other caller.
+    """Have torch.compile call a function instead of tracing it, at no cost to any other caller.
 
-    torch reads what it finds as ``_torchdynamo_inline`` in place of a function. It really imports what that
-    imports, so that torch is told what not to read, and stops at what it finds there: there is a break in the
-    program, and the function itself is called. Where a program may not break, torch says why.
+    why this way: in place of a function, dynamo traces the function in its attribute ``_torchdynamo_inline``.
+    Dynamo executes the import there for real, so that `untraced` can tell it which modules not to trace, and
+    then reaches `stop`, which is marked as not traceable: the graph breaks, and the function itself is
+    called. With fullgraph=True torch raises an error with the text of `why`.
     """
 
     def stop(*args: P.args, **kwargs: P.kwargs) -> R:

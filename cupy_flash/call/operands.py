@@ -1,4 +1,4 @@
-"""What the arrays of a call must be: kinds, sizes and shapes, each refused in a sentence."""
+"""Checks of the arrays of a call: libraries, devices, dtypes, ranks and shapes."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ __all__ = [
 ]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-# Of q, k and v of a forward pass, with its scales; the result then has one of the 16 or 32-bit dtypes.
+# Dtype of quantised q, k and v, forward only; names of their scales; dtypes that the result may have.
 FLOAT8 = "float8_e4m3fn"
 SCALES = ("q.scale", "k.scale", "v.scale")
 RESULTS_OF_FLOAT8 = ("bfloat16", "float16", "float32")
-# Axes of q, k and v in each layout.
+# Axes of q, k and v by layout.
 AXES = {"bhsd": "(batch, heads, seq, head_dim)", "bshd": "(batch, seq, heads, head_dim)"}
-# The arrays with a head dim, which share dtype, rank and layout.
+# The arrays with a head_dim axis, which share dtype, rank and layout.
 MAIN: tuple[str, ...] = ("q", "k", "v", "o", "do")
 
 Views = dict[str, ArrayView]
 
 
 def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
-    """The inputs as rows of an error's table, without what the caller did not give."""
+    """The inputs as rows of an error's table, without arrays that the caller did not pass."""
     no_values = {v for k, v in (("k", "v"), ("k_cache", "v_cache")) if views.get(k) is views.get(v)}
     hidden = {"mask_starts", *no_values}
     return [(spelled(name), view.describe()) for name, view in views.items() if name not in hidden]
@@ -60,7 +60,7 @@ def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None
 
 
 def cast(name: str, view: ArrayView, dtype: str) -> str:
-    """How people would write an array in a dtype, one of our names or an expression such as q.dtype."""
+    """An expression, for a hint, that casts an array to a dtype: one of our names, or like "q.dtype"."""
     name, named = spelled(name), dtype in ITEM_BYTES
     if view.library == "torch":
         return f"{name}.to({'torch.' * named}{dtype})"
@@ -68,21 +68,21 @@ def cast(name: str, view: ArrayView, dtype: str) -> str:
 
 
 def lift(view: ArrayView, layout: str, rank: int) -> ArrayView:
-    """A q-like array as (batch, heads, seq, head_dim)."""
+    """The (batch, heads, seq, head_dim) view of q or an array with its axes."""
     if layout == "bshd" and rank >= 3:
         view = view.permuted(*range(rank - 3), rank - 2, rank - 3, rank - 1)
     return view.lifted(4)
 
 
 def lower_shape(shape: tuple[int, ...], layout: str, rank: int) -> tuple[int, ...]:
-    """The caller's shape of a (batch, heads, seq, head_dim) result."""
+    """The shape of a (batch, heads, seq, head_dim) result in the caller's layout and rank."""
     b, h, s, d = shape
     full = (b, s, h, d) if layout == "bshd" else (b, h, s, d)
     return full[4 - rank :] if rank > 2 else (s, d)
 
 
 def _check_float8(raw: Views, direction: str) -> bool:
-    """Whether q holds 8-bit floats; refuse what may not be meant so, and scales of anything else."""
+    """Whether q is float8; refuse float8 in other directions than "forward", and scales of other dtypes."""
     dtype = raw["q"].dtype
     given = [name for name in SCALES if name in raw]
     if dtype == "uint8" and len(given) < len(SCALES):
@@ -108,7 +108,7 @@ def _check_float8(raw: Views, direction: str) -> bool:
 
 
 def check_kinds(raw: Views, direction: str) -> None:
-    """Dtypes and ranks of q, k, v, o and do; library and device of everything."""
+    """Check dtypes and ranks of q, k, v, o and do, and library and device of all arrays."""
     q = raw["q"]
     rank = len(q.shape)
     if not _check_float8(raw, direction) and q.dtype not in FLOATS:
@@ -126,7 +126,7 @@ def check_kinds(raw: Views, direction: str) -> None:
 
 
 def check_place(name: str, raw: Views) -> None:
-    """Library and device of an array, which are those of q."""
+    """Check that an array has the library and device of q."""
     view, q = raw[name], raw["q"]
     if view.library != q.library:
         headline = f"{spelled(name)} is a {view.library} array, q a {q.library} array."
@@ -137,16 +137,16 @@ def check_place(name: str, raw: Views) -> None:
 
 
 def layout_that_fits(views: Views, layout: str | None, k: str = "k", v: str = "v") -> str | None:
-    """The layout in which q, k and v would agree on heads and keys, if it is not the one they were read in.
+    """The other layout, if q, k and v agree on heads and keys in it; else None.
 
     Parameters
     ----------
     views : dict of str to ArrayView
-        As (batch, heads, seq, head_dim).
+        Views as (batch, heads, seq, head_dim), made with `layout`.
     layout : {"bhsd", "bshd"} or None
-        That of the arrays, as the caller says; None if there is only one, as of packed sequences.
+        The caller's layout; None if only one is possible, as for packed sequences.
     k, v : str
-        What keys and values are called.
+        Names of keys and values in `views`.
     """
     (_, keys, heads_k, _), (_, values, heads_v, _) = views[k].shape, views[v].shape
     heads_q = views["q"].shape[2]
@@ -156,7 +156,7 @@ def layout_that_fits(views: Views, layout: str | None, k: str = "k", v: str = "v
 
 
 def heads_hint(views: Views, layout: str | None, k: str = "k", v: str = "v") -> str:
-    """What to change if heads of q are no multiple of heads of k; parameters as of `layout_that_fits`."""
+    """The hint if heads_q is not a multiple of heads_k; parameters as in `layout_that_fits`."""
     other = layout_that_fits(views, layout, k, v)
     if other:
         return f'heads_q = n * heads_k; or layout="{other}", if these arrays are {AXES[other]}'
@@ -164,7 +164,7 @@ def heads_hint(views: Views, layout: str | None, k: str = "k", v: str = "v") -> 
 
 
 def check_sizes(views: Views, raw: Views, layout: str | None) -> None:
-    """Sizes of q, k, v, and of o and do; all as (batch, heads, seq, head_dim). layout: see `heads_hint`."""
+    """Check sizes of q, k, v, o and do, all (batch, heads, seq, head_dim); for layout see `heads_hint`."""
     q, k, v = views["q"].shape, views["k"].shape, views["v"].shape
     if q[3] == 0 or v[3] == 0:
         raise wrong("head_dim is 0.", raw, "at least one feature per head")
@@ -186,7 +186,7 @@ def check_sizes(views: Views, raw: Views, layout: str | None) -> None:
 
 
 def _mask_hint(view: ArrayView, full: tuple[int, int, int, int]) -> str:
-    """How to make a mask of what was given as one."""
+    """The hint for a mask of a wrong dtype: how to make it boolean."""
     if view.dtype in FLOATS:
         return "bias= for additive scores"
     cast = "mask.bool()" if view.library == "torch" else "mask.astype(bool)"
@@ -198,7 +198,7 @@ def _mask_hint(view: ArrayView, full: tuple[int, int, int, int]) -> str:
 def score_operand(
     name: str, raw: Views, views: Views, full: tuple[int, int, int, int], dtypes: tuple[str, ...]
 ) -> tuple[int, ...] | None:
-    """Check a mask or bias, put its (batch, heads, queries, keys) view into views, return its shape."""
+    """Check a mask or bias, add its (batch, heads, queries, keys) view to `views`, and return that shape."""
     view = raw.get(name)
     if view is None:
         return None
@@ -218,7 +218,7 @@ def score_operand(
 
 
 def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtype: str) -> ArrayView:
-    """Check lse, dlse, scales, or what holds a number for each head."""
+    """Check dtype and shape of lse, dlse, scales, or an array with one number per head."""
     view = raw[name]
     if view.dtype != dtype:
         raise wrong(f"{spelled(name)} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))
@@ -229,7 +229,7 @@ def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtyp
 
 
 def check_scales(raw: Mapping[str, ArrayView]) -> None:
-    """Refuse values of scales that are no scales; only in main memory."""
+    """Refuse scales that are not finite, or not above 0 for q and k; only in main memory."""
     for name in SCALES:
         if name in raw and raw[name].device == CPU:
             values = raw[name].numpy()
@@ -241,8 +241,8 @@ def check_scales(raw: Mapping[str, ArrayView]) -> None:
 
 
 def aligned(views: Views, direction: str) -> bool:
-    """Whether the rows of every tensor start on 16-byte boundaries, those of results we allocate too."""
+    """Whether all rows of every tensor start on 16-byte boundaries, those of results we allocate included."""
     head_dim, head_dim_v = views["q"].shape[3], views["v"].shape[3]
     results = (head_dim_v,) if direction == "forward" else (head_dim, head_dim_v)
-    size = max(2, views["q"].item_bytes)  # that of 8-bit floats has 16 bits or more
+    size = max(2, views["q"].item_bytes)  # the result of float8 has 16 bits or more
     return not any(n * size % 16 for n in results) and all(views[n].aligned() for n in MAIN if n in views)

@@ -1,14 +1,14 @@
 """The options of every call, each declared once.
 
-A class of options is what some call takes. A field is an option: its name, its type, and an `Option` with all
-else that is to be known of it. Signatures, keywords that checkers of types know, rows of docstrings, the
-refusal of unknown names and the way of an option through adapters come from these classes: see
-`signature.takes`, and `given` for what a call makes of those that it was given. How arrays are checked and
-seen, their gradients, sums and shards come from the tables at the end. An option with a gradient also has a
-tangent, in `_Tangents`, and a field of `Gradients` that checkers of types read.
+A class of options lists what one call takes. Each field is an option: its name, its type, and an `Option`
+that holds everything else. `signature.takes` derives signatures, keywords for type checkers, docstring rows
+and the refusal of unknown names from these classes; adapters use them to pass options on; `given` splits the
+options of a call into arrays and values. The tables at the end drive the checks and views of arrays, their
+gradients, sums and sharding. An option with a gradient also has a tangent, in `_Tangents`, and a field of
+`Gradients` for type checkers.
 """
 
-# No annotations from __future__: types are read here, with what is attached to them.
+# why no annotations from __future__: this module reads the types and their metadata at run time.
 import functools
 from typing import Annotated, Any, Literal, NamedTuple, SupportsFloat, TypeAlias, TypedDict, get_args
 
@@ -52,24 +52,25 @@ __all__ = [
 
 
 class Option(NamedTuple):
-    """What is to be known of an option beside its name and type.
+    """Everything declared about an option, except its name and type.
 
     Attributes
     ----------
     default : object
     kind : str
-        Its type as docstrings have it.
+        The type as shown in docstrings.
     text : str
-        Its sentence.
+        The description shown in docstrings.
     array : bool
-        Whether it is an array; others are values.
+        Whether the option is an array, not a plain value.
     axes : tuple of str
-        Those of batch, heads, queries and keys that an array has. It may lack the batch; one with keys may
-        have length 1 along any, and lack any in front.
+        The axes of the array, out of batch, heads, queries and keys; empty if not declared. The batch axis
+        may be left out. An array with a keys axis broadcasts: axes may have length 1, and leading ones may be
+        missing.
     gradient : bool
-        Whether gradients reach it.
+        Whether the array has a gradient.
     parts : tuple of str
-        Names that the arrays go by of which it consists, its own if it is one.
+        Names of the arrays that a compound option is split into; empty if it is one array or a value.
     """
 
     default: Any
@@ -117,7 +118,7 @@ class _Aligned(_Band, total=False):
 
 
 class _Scores(TypedDict, total=False):
-    # why SupportsFloat: NumPy's numbers are none of Python's, and tensors of one number are taken too.
+    # why SupportsFloat: NumPy scalars are not Python numbers, and tensors of one element are accepted too.
     scale: Annotated[
         SupportsFloat | None,
         Option(
@@ -158,7 +159,7 @@ class _Sinks(TypedDict, total=False):
 
 
 class _Rows(_Alibi, _Sinks, total=False):
-    """Arrays with a number for each head."""
+    """Arrays with one number per head."""
 
 
 class _Mask(TypedDict, total=False):
@@ -348,7 +349,7 @@ class _Cut(_Packing, total=False):
     cu_seqlens_k: Annotated[Any, _array("array of int32, optional", "The same for k and v.")]
 
 
-# Of a cache, wherever keys of one are read.
+# Options of every call that reads a KV cache.
 _Leftpad: TypeAlias = Annotated[
     Any,
     _array(
@@ -487,11 +488,11 @@ class _Cached(TypedDict, total=False):
 
 
 class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
-    """What every way takes that attends over whole sequences."""
+    """Options common to all calls over whole sequences, that is, without a KV cache."""
 
 
 class DenseOptions(_Whole, _Function, _Layout, _Precision, _Reproducible, _Tuning, total=False):
-    """Options of `attention`, but for what decides its result's type."""
+    """Options of `attention`, except `return_lse` and `out`, which its overloads name."""
 
 
 class GradientOptions(
@@ -504,27 +505,27 @@ class GradientOptions(
     _Tuning,
     total=False,
 ):
-    """Those of `attention_backward`."""
+    """Options of `attention_backward`."""
 
 
 class TangentOptions(
     _Tangents, _Whole, _Function, _Cut, _Layout, _Precision, _Reproducible, _Tuning, total=False
 ):
-    """Those of `derivatives.jvp`."""
+    """Options of `derivatives.jvp`."""
 
 
 class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
-    """Those of `derivatives.hvp`."""
+    """Options of `derivatives.hvp`."""
 
 
 class StatisticsOptions(
     _Aligned, _Pairs, _Scores, _Function, _Rows, _Cut, _Ragged, _Cached, _Layout, total=False
 ):
-    """Those of `attention_statistics`, over dense, packed and cached keys."""
+    """Options of `attention_statistics`, for dense, packed and cached keys."""
 
 
 class PackedOptions(_Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tuning, total=False):
-    """Those of `attention_varlen`."""
+    """Options of `attention_varlen`."""
 
 
 class PackedGradientOptions(
@@ -538,35 +539,35 @@ class PackedGradientOptions(
     _Tuning,
     total=False,
 ):
-    """Those of `attention_varlen_backward`."""
+    """Options of `attention_varlen_backward`."""
 
 
 class RecordedOptions(_Whole, _Layout, _Precision, _Reproducible, total=False):
-    """Those of attention where gradients are recorded, by torch or JAX."""
+    """Options of dense attention with gradients recorded by torch or JAX."""
 
 
 class RecordedFunctionOptions(_Function, RecordedOptions, total=False):
-    """The same where score functions are recorded too."""
+    """`RecordedOptions` and score functions."""
 
 
 class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, total=False):
-    """The same of packed sequences."""
+    """Options of packed attention with gradients recorded by torch or JAX."""
 
 
 class RecordedPackedFunctionOptions(_Function, RecordedPackedOptions, total=False):
-    """The same where score functions are recorded too."""
+    """`RecordedPackedOptions` and score functions."""
 
 
 class RecordedRaggedOptions(_Ragged, RecordedPackedOptions, total=False):
-    """The same where queries and masks may be ragged too."""
+    """`RecordedPackedOptions` and ragged queries and masks."""
 
 
 class RecordedRaggedFunctionOptions(_Function, RecordedRaggedOptions, total=False):
-    """The same where score functions are recorded too."""
+    """`RecordedRaggedOptions` and score functions."""
 
 
 class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, total=False):
-    """Both, for an operator that serves either."""
+    """Options of dense and of packed attention, for an operator that serves both."""
 
 
 class CacheOptions(
@@ -581,64 +582,64 @@ class CacheOptions(
     _Tuning,
     total=False,
 ):
-    """Those of `attention_with_kv_cache`."""
+    """Options of `attention_with_kv_cache`."""
 
 
 class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible, total=False):
-    """Those of attention over a shared prefix where gradients are recorded."""
+    """Options of attention over a shared prefix with gradients recorded."""
 
 
 class RingOptions(
     _Aligned, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, _Parts, total=False
 ):
-    """Those of a sequence that lies in parts."""
+    """Options of `ring_attention`."""
 
 
 class RingGradientOptions(_LseGradient, RingOptions, total=False):
-    """Those of its backward pass."""
+    """Options of the backward pass of `ring_attention`."""
 
 
 class ShardOptions(
     _Aligned, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, total=False
 ):
-    """Those of parts inside JAX's shard_map."""
+    """Options of ring attention inside JAX's shard_map."""
 
 
 class BandOptions(_Aligned, total=False):
-    """Those of `memory_report`: which pairs there are."""
+    """Options of `memory_report`."""
 
 
 class NaiveOptions(_Aligned, _Pairs, _Scores, _Function, _Rows, _Layout, total=False):
-    """Those of `naive_attention`."""
+    """Options of `naive_attention`."""
 
 
 class ConfigOptions(_Aligned, _Scores, _Dropout, _Layout, _Precision, _Reproducible, _Tuning, total=False):
-    """Those that an `AttentionConfig` holds."""
+    """Options that an `AttentionConfig` holds."""
 
 
 @functools.cache
 def declared(options: Any) -> dict[str, Option]:
-    """The options of a class above by name."""
+    """The options of one of the classes above, by name."""
     return {name: hint.__metadata__[0] for name, hint in options.__annotations__.items()}
 
 
 def types(options: Any) -> dict[str, Any]:
-    """Their types."""
+    """The types of these options, by name."""
     return {name: get_args(hint)[0] for name, hint in options.__annotations__.items()}
 
 
 def defaults(options: Any) -> dict[str, Any]:
-    """What those that are not given are."""
+    """The defaults of these options, by name."""
     return {name: option.default for name, option in declared(options).items()}
 
 
-# Of the options of attention over whole sequences, made once so that no call looks at declarations: those
-# that gradients reach, and with them all arrays of a call that have one.
+# why at import: no call looks at declarations. First the options with a gradient, then all arrays of a
+# dense call with a gradient.
 DIFFERENTIABLE = tuple(name for name, option in declared(DenseOptions).items() if option.gradient)
 WITH_GRADIENT = ("q", "k", "v", *DIFFERENTIABLE)
-# What their gradients are called, and their tangents.
+# Names of their gradients, and of their tangents.
 DERIVATIVES = tuple(f"d{name}" for name in WITH_GRADIENT)
-# The axes of arrays; those that hold a number for each head, and which of these a model learns.
+# Axes by option; options with one number per head; of these, options with a gradient.
 AXES_OF = {name: option.axes for name, option in declared(DenseOptions).items() if option.axes}
 PER_HEAD = tuple(name for name, axes in AXES_OF.items() if axes[-1] == "heads")
 PARAMETERS = tuple(name for name in PER_HEAD if name in DIFFERENTIABLE)

@@ -1,4 +1,4 @@
-"""What a call writes: new arrays of the caller's library, or the caller's own, which are checked here."""
+"""The arrays that a call writes: new ones of the caller's library, or the caller's own, checked here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Views = Mapping[str, ArrayView]
 
 
 def namespace(library: str) -> ModuleType:
-    """The functions of a library on its arrays."""
+    """The array namespace of a library."""
     if library == "jax":
         import jax.numpy
 
@@ -51,12 +51,12 @@ def namespace(library: str) -> ModuleType:
 
 
 def strides_of_new(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:  # noqa: ARG001  (tests need it)
-    """Strides of what `empty` makes."""
+    """Strides of an array made by `empty`."""
     return contiguous(shape)
 
 
 def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """A new array of the same library and device; its memory is not set."""
+    """A new, uninitialised array of the same library and device."""
     device, library = like.device, like.library
     new: Any
     if library == "torch":
@@ -81,12 +81,12 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
 
 
 def zeros(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
-    """A new array of the same library and device, filled with 0 on the library's current stream there."""
+    """A new array of the same library and device, zeroed on the library's current stream."""
     view = empty(like, shape, dtype)
     if view.library == "cupy":
         import cupy
 
-        with cupy.cuda.Device(view.device[1]):  # why: CuPy uses the stream of the current device
+        with cupy.cuda.Device(view.device[1]):  # why: CuPy uses the current device's stream
             view.owner[...] = 0
     else:
         view.owner[...] = 0
@@ -94,7 +94,7 @@ def zeros(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
 
 
 def finished(view: ArrayView) -> Any:
-    """The array to hand to the caller: the owner, in the caller's library."""
+    """The array to return to the caller, in the caller's library."""
     if view.library == "jax":
         import jax
 
@@ -103,7 +103,7 @@ def finished(view: ArrayView) -> Any:
 
 
 def check_out(of_float8: bool, raw: Views, shape: tuple[int, ...]) -> None:
-    """Refuse an out that cannot hold the result, of 8-bit floats or of a dtype that has one like it."""
+    """Refuse an out that cannot hold the result; `of_float8` says whether q, k and v are float8."""
     q, out = raw["q"], raw["out"]
     table = table_of(raw)
     hint = f"out=None, or a new array of shape {shape}"
@@ -127,14 +127,14 @@ def check_out(of_float8: bool, raw: Views, shape: tuple[int, ...]) -> None:
 
 
 def extents(raw: Views) -> tuple[tuple[str, int, int], ...]:
-    """Of each array: bytes from its address to its lowest, and to the end of its highest element."""
+    """Per array: its name, and the byte offsets from its pointer to the start and end of its memory."""
     return tuple((n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items())
 
 
 def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
     """Refuse an out that shares memory with an input.
 
-    spans: those of `extents`.
+    `spans` is the result of `extents` for arrays of these kinds.
     """
     out = raw["out"]
     low, high = next((out.pointer + a, out.pointer + b) for name, a, b in spans if name == "out")
@@ -146,14 +146,14 @@ def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
 
 
 def tell_of_writing(raw: Views, names: tuple[str, ...]) -> None:
-    """Tell torch that arrays were written: gradients that need what they held before must not be computed."""
+    """Bump torch's version counters of written arrays, so that autograd refuses to use their old values."""
     for name in names:
         if raw[name].library == "torch":
             sys.modules["torch"].autograd.graph.increment_version(raw[name].owner)
 
 
 def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
-    """Where the caller's workspace begins, on a boundary of 256 bytes."""
+    """The first 256-byte aligned address in the caller's workspace, which must hold `nbytes` from there."""
     low, high = workspace.extent()
     size = math.prod(workspace.shape) * workspace.item_bytes
     aligned = -(-low // 256) * 256

@@ -1,4 +1,4 @@
-"""describe: check every argument, once, and say what is asked for as one immutable value."""
+"""describe: check every argument once, and return an immutable `Problem`."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from .values import check_options, finite_number
 
 __all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe", "head_operands", "problem_of"]
 
-# Where packed sequences begin and end.
+# Arrays that describe packed sequences: offsets, rows in use, starts of masks.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqused_q", "mask_starts")
-# why: tiles beyond the end of a sequence are still counted in 32 bits.
+# why below 2**31: kernels count tiles past the end of a sequence in 32 bits too.
 MAX_SEQLEN = 2**31 - 2**16
 
 
 class Codes(NamedTuple):
-    """What codes of 4 bits in a cache stand for.
+    """The 4-bit format of a cache.
 
     Attributes
     ----------
     kind : str
         "int4" or "nvfp4".
     units : str
-        Dtype of scales and zeros; "uint8" for the bits of those of NVFP4.
+        Dtype of scales and zeros; for "nvfp4" "uint8", the bits of its block scales.
     groups : (int, int)
-        Features that share a scale and a zero, of keys and of values.
+        Features per scale and zero, for keys and for values.
     alike : bool
-        Whether scales and zeros lie alike, those of a key next to each other.
+        Whether scales and zeros have the same strides, with the groups of a key contiguous.
     """
 
     kind: str
@@ -65,39 +65,39 @@ class Codes(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """How keys and values lie in a KV cache, and what is done to it before it is read.
+    """The layout and format of a KV cache, and what a call appends and rotates.
 
     Attributes
     ----------
     dtype : str
-        Of the stored keys and values: that of q, "int8", "float8_e4m3fn", or "int4" or "nvfp4", two to
-        a byte.
+        Dtype of the stored keys and values: that of q, "int8", "float8_e4m3fn", or "int4" or "nvfp4", two
+        codes to a byte.
     page : int
-        Keys of a page; 0 if each sequence has one slot, in one piece.
+        Keys per page; 0 if each sequence has one contiguous slot.
     appended : int
-        New keys of each sequence, or of all if they are packed.
+        New keys per sequence, or of all sequences together if they are packed.
     rotary : int
-        Features that are rotated; 0 for none.
+        Number of rotated features; 0 without rotation.
     interleaved : bool
-        Whether rotation pairs features 2i and 2i + 1 of those, not i and i + rotary / 2.
+        Whether rotation pairs features 2i and 2i + 1 instead of i and i + rotary / 2.
     splits : int or None
-        Parts that the keys are cut into, if the caller chose.
+        Number of splits of the keys (split-K) asked for; None leaves it to the planner.
     indexed : bool
-        Whether sequences say which slot is theirs.
+        Whether the call gives the slot of each sequence.
     packed : bool
-        Whether new keys of all sequences follow each other, cut by offsets.
+        Whether new keys are packed: all sequences end to end, with offsets.
     leftpad : bool
-        Whether sequences say at which key they begin.
+        Whether the call gives the left padding of each sequence.
     turned_from : bool
-        Whether sequences say at which position rotation begins.
+        Whether the call gives the position at which the rotation of each sequence starts.
     unrotated : bool
-        Whether keys are stored as they come, and rotated when they are read.
+        Whether keys are stored unrotated and rotated on read.
     codes : Codes or None
-        Of "int4" and "nvfp4".
+        The format of "int4" and "nvfp4"; None for other dtypes.
     latent : bool
-        Whether values are the first columns of the keys, in the same memory.
+        Whether values are the first columns of the keys, in the same memory (MLA).
     first_rotated : int
-        The first feature that is rotated.
+        Index of the first rotated feature.
     """
 
     dtype: str
@@ -116,7 +116,7 @@ class Cache(NamedTuple):
     first_rotated: int = 0
 
     def summary(self) -> str:
-        """A phrase for people."""
+        """A short description for messages."""
         words = [
             f"cache of {'latents of ' * self.latent}{self.dtype}",
             f"pages of {self.page} keys" if self.page else "contiguous",
@@ -134,63 +134,64 @@ class Cache(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is asked: everything that can change a plan, and nothing that lives in memory.
+    """A checked call: everything that can change the plan, without the data.
 
     Attributes
     ----------
     direction : {"forward", "backward", "decode", "jvp", "hvp", "statistics"}
-        "decode" is the forward pass over a KV cache; "jvp" and "hvp" are the derivatives of the two passes.
+        "decode" is the forward pass over a KV cache; "jvp" and "hvp" are the directional derivatives of the
+        forward and of the backward pass.
     dtype : str
-        Of q, k, v and o.
+        Dtype of q, k, v and o.
     precision : {"ieee", "tf32x3", "tf32"} or None
-        For float32; None leaves the choice to the plan.
+        For float32; None leaves the choice to the planner.
     batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v : int
     scale : float
     softcap : float or None
     offset, left, right
         The band, see `masks.Band`.
     offset_from_end : bool
-        Aligned bottom-right, each sequence by its own lengths: packed sequences and caches.
+        Whether align is "bottom_right" by the lengths of each sequence: packed sequences and caches.
     mask, bias : tuple of 4 int, or None
-        Their shapes over (batch, heads, queries, keys), 1 where broadcast.
+        Shapes over (batch, heads, queries, keys), 1 where broadcast; None if not given.
     spans : Intervals or None
     blocks : Blocks or None
     function : Body or None
-        What becomes of scores between softcap and bias.
+        The traced score function and mask functions, applied between softcap and bias.
     learned_elements : int
-        Of all its arguments whose gradient is wanted, for the backward pass.
+        Elements of all learned arguments of the function, for the backward pass; else 0.
     bias_dtype : str or None
     per_head : tuple of str
-        Options that are given and hold a number for each head.
+        Names of the given options that have one number per head.
     dropout : float
     seed : int
     want_lse, want_dbias, deterministic, packed : bool
     tile : (int, int) or None
-        The (query, key) block asked for.
+        Queries and keys of a tile, if the call asks for one.
     rows_q, rows_k : int
-        Rows of q, and of k, in all packed sequences.
+        Rows of q, and of k, in all packed sequences together; 0 if not packed.
     sequence : int
-        Which of the packed sequences this problem is, if it is one; dropout counts it as the batch.
+        Number of the packed sequence that this problem was taken from; dropout counts it as the batch.
     in_rows : bool
-        The last axis of every tensor is contiguous, its rows are less than 2 GiB apart.
+        Whether the last axis of every tensor is contiguous and consecutive rows are less than 2 GiB apart.
     aligned : bool
-        Besides, its rows start on 16-byte boundaries.
+        Whether, in addition, all rows start on 16-byte boundaries.
     boxes : bool
-        Strides of every tensor are what the tensor maps of bulk copies can hold.
+        Whether a TMA tensor map can hold the strides of every tensor.
     cache : Cache or None
-        With direction "decode" or "statistics"; seqlen_k is then what a sequence has room for.
+        For "decode" and "statistics" over a cache; seqlen_k is then the capacity of a sequence.
     of_float8 : str or None
-        Dtype of o if that of q, k and v is float8_e4m3fn.
+        Dtype of o if q, k and v are float8_e4m3fn; else None.
     reproducible : {"batch", "prefill", "device"} or None
-        What the bits of a row must not depend on. Gradients are then deterministic.
+        The guarantee about bits beyond "run". Gradients are then deterministic too.
     used_q : bool
-        Whether packed sequences say how many of their queries are in use.
+        Whether the call gives the number of queries in use per packed sequence (seqused_q).
     ragged_mask : bool
-        Whether the masks of packed sequences lie in a row, each (queries, keys).
+        Whether the mask is a `RaggedMask`: the (queries, keys) masks of all sequences end to end.
     unrounded : bool
-        Whether o, dq, dk and dv are in the dtype of sums, on a CPU.
+        Whether o, dq, dk and dv keep the accumulator dtype; CPU only.
     wanted : tuple of str
-        With direction "statistics", its results.
+        For "statistics", the names of its results.
     """
 
     direction: str
@@ -245,51 +246,51 @@ class Problem(NamedTuple):
 
     @property
     def band(self) -> Band:
-        """The band of keys that each query sees."""
+        """The band of positions that queries attend to."""
         return Band(self.offset, self.left, self.right)
 
     @property
     def accumulator(self) -> str:
-        """The dtype of sums, LSE, sinks and ALiBi slopes."""
+        """The dtype of accumulation, LSE, sinks and ALiBi slopes."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def alibi(self) -> bool:
-        """Whether there are slopes of ALiBi."""
+        """Whether ALiBi slopes are given."""
         return "alibi_slopes" in self.per_head
 
     @property
     def sinks(self) -> bool:
-        """Whether there are attention sinks."""
+        """Whether attention sinks are given."""
         return "sinks" in self.per_head
 
     @property
     def extents(self) -> tuple[int, int, int, int]:
-        """Batch, heads of q, queries and keys: how far the positions of a pair count."""
+        """The extents of the (batch, head, query, key) indices."""
         return self.batch, self.heads_q, self.seqlen_q, self.seqlen_k
 
     @property
     def second_order(self) -> bool:
-        """Whether it is the derivative of a pass in some directions."""
+        """Whether this is a directional derivative, "jvp" or "hvp"."""
         return self.direction in ("jvp", "hvp")
 
     @property
     def empty(self) -> bool:
-        """Whether the result has no element, so that nothing has to run."""
+        """Whether the result has no elements, so that nothing has to run."""
         return 0 in (self.batch, self.heads_q, self.seqlen_q)
 
     def _band(self) -> str:
-        """Which keys a query sees, by the options that say so."""
+        """The band, written as options."""
         causal = (self.left, self.right) == (None, 0)
         words = "causal" if causal else f"window=({self.left}, {self.right})"
-        if self.cache is not None:  # the last query is at the last key, always
+        if self.cache is not None:  # over a cache the last query is always at the last key
             return words
         if self.offset_from_end:
             return words + ", align=bottom_right"
         return words + f", align={self.offset}" * bool(self.offset)
 
     def summary(self) -> str:
-        """One line for people."""
+        """One-line description for messages and logs."""
         heads = f"{self.heads_q}" + (f":{self.heads_k}" if self.heads_k != self.heads_q else "")
         dims = f"{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         features = [
@@ -324,7 +325,7 @@ class Problem(NamedTuple):
 
 
 def _other_layout(views: Views, layout: str | None) -> str:
-    """What to add to a hint about unequal lengths, if they are equal in the other layout."""
+    """An addition to a hint about unequal lengths, if they are equal in the other layout; else ""."""
     if views["q"].shape[1] != views["k"].shape[1]:
         return ""
     other = layout_that_fits(views, layout)
@@ -332,7 +333,7 @@ def _other_layout(views: Views, layout: str | None) -> str:
 
 
 def head_operands(raw: Views, views: Views, batch: int, heads: int, dtype: str) -> tuple[str, ...]:
-    """Check the options that hold a number for each head, put their views into views, return their names."""
+    """Check the options with one number per head, add their views to `views`, and return their names."""
     given = tuple(name for name in PER_HEAD if name in raw)
     for name in given:
         axes = AXES_OF[name]
@@ -351,9 +352,9 @@ def problem_of(
     band: Band,
     **own: Any,
 ) -> Problem:
-    """A checked call as a problem: what all kinds of calls say alike, and fields of this kind's own.
+    """Make the `Problem` of a checked call, from the fields common to all kinds of calls and its `own`.
 
-    given: all its arrays, adopted; main: names of those whose rows are read. Others as of `describe`.
+    `given` has all its adopted arrays; `main` names those whose strides matter. Others as in `describe`.
     """
     _, heads, rows, head_dim = views["q"].shape
     read = [views[name] for name in main if name in views]
@@ -399,9 +400,9 @@ def describe(
     options : Options
     want_lse : bool
     packing : Packing, optional
-        Of packed sequences: q, k, v are (rows, heads, head_dim).
+        For packed sequences; q, k, v are then (rows, heads, head_dim).
     unrounded : bool
-        As of `Problem`.
+        As in `Problem`.
 
     Returns
     -------
@@ -410,7 +411,7 @@ def describe(
         The inputs as (batch, heads, seq, head_dim), (batch, heads, queries, keys) or
         (batch, heads, queries); spans (1 or batch, 1 or heads, queries or keys, bounds); blocks
         (1 or batch, 1 or heads, queries, keys), in blocks; scales (1 or batch, heads_k);
-        ragged_mask, block_bits, bound and offsets as they are.
+        ragged_mask, block_bits, bound and offsets unchanged.
     raw : dict of str to ArrayView
         The inputs as the caller gave them, without offsets.
 

@@ -1,4 +1,4 @@
-"""progress(): whom calls tell how much of them is done."""
+"""progress(): callbacks that receive the completed fraction of a call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import InvalidArgumentsError
 
 __all__ = ["TOLD", "Tell", "part_of", "progress", "telling", "told_anywhere"]
 
-# What is told: the share of the call that is done, from 0 to 1.
+# A callback; it receives the completed fraction of the call, from 0 to 1.
 Tell: TypeAlias = Callable[[float], Any]
 
-# Whom a call of this thread tells: True for a bar of tqdm, a function, or None for nobody.
+# The callback for calls of this thread: True for a tqdm bar, a function, or None for no report.
 TOLD: ContextVar[Any] = ContextVar("cupy_flash progress", default=None)
-_OPEN: list[Any] = []  # of all threads, the latest last
+_OPEN: list[Any] = []  # of all threads, the most recent last
 
 
 @contextmanager
@@ -65,13 +65,13 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
 
 
 def told_anywhere() -> Any:
-    """What TOLD says, for a call on a thread that some library made."""
+    """The callback for a call on a thread that a library started: TOLD, or the most recent one open."""
     return TOLD.get() or (_OPEN[-1] if _OPEN else None)
 
 
 @contextmanager
 def part_of(tell: Tell | None, start: float, stop: float) -> Iterator[None]:
-    """Calls inside are a part of one: they tell its share from start to stop."""
+    """Report calls inside as the part of a larger call between fractions `start` and `stop`."""
     before = TOLD.set(None if tell is None else lambda share: tell(start + (stop - start) * share))
     try:
         yield
@@ -92,12 +92,12 @@ def _bar_class() -> Any:
 
 @contextmanager
 def telling(given: Any) -> Iterator[Tell | None]:
-    """Whom to tell, while a call runs; at its end 1.0 is told, unless it failed.
+    """Yield the callback for a running call, or None; report 1.0 at the end unless the call failed.
 
     Parameters
     ----------
     given : object
-        From TOLD.
+        The value of TOLD.
     """
     if given is None:
         yield None
@@ -106,7 +106,7 @@ def telling(given: Any) -> Iterator[Tell | None]:
         yield given
         given(1.0)
         return
-    # why disable: a program without a console, such as one of pythonw, has no stderr to draw on.
+    # why disable: a program without a console, such as under pythonw, has no stderr to draw on.
     hidden = sys.stderr is None
     with _bar_class()(total=1.0, bar_format="{l_bar}{bar}| {elapsed}<{remaining}", disable=hidden) as bar:
 

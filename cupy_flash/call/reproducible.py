@@ -1,4 +1,4 @@
-"""reproducible=: the same bits of a row whatever is computed beside it, and what cannot be promised then."""
+"""The option reproducible: its modes, and the options and calls that it refuses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MODES = ("run", "batch", "prefill", "device")
 
 
 def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
-    """Refuse what is no mode, and options under which a row is not a function of its own inputs.
+    """Refuse unknown modes, and options under which a row depends on more than its own inputs.
 
     Parameters
     ----------
     mode : object
-        As the caller spelled it.
+        As the caller passed it.
     dropout : float
     tile : object
-        As the caller spelled it.
+        As the caller passed it.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
 
 
 def refuse_reproducible(mode: Any, what: str) -> None:
-    """Refuse a call that has no fixed order of sums yet."""
+    """Refuse modes beyond "run" for a kind of call that has no fixed summation order."""
     if mode not in (None, "run"):
         raise UnsupportedError(
             f'reproducible="{mode}" is not supported for {what}.',

@@ -1,4 +1,4 @@
-"""Signatures of the public functions: an array of any library, and the options that they take."""
+"""Signatures of public functions: the type of arrays, and the decorator that adds options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class AnyArray(Protocol):
-    """What arrays of every library have, and lists and numbers do not."""
+    """Attributes that arrays of every library have, and lists and numbers do not."""
 
     @property
     def shape(self) -> Any:
@@ -33,13 +33,13 @@ class AnyArray(Protocol):
 
     @property
     def dtype(self) -> Any:
-        """Kind of its elements."""
+        """Type of the elements."""
 
 
-# What goes in comes out: a NumPy array, a torch tensor, a JAX array ...
+# The result has the type of q: a NumPy array, a torch tensor, a JAX array ...
 Array = TypeVar("Array", bound=AnyArray)
 
-# What people write from other libraries, and our word for it.
+# Names of options in other libraries -> our name.
 _SYNONYMS = {
     "softmax_scale": "scale", "sm_scale": "scale", "is_causal": "causal", "attn_mask": "mask",
     "attn_bias": "bias", "dropout_p": "dropout", "dropout_rate": "dropout", "p": "dropout",
@@ -50,10 +50,10 @@ _SYNONYMS = {
 }  # fmt: skip
 
 
-# What other libraries have to be told, and this one sees.
+# Options of other libraries that this one infers -> what to write instead.
 _SEEN = {"enable_gqa": "the call without it: k and v may have fewer heads than q"}
 
-# Names that were there before 0.1.0, and what says the same now. Goes with 0.2.
+# Names from before 0.1.0 -> their replacement. To be removed in 0.2.
 _SCALES = (
     "k_cache=cupy_flash.QuantizedCache(codes, scale, zero, block_scale)"
     "; of attention k=cupy_flash.QuantizedArray(codes, scale)"
@@ -78,29 +78,28 @@ REMOVED = {
 }
 
 
-# What changes the text of an error, of a function and what it was called with.
+# Rewrites the message of an error; gets the error, the function, and the arguments of the call.
 Retell = Callable[[Exception, Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]
 
 
 def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function take the options of a class of `call.options`, and name those that it does not know.
+    """Make a function take the options of a class in `call.options`, and refuse unknown names with a hint.
 
     Parameters
     ----------
     options : class, optional
-        The function has them as ``**options``: those that were given. They become part of its signature and
-        of its docstring, where that says ``{options}``, a row each, or ``{options: As in ...}``, a row for
-        all; those that the docstring describes itself are left out. Rows of those that `attention` has too
-        may stand apart, where it says ``{shared: ...}``, and of tangents, where it says ``{tangents: ...}``.
-    retell : callable, optional
-        Says an error of the function by the names that it has for our options.
+        The function receives those that were given as ``**options``. They are added to its signature, and to
+        its docstring in place of ``{options}``, a row per option, or of ``{options: As in ...}``, one row for
+        all; options that the docstring describes itself are left out. ``{shared: ...}`` is the place for rows
+        of options that `attention` has too, and ``{tangents: ...}`` for those of tangents.
+        Rewrites the message of an error, for functions whose options have other names than ours.
     """
     every: dict[str, Option] = declared(options) if options else {}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
         kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        # Keywords of the function itself, such as return_lse, come last.
+        # Keyword-only arguments of the function itself, such as return_lse, come last.
         first = [p for p in kept if p.kind is not p.KEYWORD_ONLY or p.default is p.empty]
         last = [p for p in kept if p not in first]
         names = [*(p.name for p in first), *every, *(p.name for p in last)]
@@ -119,7 +118,7 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
                     raise unknown(name)
             return function(*args, **kwargs)
 
-        # why two: a call without an error pays nothing for what tells of one
+        # why two wrappers: functions without `retell` skip the try block
         @functools.wraps(function)
         def retold(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
@@ -152,12 +151,12 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
 
 
 def _meant(name: str, called: str, names: list[str]) -> str:
-    """The option that a misspelled name probably means."""
+    """The hint for an unknown name: the option that it probably means."""
     if name in REMOVED or name in _SEEN:
         return REMOVED.get(name) or _SEEN[name]
-    import difflib  # why: it takes 6 ms to import and is needed once in a while
+    import difflib  # why here: it takes 6 ms to import, and only errors need it
 
-    # why 0.75: at difflib's 0.6 out is like layout
+    # why 0.75: with difflib's default of 0.6, "out" matches "layout"
     near = difflib.get_close_matches(name, names, 1, 0.75)
     ours = _SYNONYMS.get(name, near[0] if near else "")
     if ours in names:
@@ -168,7 +167,7 @@ def _meant(name: str, called: str, names: list[str]) -> str:
     return "one of " + ", ".join(names)
 
 
-# why: torch.compile calls it, where it would have to read difflib
+# why: torch.compile then calls the function instead of tracing into difflib.
 _meant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _PLACE = re.compile(r"^    \{(options|shared|tangents)(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
@@ -176,7 +175,7 @@ _ROW = re.compile(r"^    (\w+(?:, \w+)*)(?: : .*)?$", re.MULTILINE)
 
 
 def documented(doc: str | None, options: dict[str, Option]) -> str | None:
-    """A docstring with the rows of its options."""
+    """A docstring with its placeholders replaced by rows of options."""
     if doc is None:
         return None
     described = {name for row in _ROW.findall(doc) for name in row.split(", ")}
@@ -193,9 +192,9 @@ def documented(doc: str | None, options: dict[str, Option]) -> str | None:
 
 
 def _rows(options: dict[str, Option], text: str | None) -> str:
-    """Rows of options, each with its own text, or all with one."""
+    """Docstring rows of options: one row each, or rows of many names with one text."""
     if text:
-        # why several: the names of a row stand on one line
+        # why several rows: numpydoc needs the names of a row on one line
         text = " ".join(text.split())
         rows = [(names.rstrip(","), text) for names in wrap(", ".join(options), 106)]
     else:

@@ -1,4 +1,4 @@
-"""Intervals as a call has them: which of the two forms an array is, and whether its bounds are any."""
+"""Checks of `Spans` in a call: the form of their array, and its bounds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Intervals", "check_spans", "span_operand"]
 
 
 class Intervals(NamedTuple):
-    """What is asked of `spans`; the form is described in `cupy_flash.spans`.
+    """The form of `Spans`, as part of a `Problem`; `cupy_flash.spans` describes both forms.
 
     Attributes
     ----------
     by_query : bool
-        Whether queries have intervals of keys, not keys intervals of queries.
+        Whether each query has intervals of keys; else each key has intervals of queries.
     intervals : {1, 2}
-        Of each.
+        Number of intervals per query or key.
     limit : int
-        The largest bound: all keys, or all queries.
+        The largest allowed bound: the number of keys, or of queries.
     """
 
     by_query: bool
@@ -30,20 +30,20 @@ class Intervals(NamedTuple):
     limit: int
 
     def summary(self) -> str:
-        """A phrase for people."""
+        """A short description for messages."""
         owner, seen = ("query", "keys") if self.by_query else ("key", "queries")
         return f"Spans({self.intervals} of {seen} for each {owner})"
 
 
 def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:
-    """Check spans, put their (batch, heads, queries or keys, bounds) view into views, say what they are.
+    """Check spans, add their (batch, heads, queries or keys, bounds) view to `views`, and return their form.
 
     Parameters
     ----------
     raw, views : dict of str to ArrayView
-        As of `describe`.
+        As in `describe`.
     full : (int, int, int, int)
-        Batch, heads of q, queries, keys.
+        Extents of batch, heads of q, queries and keys.
     """
     view = raw.get("spans")
     if view is None:
@@ -60,7 +60,7 @@ def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> I
             f"(..., 1, {full[3]}, 2 or 4) for the queries that see each key, "
             f"(..., {full[2]}, 1, 2 or 4) for the keys that each query sees; cupy_flash.spans makes them",
         )
-    # why by_query first: of one query and one key both say the same, of any other lengths one fits.
+    # why by_query first: with one query and one key both forms fit and agree; otherwise only one fits.
     dropped = 3 if by_query else 2
     five = view.lifted(5)
     views["spans"] = five.permuted(*(axis for axis in range(5) if axis != dropped))
@@ -68,12 +68,12 @@ def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> I
 
 
 def check_spans(spans: Intervals | None, raw: Mapping[str, ArrayView]) -> None:
-    """Refuse bounds that are none, where looking at them is free: in main memory.
+    """Refuse bounds out of range, for arrays in main memory, where reading is free.
 
     Parameters
     ----------
     spans : Intervals or None
-        Of the problem.
+        `Problem.spans`.
     raw : mapping of str to ArrayView
         The caller's arrays, or the views that `describe` makes.
     """

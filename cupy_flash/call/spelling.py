@@ -1,4 +1,4 @@
-"""What a caller calls an array that everything below a call has another name for; for messages only."""
+"""Public names of the arrays and options that internal code names differently; for messages only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["SPELLED", "kind_of", "spelled"]
 
-# Parts of compound options, by the names that `compound` gives them: a field of what the caller made.
+# Internal names of parts of compound options -> how a caller writes them.
 SPELLED = {
     "mask_starts": "mask.bits",
     "ragged_mask": "mask.bits",
@@ -29,14 +29,14 @@ SPELLED = {
 
 
 def spelled(name: str) -> str:
-    """How a caller writes the array or option that goes by this name below a call."""
-    if name.startswith("bound["):  # of what f(array, ...) made
+    """How a caller writes the array or option with this internal name."""
+    if name.startswith("bound["):  # arrays bound by f(array, ...)
         return name.replace("bound", "arguments")
     return SPELLED.get(name, name)
 
 
 def kind_of(x: Any) -> str:
-    """What something is that is no array, in English."""
+    """The type of an object in English, with an article."""
     if x is None:
         return "None"
     name = type(x).__name__

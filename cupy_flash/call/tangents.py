@@ -1,4 +1,4 @@
-"""What the tangents of a call must be, and what is made of them: one direction after the other."""
+"""Checks of the tangents of a call, and their views, one direction after the other."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from .options import AXES_OF, DERIVATIVES, DIFFERENTIABLE
 
 __all__ = ["TANGENTS", "check_tangents", "directions_of", "shape_of_results", "tangent_operand"]
 
-# By the names that calls give them; each belongs to the array whose name follows the d.
+# Names of tangents in calls: "d" and the name of the array.
 TANGENTS = DERIVATIVES
 
 
 def check_tangents(raw: Views, tangents: Views) -> int | None:
-    """Refuse tangents that are not those of the arrays of a call; return how many directions they have.
+    """Check that tangents match the arrays of a call; return the number of directions.
 
     Parameters
     ----------
     raw : dict of str to ArrayView
         The arrays as the caller gave them.
     tangents : dict of str to ArrayView
-        By the names in TANGENTS, or "o" and "lse" after a d where these are given.
+        By the names in TANGENTS; also "do" and "dlse" if o and lse are given.
 
     Returns
     -------
     int or None
-        The length of the axis in front; None if there is none.
+        Length of the leading axis of directions; None without that axis.
     """
     table = table_of({**raw, **tangents})
     if not tangents:
@@ -57,7 +57,7 @@ def check_tangents(raw: Views, tangents: Views) -> int | None:
 def _count(
     name: str, view: ArrayView, of: str, primal: ArrayView, table: list[tuple[str, str]]
 ) -> int | None:
-    """How many directions one tangent has."""
+    """Check one tangent; return its number of directions."""
     if view.library != primal.library:
         raise InvalidArgumentsError(
             f"{name} is a {view.library} array, {of} a {primal.library} array.",
@@ -92,40 +92,40 @@ def _directions(count: int | None) -> str:
 
 
 def shape_of_results(count: int | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a result, for so many directions."""
+    """The shape of a result for `count` directions."""
     return shape if count is None else (count, *shape)
 
 
 def directions_of(views: Views, count: int | None, layout: str, rank: int) -> list[Views]:
-    """Tangents and results of each direction as the passes see them.
+    """Views of the tangents and results of each direction, in the axes that the passes use.
 
     Parameters
     ----------
     views : dict of str to ArrayView
-        By the names that the passes have for them.
+        By the names that the passes use.
     count : int or None
-        As of `check_tangents`.
+        As returned by `check_tangents`.
     layout, rank
-        Of q.
+        Layout and rank of q.
     """
     each = [views] if count is None else [{k: _nth(x, n) for k, x in views.items()} for n in range(count)]
     return [{name: tangent_operand(name, x, layout, rank) for name, x in one.items()} for one in each]
 
 
-# Axes of the tangents and results that have no features.
+# Number of axes of tangents and results without a feature axis.
 _RANKS = {"lse": 3, "lse_dot": 3} | {
     n: len(AXES_OF[name]) for name in DIFFERENTIABLE for n in (f"d{name}", f"{name}_dot")
 }
 
 
 def tangent_operand(name: str, view: ArrayView, layout: str, rank: int) -> ArrayView:
-    """A tangent or a result as (batch, heads, seq, head_dim), (batch, heads, queries, keys) and so on."""
+    """View a tangent or result as (batch, heads, seq, head_dim), (batch, heads, queries, keys) and so on."""
     axes = _RANKS.get(name)
     return lift(view, layout, rank) if axes is None else view.lifted(axes)
 
 
 def _nth(view: ArrayView, n: int) -> ArrayView:
-    """One element along the first axis."""
+    """Element n along the first axis."""
     return view._replace(
         pointer=view.pointer + n * view.strides[0] * view.item_bytes,
         shape=view.shape[1:],

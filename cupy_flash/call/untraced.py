@@ -1,4 +1,4 @@
-"""Tells torch.compile which modules it is not to read; imported when it first meets a function of theirs."""
+"""Tell torch.compile which modules not to trace; `opaque` imports this when dynamo first needs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from ..namespace import PACKAGE
 
-# Everything but what cupy_flash.torch and those above it need while they are compiled.
+# All modules except those that cupy_flash.torch and the modules above it need while they are compiled.
 for _name in (
     "agreement", "api", "blocks", "call.adopt.jax", "call.adopt.numpy_cupy", "call.adopt.protocols",
     "call.arrays", "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values",
@@ -27,7 +27,7 @@ for _name in (
 
 
 def _codes(module: ModuleType) -> Iterator[CodeType]:
-    """The code of the functions that a module defines, and of what stands in them."""
+    """The code objects of the functions and methods that a module defines, nested ones included."""
     every = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
     every += [x for one in every if inspect.isclass(one) for x in vars(one).values()]
     codes = [inspect.unwrap(x).__code__ for x in every if inspect.isfunction(x)]
@@ -36,7 +36,7 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
         yield code
 
 
-# What they do need some functions of: those are not to begin programs of their own, and may be part of one.
+# why: compiled code inlines some functions of these modules, but dynamo must not compile them on their own.
 for _name in ("call.adopt", "call.adopt.torch", "call.blocks", "config", "merge", "program.function"):
     for _code in _codes(import_module(f"{PACKAGE}.{_name}")):
         skip_code(_code)

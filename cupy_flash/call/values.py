@@ -1,4 +1,4 @@
-"""What the values of options may be: whatever can be refused without looking at an array."""
+"""Checks of the values of options: everything that can be refused without looking at an array."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = ("bhsd", "bshd")
 
 
 def finite_number(value: Any, name: str) -> float:
-    """An option as a float; refuse what is none, infinities, and tensors whose gradient would be lost."""
+    """An option as a finite float; refuse other values, and tensors whose gradient would be lost."""
     if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
         recorded = "cupy_flash.torch.attention, which gives the gradient of a scale; or "
         raise InvalidArgumentsError(
@@ -50,7 +50,7 @@ def finite_number(value: Any, name: str) -> float:
 
 
 def checked_seed(seed: Any) -> int:
-    """A seed as an integer."""
+    """A seed as an integer in [0, 2**64)."""
     number = integer(seed)
     if number is None or not 0 <= number < 2**64:
         raise InvalidArgumentsError(f"seed is {seed!r}.", hint="an integer in [0, 2**64)")
@@ -58,25 +58,25 @@ def checked_seed(seed: Any) -> int:
 
 
 class Moment(NamedTuple):
-    """The options that are of one call: calls that differ in nothing else are alike, and prepared once.
+    """The values that do not affect how a call is prepared: one `Prepared` serves all of them.
 
     Attributes
     ----------
     seed : int
     progress : object
-        As `progress.TOLD` has it.
+        The value of `progress.TOLD`.
     """
 
     seed: int = 0
     progress: Any = None
 
 
-# Of calls that give none of them.
+# For calls without seed and progress.
 OF_NO_CALL = Moment()
 
 
 def moment_apart(options: Options) -> tuple[Options, Moment]:
-    """The options with any seed, and the caller's, with who is told of the progress."""
+    """Split off the seed, replaced by 0, and the progress callback, as a `Moment`."""
     progress = TOLD.get()
     if options.seed is None:
         return options, OF_NO_CALL if progress is None else Moment(0, progress)
@@ -85,7 +85,7 @@ def moment_apart(options: Options) -> tuple[Options, Moment]:
 
 
 def check_options(options: Options) -> None:
-    """Whatever can be refused without looking at an array."""
+    """Refuse values of options that are invalid whatever the arrays are."""
     if not one_of(options.layout, LAYOUTS):
         raise InvalidArgumentsError(
             f"layout is {options.layout!r}.",

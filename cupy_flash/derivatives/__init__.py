@@ -1,7 +1,8 @@
-"""Derivatives of attention in given directions: tangents of its results, and of its gradients.
+"""Directional derivatives of attention: tangents of its results, and of its gradients.
 
-All three take dense arrays, as `cupy_flash.attention` does, and with ``cu_seqlens_q`` and ``cu_seqlens_k``
-packed sequences, as `cupy_flash.attention_varlen`. Memory is linear in the sequence length.
+All three functions take dense arrays, as `cupy_flash.attention` does; with ``cu_seqlens_q`` and
+``cu_seqlens_k`` they take packed sequences, as `cupy_flash.attention_varlen` does. Memory is linear in the
+sequence length.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def jvp(
     o, lse : array
         As returned by ``attention(..., return_lse=True)``.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
-    {tangents: Of the arrays so named behind the d, shape and dtype of these; or with an axis of several
-        directions in front, which share the weights. A missing one is 0, and its products are not computed.
-        Finite.}
+    {tangents: Tangents of the arrays named after the d, with their shape and dtype; for several directions,
+        all tangents have an axis of directions in front, and the weights are computed once. A missing one
+        is 0, and its products are not computed. Finite.}
 
     Returns
     -------
@@ -55,13 +56,13 @@ def jvp(
     InvalidArgumentsError
         As in `cupy_flash.attention`; also tangents that do not fit their arrays, or none at all.
     UnsupportedError
-        No kernel fits, on a GPU; each one's reason is given. Also 8-bit floats, which have no derivatives,
-        and of `hvp` a score function that learns.
+        No kernel on a GPU fits; each one's reason is given. Also float8 inputs, which have no derivatives,
+        and, in `hvp`, a score function with learned arguments.
 
     Notes
     -----
-    With S the scores, P = exp(S - lse), D the dropout (1 / (1 - dropout) or 0) and g the softcap,
-    which a score function is part of ::
+    With S the scores, P = exp(S - lse), D the dropout (1 / (1 - dropout) or 0) and g the softcap composed
+    with the score function ::
 
         dS   = g'(scale q k^T) * scale (dq k^T + q dk^T) + dbias
         dlse = rowsum(P * dS) + exp(sinks - lse) dsinks
@@ -87,21 +88,21 @@ def jvp(
 def value_and_jvp(
     q: Array, k: Array, v: Array, **options: Unpack[TangentOptions]
 ) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
-    """Results of `cupy_flash.attention` and their tangents, in one pass if that is faster than two.
+    """Results of `cupy_flash.attention` and their tangents, in one pass where that is faster than two.
 
     Parameters
     ----------
     q, k, v : array
         As given to `cupy_flash.attention`, or to `cupy_flash.attention_varlen`.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
-    {tangents: As of `jvp`.}
+    As in `jvp`.
 
     Returns
     -------
     (o, lse) : (array, array)
-        As of ``attention(..., return_lse=True)``.
+        As returned by ``attention(..., return_lse=True)``.
     (do, dlse) : (array, array)
-        As of `jvp`.
+        As in `jvp`.
 
     Raises
     ------
@@ -110,8 +111,8 @@ def value_and_jvp(
 
     Notes
     -----
-    The compiled CPU core needs one pass of six products; `cupy_flash.attention` has two, and `jvp` five. On a
-    GPU and in NumPy these two run one after the other.
+    The compiled CPU core needs one pass of six products, instead of two for `cupy_flash.attention` and five
+    for `jvp`. On a GPU and in NumPy both run one after the other.
 
     Examples
     --------
@@ -138,15 +139,15 @@ def hvp(
     jvp: tuple[Any, Any] | None = None,
     **options: Unpack[SecondGradientOptions],
 ) -> Gradients[Array]:
-    """The derivative of `cupy_flash.attention_backward` in a direction.
+    """The directional derivative of `cupy_flash.attention_backward` (Hessian-vector product).
 
-    It is the Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction, as double backward needs it.
+    The Hessian of ``sum(do * o) + sum(dlse * lse)`` times the direction, as double backward needs it.
 
     Parameters
     ----------
     do, q, k, v, o, lse : array
-        As given to `cupy_flash.attention_backward` or `cupy_flash.attention_varlen_backward`. There are no
-        derivatives with respect to do and dlse here: the result is linear in them.
+        As given to `cupy_flash.attention_backward` or `cupy_flash.attention_varlen_backward`. This function
+        has no derivatives with respect to do and dlse: the result is linear in them.
     dlse : array, optional
         As given to `cupy_flash.attention_backward`.
     {options: As given to `cupy_flash.attention` or `cupy_flash.attention_varlen`.}
@@ -167,7 +168,7 @@ def hvp(
 
     Notes
     -----
-    A dot is a derivative in the direction; oDot and lseDot are ``jvp``, SDot is dS of `jvp`. With
+    Dot marks a derivative in the direction; oDot and lseDot are ``jvp``, SDot is dS of `jvp`. With
     T = scale q k^T, S = g(T) + bias, dP = D * (do v^T), delta = rowsum(do * o) - dlse ::
 
         PDot  = P * (SDot - lseDot)
@@ -188,7 +189,7 @@ def hvp(
 
 
 def _taken(options: Any, **named: Any) -> tuple[Views, Views, Options, Packing | None]:
-    """The arrays of a call, its tangents and its values; and how it is packed, if offsets are given."""
+    """The arrays, tangents and values of a call, and its packing if offsets are given."""
     given, values, packed = split_dense_or_packed(options)
     tangents = tangents_of(given)
     raw = adopted(**named, **given)

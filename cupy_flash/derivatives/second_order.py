@@ -1,4 +1,4 @@
-"""Second order: tangents of attention (J), and the derivative of its gradients in a direction (H)."""
+"""Directional derivatives: tangents of attention (J), and derivatives of its gradients (H)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def tangents_of(given: dict[str, Any]) -> Views:
-    """Take the tangents out of the arrays among the options of a call."""
+    """Remove the tangents from the array options of a call, and adopt them."""
     return {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
 
 
@@ -55,7 +55,7 @@ def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | No
         By the names in `TANGENTS`.
     options : Options
     packing : Packing, optional
-        Of packed sequences.
+        For packed sequences.
     """
     asked = described("jvp", raw, tangents, options, packing)
     results = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
@@ -72,14 +72,14 @@ def jvp_into(
     asked: Asked | None = None,
     stream: int | None = None,
 ) -> None:
-    """Write the tangents of o and lse, named do and dlse; parameters as of `run_jvp` and `compute`."""
+    """Write the tangents of o and lse to do and dlse; parameters as in `run_jvp` and `compute`."""
     asked = asked or described("jvp", raw, tangents, options, packing)
     every = {**dots_of(tangents), **dots_of(results)}
     compute(asked, every, options.layout, len(raw["q"].shape), stream=stream)
 
 
 def _adopted_jvp(jvp: Any) -> Views:
-    """The tangents of o and lse that a caller has already."""
+    """The tangents of o and lse that the caller passed as jvp=."""
     if not isinstance(jvp, (tuple, list)) or len(jvp) != 2:
         raise InvalidArgumentsError(
             "jvp is not a pair of arrays.", hint="jvp=cupy_flash.derivatives.jvp(...), (do, dlse)"
@@ -94,7 +94,7 @@ def run_hvp(
     jvp: tuple[Any, Any] | None = None,
     packing: Packing | None = None,
 ) -> Gradients[Any]:
-    """Derivatives of the gradients; parameters as of `run_jvp`, with do and dlse among the arrays."""
+    """Derivatives of the gradients; parameters as in `run_jvp`, with do and dlse among the arrays."""
     asked = described("hvp", raw, tangents, options, packing)
     results = new_results(asked, {"d" + name: raw[name] for name in WITH_GRADIENT if name in raw})
     known = None if jvp is None else _adopted_jvp(jvp)
@@ -112,7 +112,7 @@ def hvp_into(
     asked: Asked | None = None,
     stream: int | None = None,
 ) -> None:
-    """Write the derivatives of the gradients, by the names of `Gradients`; known: what `run_jvp` gave."""
+    """Write the derivatives of the gradients, by the names of `Gradients`; `known` has do and dlse of jvp."""
     asked = asked or described("hvp", raw, tangents, options, packing)
     if known is None:
         without = {name: x for name, x in raw.items() if name not in ("do", "dlse")}
@@ -132,21 +132,21 @@ def hvp_into(
     compute(asked, every, options.layout, len(raw["q"].shape), stream=stream)
 
 
-# Share of the products of a derivative of gradients that are of the tangents of results, 5 of 20; and of
-# results and tangents one after the other that are of the results, 2 of 7.
+# For progress: the fraction of the products of hvp that computes jvp, 5 of 20; and the fraction of forward
+# and jvp that computes forward, 2 of 7.
 _FIRST, _FORWARD = 0.25, 2 / 7
 
 
 class Asked(NamedTuple):
-    """A call that nothing refuses.
+    """A checked call of a directional derivative.
 
     Attributes
     ----------
     problem : Problem
     views : dict of str to ArrayView
-        The arrays as the passes see them.
+        Views of the arrays, in the axes that the passes use.
     directions : int or None
-        How many, if they have an axis.
+        Number of directions; None without an axis of directions.
     """
 
     problem: Problem
@@ -155,24 +155,24 @@ class Asked(NamedTuple):
 
 
 def new_results(asked: Asked, like: Views) -> Views:
-    """New results for the directions, each of the kind of an array."""
+    """New arrays like these, with an axis of directions if there is one."""
     make = outputs.zeros if asked.problem.packed else outputs.empty  # rows of no sequence are 0
     return {name: make(x, shape_of_results(asked.directions, x.shape), x.dtype) for name, x in like.items()}
 
 
 def dots_of(tangents: Views) -> Views:
-    """Tangents by the names that the passes have for them."""
+    """Tangents by the names that the passes use, such as q_dot for dq."""
     return {f"{name[1:]}_dot": view for name, view in tangents.items()}
 
 
-# Tangents whose rows kernels of tensor cores copy.
+# Tangents whose rows the tensor-core kernels copy.
 _IN_ROWS = ("q_dot", "k_dot", "v_dot")
 
 
 def described(
     direction: str, raw: Views, tangents: Views, options: Options, packing: Packing | None
 ) -> Asked:
-    """Everything that can refuse a call."""
+    """Check and describe a call; every refusal happens here."""
     problem, views, given = describe("backward", raw, options, packing=packing)
     refuse_reproducible(options.reproducible, f"derivatives.{direction}")
     if direction == "hvp" and problem.function is not None and problem.function.learned:
@@ -208,10 +208,10 @@ def compute(
     forward: Callable[[], object] | None = None,
     stream: int | None = None,
 ) -> None:
-    """Compute: on a GPU one direction after the other, else all at once.
+    """Compute all directions: on a GPU one after the other, on a CPU at once.
 
-    forward: writes o and lse; called first, where the pass does not compute them along the way.
-    stream: of the GPU; default is the current one of the library.
+    `forward` writes o and lse; it is called first, unless the pass computes them too.
+    `stream` is the CUDA stream handle; default: the library's current stream.
     """
     each = directions_of(directed, asked.directions, layout, rank)
     q = asked.views["q"]
@@ -229,8 +229,8 @@ def compute(
 
 
 def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:
-    """Compute all directions at once; in NumPy, those of packed sequences one after the other."""
-    # why here: the CPU path is a fifth of what the package takes to import
+    """Compute all directions at once; in NumPy with packed sequences one after the other."""
+    # why here: the CPU path takes a fifth of the package's import time.
     from .. import cpu
     from ..cpu.choose import choose as choose_on_cpu
 

@@ -1,4 +1,4 @@
-"""Attention together with its tangents: where both are wanted, one pass is shorter than two."""
+"""Attention together with its tangents: one pass is faster than two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["run_with_jvp"]
 def run_with_jvp(
     raw: Views, tangents: Views, options: Options, packing: Packing | None = None
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The results and their tangents; parameters as of `second_order.run_jvp`, without o and lse."""
+    """The results and their tangents; parameters as in `second_order.run_jvp`, without o and lse."""
     timeless, moment = moment_apart(options)
     call = prepared("forward", raw, timeless, True, packing)
     results = call.new_results(raw["q"])

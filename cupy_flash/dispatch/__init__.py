@@ -1,1 +1,1 @@
-"""From a described call to what computes it: remembered, planned, loaded and run."""
+"""From a described call to its backend: cached or planned, loaded, and run."""

@@ -1,4 +1,4 @@
-"""A problem made ready to run: who computes it, planned and loaded, and refused if it has to be."""
+"""Backends: choose what computes a problem, plan it, load its kernels, and run it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Views = Mapping[str, ArrayView]
 
 
 def driver_of(device: tuple[str, int], library: str) -> Driver | None:
-    """Who runs kernels on this device for arrays of this library.
+    """The driver that launches kernels on this device for arrays of this library.
 
-    CuPy or the CUDA driver's own library, the simulator, or nobody (the CPU path).
+    CuPy or the CUDA driver library on a GPU; on a CPU the simulator, or None for the CPU path.
     """
     if device[0] == "cuda":
         return gpu_driver(library)
-    if not _variable(_DRIVER):  # before all else, as a short call finds it so
+    if not _variable(_DRIVER):  # first, because it is the common case of a short call
         return None
     return host_driver()
 
 
 def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Hashable:
-    """What a plan takes from the environment: a simulated architecture, or what computes on the CPU."""
+    """Environment settings that change a plan: the simulated architecture, or what computes on the CPU."""
     if driver is None:
         chosen: Hashable = _variable(_CPU)
         return chosen
@@ -52,28 +52,28 @@ def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Has
 
 
 def environment() -> tuple[object, object]:
-    """The variables of the environment that decide who computes, as they are."""
+    """The raw values of the environment variables that choose the driver and the CPU path."""
     return _variable(_DRIVER), _variable(_CPU)
 
 
-# why not os.environ.get: it encodes the name and catches errors, for a tenth of the time of a short call.
+# why not os.environ.get: it encodes the name and catches errors, which takes a tenth of a short call.
 _variable = vars(os.environ)["_data"].get
 _DRIVER, _CPU = map(os.environ.encodekey, ("CUPY_FLASH_DRIVER", "CUPY_FLASH_CPU"))
 
 
 class Seen(NamedTuple):
-    """How an array of a call is seen where it is computed on.
+    """The view of one array of a call that a backend computes on.
 
     Attributes
     ----------
     name : str
-        As in abi.cuh.
+        Name of the view, as in abi.cuh.
     array : str
-        Which of the call's arrays it is.
+        Name of the call's array that it is a view of.
     shape, byte_strides, dtype
-        As of `ArrayView`.
+        As in `ArrayView`.
     as_it_is : bool
-        Whether these are those of the array.
+        Whether shape, strides and dtype are those of the array itself.
     """
 
     name: str
@@ -84,22 +84,22 @@ class Seen(NamedTuple):
     as_it_is: bool
 
     def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
-        """The array of one call, as NumPy's."""
+        """The NumPy array with this view's shape and strides, for the array `x` of a call."""
         if self.as_it_is and type(x.owner) is np.ndarray:
             return x.owner
         return numpy_view(x, self.shape, self.byte_strides, self.dtype)
 
 
 class Backend(ABC):
-    """A problem ready to run, on any backend.
+    """A planned and loaded problem, ready to run.
 
     Attributes
     ----------
     integer_bits : int
-        Of integers in score functions, if their arguments are looked at in each call; else 0.
+        Width of integers in score functions, if each call checks their arguments for overflow; else 0.
     addressed : tuple of (str, str)
-        What it has to know the address of, by the names of abi.cuh, and which array of the call that is; none
-        if it looks at the arrays themselves.
+        Pairs (name in abi.cuh, name of the call's array) of the addresses that `run_at` needs; empty if the
+        backend reads the arrays themselves.
     """
 
     integer_bits: ClassVar[int] = 0
@@ -107,13 +107,13 @@ class Backend(ABC):
 
     @property
     def workspace_bytes(self) -> int | None:
-        """What it asks of a caller's workspace; None if it takes none."""
+        """Bytes needed of a caller's workspace; None if it takes none."""
         return None
 
     @property
     @abstractmethod
     def kernels(self) -> tuple[str, ...]:
-        """What computes, by name."""
+        """Names of the kernels that run."""
 
     @abstractmethod
     def run(
@@ -125,7 +125,7 @@ class Backend(ABC):
         workspace: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """Compute; on a GPU launch.
+        """Compute the results; on a GPU, launch the kernels.
 
         Parameters
         ----------
@@ -133,32 +133,32 @@ class Backend(ABC):
             The call's inputs and outputs.
         moment : Moment
         length : int, optional
-            Keys in use of every sequence in a cache, if no array says it.
+            Keys in use of every sequence in a cache, if it is one integer for all.
         workspace : int, optional
-            Address of the caller's; default is one from the pool of the library.
+            Address of the caller's workspace; default: allocated from the pool of the library.
         stream : int, optional
-            CUDA stream handle; default is the current one of the library.
+            CUDA stream handle; default: the library's current stream.
         """
 
     def run_at(self, numbers: dict[str, int], keep: object, library: str, stream: int | None = None) -> None:
-        """`run` a call of which nothing is known but addresses, of what is `addressed`, and `abi.SEED`.
+        """Run a call that is known only by the addresses of `addressed` and `abi.SEED`.
 
         Parameters
         ----------
         numbers : dict of str to int
         keep : object
-            What keeps the arrays alive.
+            Object that keeps the arrays alive.
         library : str
-            Whose arrays they are.
+            Library of the arrays.
         stream : int, optional
-            As of `run`.
+            As in `run`.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class OnCpu(Backend):
-    """A problem ready for the NumPy path."""
+    """The NumPy path."""
 
     problem: Problem
     path: Callable[[Problem, dict[str, np.ndarray[Any, Any]]], None]
@@ -168,13 +168,13 @@ class OnCpu(Backend):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """As of `Backend`."""
+        """As in `Backend`."""
         return ("NumPy",)
 
     def run(
         self, arrays: Views, moment: Moment, *, length: int | None = None, **_of_gpus: int | None
     ) -> None:
-        """As of `Backend`."""
+        """As in `Backend`."""
         problem = self.problem._replace(seed=moment.seed) if moment.seed else self.problem
         seen = {x.name: x.numpy(arrays[x.array]) for x in self.seen}
         if length is not None:
@@ -191,7 +191,7 @@ class OnCpu(Backend):
 
 @dataclass(frozen=True)
 class OnCore(Backend):
-    """A problem ready for the compiled core of the CPU."""
+    """The compiled CPU core."""
 
     core: Core
     addressed: tuple[tuple[str, str], ...] = ()
@@ -200,20 +200,20 @@ class OnCore(Backend):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """As of `Backend`."""
+        """As in `Backend`."""
         return tuple(f"core {name}" for name in self.core.names)
 
     def run(
         self, arrays: Views, moment: Moment, *, length: int | None = None, **_of_gpus: int | None
     ) -> None:
-        """As of `Backend`."""
+        """As in `Backend`."""
         numbers = {name: arrays[array].pointer for name, array in self.addressed}
         keep: object = arrays
         if length is not None:
             of_all = np.array([length], np.int32)
             numbers["cache_seqlens"], keep = of_all.ctypes.data, (arrays, of_all)
         library = arrays["q"].library
-        if moment.progress is None:  # a context manager costs a hundredth of a short call
+        if moment.progress is None:  # why: a context manager costs 1 % of a short call
             self.core.run(numbers, moment.seed, keep, None, library)
             return
         with telling(moment.progress) as tell:
@@ -226,13 +226,13 @@ class OnCore(Backend):
         library: str,
         stream: int | None = None,  # noqa: ARG002
     ) -> None:
-        """As of `Backend`."""
+        """As in `Backend`."""
         self.core.run(numbers, numbers[SEED], keep, None, library)
 
 
 @dataclass(frozen=True)
 class OnDevice(Backend):
-    """A problem ready for kernels: planned, located and loaded."""
+    """CUDA kernels: planned, located and loaded."""
 
     plan: Plan
     program: Program
@@ -242,12 +242,12 @@ class OnDevice(Backend):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """As of `Backend`."""
+        """As in `Backend`."""
         return tuple(launch.variant.name for launch in self.plan.launches)
 
     @property
     def workspace_bytes(self) -> int:
-        """As of `Backend`."""
+        """As in `Backend`."""
         return self.plan.workspace_bytes
 
     def run(
@@ -259,11 +259,11 @@ class OnDevice(Backend):
         workspace: int | None = None,
         stream: int | None = None,
     ) -> None:
-        """As of `Backend`; a launch tells nobody of its progress."""
+        """As in `Backend`; a launch does not report progress."""
         numbers = {name: arrays[array].pointer for name, array in self.addressed}
         numbers[SEED] = moment.seed
         if length is not None:
-            # why no array: its memory would go to somebody else while a recorded graph reads it.
+            # why no array: a captured CUDA graph would still read its memory after the pool has reused it.
             numbers[LENGTH] = max(length, 0)
         self._launch(numbers, arrays["q"].library, workspace, stream)
 
@@ -274,7 +274,7 @@ class OnDevice(Backend):
         library: str,
         stream: int | None = None,
     ) -> None:
-        """As of `Backend`; memory that goes back to a library is used in the order of the stream."""
+        """As in `Backend`; `keep` is not needed, because libraries reuse freed memory in stream order."""
         self._launch(numbers, library, stream=stream)
 
     def _launch(
@@ -292,17 +292,17 @@ class OnDevice(Backend):
 def ready(
     problem: Problem, views: Views, driver: Driver | None, seen: tuple[Seen, ...] | None = None
 ) -> Backend:
-    """Choose, locate and load: everything that can refuse a described problem.
+    """Choose, locate and load the kernels of a problem; every refusal of a backend happens here.
 
     Parameters
     ----------
     problem : Problem
     views : mapping of str to ArrayView
-        Inputs and outputs by the names of abi.cuh; their addresses do not matter.
+        Inputs and outputs by the names of abi.cuh; addresses are not used.
     driver : Driver or None
-        Who runs kernels there.
+        As returned by `driver_of`.
     seen : tuple of Seen, optional
-        How a call's own arrays are these views; default: they are.
+        How the views derive from the call's arrays; default: views and arrays are the same.
     """
     problem = problem._replace(seed=0)
     if seen is None:
@@ -310,7 +310,7 @@ def ready(
     addressed = tuple((x.name, x.array) for x in seen)
     if driver is None:
         refuse_tensor_cores(problem)
-        # why here: the CPU path is a fifth of what the package takes to import
+        # why here: the CPU path takes a fifth of the package's import time.
         from .. import cpu
         from ..cpu.choose import choose as choose_on_cpu
 
@@ -331,7 +331,7 @@ def ready(
 
 
 def refuse_tensor_cores(problem: Problem) -> None:
-    """Refuse, on the CPU, precisions that it does not have."""
+    """Refuse precisions that the CPU path does not support."""
     if problem.precision in ("tf32", "tf32x3"):
         raise UnsupportedError(
             f"precision={problem.precision!r} needs tensor cores; NumPy computes in IEEE float32.",

@@ -1,4 +1,4 @@
-"""A call prepared: described, planned and loaded once, for all calls whose arrays are of the same kinds."""
+"""The cache of prepared calls: a call is described, planned and loaded once for all arrays of its kinds."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Views = Mapping[str, ArrayView]
 
 
 class Prepared:
-    """All that the kinds of a call's arrays decide; what is left to a call is where they are.
+    """All that options and the kinds of arrays decide about a call; only addresses are left to each call.
 
-    It keeps no array alive, never changes, and may be used in several threads.
+    It keeps no array alive, is immutable, and may be used in several threads.
 
     Attributes
     ----------
     problem : Problem
-        But for the seed.
+        The problem, without its seed.
     results : tuple of (str, tuple of int, str)
-        Name, shape and dtype of what a call allocates.
+        Name, shape and dtype of each array that a call allocates.
     """
 
     __slots__ = ("_backend", "_extents", "_make", "_written", "problem", "results")
@@ -93,18 +93,18 @@ class Prepared:
         raw : mapping of str to ArrayView
             The caller's arrays, and ``out`` if it was given.
         moment : Moment
-            The seed, and who is told of the progress.
+            The seed, and where progress is reported.
         workspace : ArrayView, optional
-            The caller's.
+            The caller's workspace; default: allocated from the pool of the library.
         length : int, optional
-            Keys in use of every sequence in a cache, if no array says it.
+            Keys in use of every sequence in a cache, if it is one integer for all.
         results : dict of str to ArrayView, optional
-            What `new_results` gave.
+            As returned by `new_results`; default: allocated here.
 
         Returns
         -------
         dict of str to ArrayView
-            What was allocated, by name.
+            The results, by name.
         """
         q, problem, backend = raw["q"], self.problem, self._backend
         if problem.spans is not None:
@@ -118,7 +118,7 @@ class Prepared:
         given = None
         if workspace is not None and backend.workspace_bytes is not None:
             given = workspace_address(workspace, q, backend.workspace_bytes)
-        if results is None:  # not by new_results: a function call is a hundredth of what a call costs
+        if results is None:  # why not new_results(): the function call would cost 1 % of a short call
             results = {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
         backend.run({**raw, **results}, moment, length=length, workspace=given)
         if self._written and q.library == "torch":
@@ -127,26 +127,23 @@ class Prepared:
 
     @property
     def only_addresses_differ(self) -> bool:
-        """Whether calls of these kinds differ in addresses of q, k, v, o, lse and gradients alone.
-
-        `run_at` takes them.
-        """
+        """Whether such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs."""
         p, addressed = self.problem, self._backend.addressed
         looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._extents
         plain = all(name == array and name in _PLAIN for name, array in addressed)
         return bool(addressed) and plain and not looked_at
 
     def run_at(self, addresses: dict[str, int], keep: object, library: str) -> None:
-        """Compute a call of which only addresses differ, from and into arrays of this library.
+        """Compute a call from addresses of inputs and outputs; see `only_addresses_differ`.
 
-        It adds to the addresses.
+        It adds a seed of 0 to `addresses`.
         """
         addresses[SEED] = 0
         self._backend.run_at(addresses, keep, library)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """What computes, by name."""
+        """Names of the kernels that run."""
         return self._backend.kernels
 
     def new_results(self, q: ArrayView) -> dict[str, ArrayView]:
@@ -154,9 +151,9 @@ class Prepared:
         return {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
 
 
-# The arrays of a call without any but these.
+# The arrays of a call without optional arrays.
 _PLAIN = frozenset(("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"))
-# Views that a call's arrays have under another name.
+# Names of the arrays of views that are called differently: view -> array.
 _SOURCES = {
     "block_table": "cache_batch_idx", "v": "k",
     "q_scale": "q.scale", "k_scale": "k.scale", "v_scale": "v.scale",
@@ -164,7 +161,7 @@ _SOURCES = {
 
 
 def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[str, ArrayView]:
-    """What a call allocates, as the caller will see it; at no address yet."""
+    """Views of the arrays that a call allocates, in the caller's layout, with address 0."""
     p, q = problem, raw["q"]
     kinds: dict[str, tuple[tuple[int, ...], str]] = {}
     if p.direction == "backward":
@@ -186,7 +183,7 @@ def _results(problem: Problem, views: Views, raw: Views, layout: str) -> dict[st
 
 
 def lifted(name: str, x: ArrayView, layout: str) -> ArrayView:
-    """A result as kernels see it."""
+    """The view of a result in the axes that kernels use."""
     return x if "[" in name else tangent_operand(name, x, layout, len(x.shape))
 
 
@@ -202,22 +199,22 @@ def prepared(
     cache: CacheCall | None = None,
     unrounded: bool = False,
 ) -> Prepared:
-    """What is remembered of calls like this one; where there is none, what is found out now.
+    """The prepared call for these kinds of arrays and options: from the cache, or prepared now.
 
     Parameters
     ----------
     direction : {"forward", "backward", "decode"}
     raw : mapping of str to ArrayView
-        The caller's arrays; ``out`` if it was given.
+        The caller's arrays, and ``out`` if it was given.
     options : Options
-        Without seed.
+        With seed 0 or None.
     want_lse : bool
     packing : Packing, optional
-        Of packed sequences, or of packed queries over a cache.
+        For packed sequences, or for packed queries over a cache.
     cache : CacheCall, optional
-        With "decode".
+        For "decode".
     unrounded : bool
-        As of `problem.describe`.
+        As in `problem.describe`.
 
     Raises
     ------
@@ -227,19 +224,19 @@ def prepared(
     driver = driver_of(device, raw["q"].library)
     kinds = [(x[1:_OWNER], x.pointer % 16) for x in raw.values()]
     given = options if cache is None else (*options, *cache)
-    # why: arrays of these kinds are two, or latents and their first columns.
+    # why: the kinds do not tell two separate caches from latents and a view of their first columns.
     latents: Any = cache is not None and raw["v_cache"].pointer == raw["k_cache"].pointer
     if latents:
         one_scale = same_memory(raw, "v_scale", "k_scale")
         one = same_memory(raw, "k_cache", "v_cache"), same_memory(raw, "k", "v")
         latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale, *one
     chosen = chosen_by_environment(driver, device)
-    # why types: 1 is True, and some options take only one of them.
+    # why types: 1 == True as a key, but some options accept only one of them.
     flags = want_lse, packing, unrounded
     call = (direction, driver, chosen, latents, flags, given, *map(type, given), *raw, *kinds)
     try:
         known = _KNOWN.get(call)
-    except TypeError:  # an option that is no key of anything
+    except TypeError:  # an option is not hashable
         return _prepare(direction, raw, options, flags, cache, driver)
     if known is None:
         known = _prepare(direction, raw, options, flags, cache, driver)
@@ -250,19 +247,19 @@ def prepared(
     return known
 
 
-# Of a view everything behind the pointer and before this says of what kind it is.
+# The kind of a view: its fields after the pointer and before this one.
 _OWNER = ArrayView._fields.index("owner")
-# why: programs repeat their calls, and a look at one is twenty times as long as remembering it.
+# why: programs repeat their calls, and preparing one takes twenty times as long as this look-up.
 _KNOWN: dict[tuple[Any, ...], Prepared] = {}
 _MOST_KNOWN = 1024
-# What an adapter remembers of calls by keys of its own.
+# Calls that adapters cache under keys of their own.
 REPEATED: dict[Hashable, Any] = {}
-# What computed calls that are not remembered, those of second order, by name.
+# Names of the kernels of calls that are not cached, those of second order.
 _COMPUTED: dict[str, None] = {}
 
 
 def forget() -> None:
-    """Look anew at every call and plan and load anew, after a change of what they are made from."""
+    """Clear all caches of prepared calls, plans and kernels, after a change of what they depend on."""
     _KNOWN.clear()
     REPEATED.clear()
     _COMPUTED.clear()
@@ -271,18 +268,18 @@ def forget() -> None:
 
 
 def computed_by(names: Iterable[str]) -> None:
-    """Say what computes a call that is not remembered."""
+    """Record the kernels of a call that is not cached."""
     _COMPUTED.update(dict.fromkeys(names))
 
 
 def kernels() -> tuple[str, ...]:
-    """What has computed calls since `forget`, by name, each once."""
+    """Names of the kernels of all calls since `forget`, without duplicates."""
     names = chain.from_iterable(call.kernels for call in _KNOWN.values())
     return tuple(dict.fromkeys(chain(names, _COMPUTED)))
 
 
 def _constant(option: Any) -> bool:
-    """Whether an option means the same for ever. A tensor that stands for a number does not."""
+    """Whether an option cannot change its value later, as a tensor of one element can."""
     if isinstance(option, tuple):
         return all(map(_constant, option))
     return option is None or isinstance(option, (bool, int, float, str, np.generic, Program))
@@ -304,5 +301,5 @@ def _prepare(
         stored = problem.cache
         assert stored is not None
         check_two_arrays(inputs, bool(stored.rotary and not stored.unrotated))
-    # Packed queries are (rows, heads, head_dim), however a cache lies.
+    # why: packed queries are (rows, heads, head_dim) whatever the layout of the cache.
     return Prepared(problem, views, raw, "bshd" if problem.packed else options.layout, driver)

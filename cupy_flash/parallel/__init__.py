@@ -1,7 +1,7 @@
-"""Attention over a sequence that several processes hold in parts (context parallelism).
+"""Attention over one sequence split over several processes (context parallelism).
 
-`schedules` says which of `ring`, `alltoall` and `allgather` a call runs: each is a forward and a backward
-pass, whose messages go through a `group.Link` that an adapter makes: `cupy_flash.torch`, or `mpi`.
+`schedules` selects `ring`, `alltoall` or `allgather` for a call. Each has a forward and a backward pass, and
+sends messages through a `group.Link`, which an adapter provides: `cupy_flash.torch`, or `mpi`.
 """
 
 from .parts import packed_positions, positions

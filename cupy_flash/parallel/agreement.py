@@ -1,7 +1,7 @@
-"""Whether the processes of a group make the same call: compared before its first message.
+"""Check that all processes of a group make the same call, before its first message.
 
-Otherwise one process would silently read the bytes of another in its own dtype, shape or options, or the
-library of the messages would end the program because one is longer than it expects.
+Otherwise one process would silently read the bytes of another with the wrong dtype, shape or options, or the
+communication library would abort because a message is longer than expected.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """The comparison of one call: a header of 32 bytes, and texts only where headers differ.
+    """The comparison of one call: 32-byte headers, and full texts only if headers differ.
 
     Parameters
     ----------
     gather : callable, optional
-        Takes bytes, of one length in all processes, and returns those of all, in the order of ranks. Default:
-        nothing is compared.
-    moment : mapping of str to object
-        What tells a call from others with the same arguments, such as its number.
-    known : set of bytes, optional
-        Digests of arguments that all agreed on, which are not compared again. Default: every call is
+        All-gather of bytes, of equal length in all processes, in the order of ranks. Default: nothing is
         compared.
+    moment : mapping of str to object
+        What distinguishes calls with the same arguments, such as a call number.
+    known : set of bytes, optional
+        Digests of arguments that all processes agreed on, which are not compared again. Default: every call
+        is compared.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Agreement:
         self._gather, self._moment, self._known = gather, moment or {}, known
 
     def reach(self, terms: Mapping[str, Any]) -> None:
-        """Compare a call, given as its arguments by name.
+        """Compare a call with those of the other processes; `terms` has its arguments by name.
 
         Raises
         ------
         InvalidArgumentsError
-            The processes make different calls, or some refuse theirs.
+            The processes make different calls, or some of them refuse theirs.
         """
         everyone = self._compare(terms)
         if everyone is not None:
@@ -54,23 +54,23 @@ class Agreement:
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
-        """Tell the others of an exception inside: this process refuses its call.
+        """On an exception inside, tell the other processes that this one refuses its call.
 
-        why only where every call is compared: else the others may not ask, and would never answer.
+        why only where every call is compared: otherwise the others may not compare, and would never answer.
         """
         try:
             yield
         except Exception as error:
             if self._known is None:
-                with suppress(Exception):  # the first one is on its way out
+                with suppress(Exception):  # why: the first exception is being raised
                     self._compare({"refused": str(error).partition("\n")[0] or type(error).__name__})
             raise
 
     def _compare(self, terms: Mapping[str, Any]) -> list[dict[str, str]] | None:
-        """The terms of every process, or None if they are the same."""
+        """The terms of every process, or None if they are equal."""
         if self._gather is None:
             return None
-        # why without the seed: training draws one for each step, and would wait for the others in each.
+        # why without the seed: each training step has a new one, and would wait for the other processes.
         signature = _digest(_text({name: x for name, x in terms.items() if name != "seed"}))
         if self._known is not None and signature in self._known:
             return None
@@ -94,7 +94,7 @@ def _digest(text: bytes) -> bytes:
 
 
 def _difference(everyone: list[dict[str, str]]) -> InvalidArgumentsError:
-    """The error that names what differs, and in which processes."""
+    """The error that names the differences and their processes."""
     refusals = [(f"process {rank}", x["refused"]) for rank, x in enumerate(everyone) if "refused" in x]
     if refusals:
         return InvalidArgumentsError(

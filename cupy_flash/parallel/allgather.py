@@ -1,8 +1,8 @@
-"""Attention over a sequence in parts, by all-gather: every process gets all keys for its queries.
+"""Attention over a sequence in parts by all-gather: every process gets all keys for its queries.
 
-One ordinary call for each stretch of its queries, over the keys that these may see. Gradients of keys go to
-the process that holds them and are added up there, in the order of the processes, so that their bits are the
-same on every run. It takes memory for all keys and values, and for their gradients in float32.
+Each stretch of its queries is one ordinary call over the keys that they may attend to. Gradients of keys are
+sent to the process that holds the keys and added there, in the order of processes, so that their bits are the
+same on every run. Needs memory for all keys and values, and for their gradients in float32.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = ["backward", "check_blocks", "forward"]
 
 
 class _Stretch(NamedTuple):
-    """Queries of this process, the keys of all that they may see, and how they are called.
+    """Queries of this process, the keys that they may attend to, and the arguments of their call.
 
     Attributes
     ----------
     queries, keys : slice, or array of int
-        Rows of the part, and of the whole.
+        Rows of the part, and of the whole sequence.
     how : dict
-        Options.
+        Options of the call.
     cuts : tuple of array
-        Offsets of packed queries and keys.
+        Offsets of packed queries and of keys; empty if not packed.
     """
 
     queries: Any
@@ -49,7 +49,7 @@ class _Stretch(NamedTuple):
 
 
 class _Call:
-    """A call that is checked: keys and values on their way here, and the stretches that are called then."""
+    """A checked call: the exchange of keys and values, and the stretches to compute afterwards."""
 
     def __init__(self, asked: Asked) -> None:
         link, arrays, causal, options, cut, _ = asked
@@ -85,7 +85,7 @@ class _Call:
                 describe(asked.direction, {**operands, **self.operands(stretch, arrays)}, values)
 
     def operands(self, stretch: _Stretch, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The arrays of a stretch."""
+        """The arrays of the call for a stretch."""
         found = {}
         for name, x in arrays.items():
             if x is not None:
@@ -97,7 +97,7 @@ class _Call:
 
 
 def check_blocks(asked: Asked) -> None:
-    """Refuse a BlockMask that is not cut where stretches begin."""
+    """Refuse a BlockMask whose blocks do not begin where stretches do."""
     link, options = asked.link, asked.options
     blocks = [x for x in masks_of(options["mask"]) if isinstance(x, BlockMask)]
     if blocks:
@@ -110,7 +110,7 @@ def check_blocks(asked: Asked) -> None:
 def _stretches(
     whole: Split, rank: int, causal: bool, options: dict[str, Any], beside: Callable[..., Any]
 ) -> list[_Stretch]:
-    """Of one sequence, or of a batch: each with the keys in its band."""
+    """The stretches of one sequence, or of a batch: each with the keys in its band."""
     how = dict(options)
     window, align, mask = (how.pop(name) for name in ("window", "align", "mask"))
     alibi = how["alibi_slopes"] is not None
@@ -133,7 +133,7 @@ def _stretches(
 
 
 def _mask_of(mask: Any, rows: range, whole: Split, beside: Callable[..., Any]) -> Any:
-    """The mask of some of the queries."""
+    """The mask for the queries in `rows`."""
     queries = whole.lengths[0]
     if mask is None or type(mask) in (tuple, list):
         return mask and tuple(_mask_of(x, rows, whole, beside) for x in mask)
@@ -163,10 +163,10 @@ def _packed_stretches(
     causal: bool,
     options: dict[str, Any],
 ) -> list[_Stretch]:
-    """Of packed sequences: with causal one stretch of each, whose keys end where it ends.
+    """The stretches of packed sequences: if causal, one call per half, whose keys end with the half.
 
-    Other bands stand at another key in each sequence, and a packed call has one `align`: there is a call for
-    each sequence then.
+    Other bands have a different offset in each sequence, but a packed call has only one `align`, so each
+    sequence is a call of its own.
     """
     starts, longest = lengths
     band = resolve_band(causal, options["window"], options["align"], False, longest, longest, True)
@@ -198,7 +198,7 @@ def _packed_stretches(
 def _sequence_by_sequence(
     link: Link, starts: list[int], causal: bool, options: dict[str, Any]
 ) -> list[_Stretch]:
-    """Stretches of packed sequences, each called by itself."""
+    """The stretches of packed sequences, with a call for each sequence."""
     found = []
     for start, stop in itertools.pairwise(starts):
         rows, first = stop - start, start * link.ranks
@@ -215,7 +215,7 @@ def _sequence_by_sequence(
 
 
 def forward(asked: Asked) -> tuple[Any, Any]:
-    """As `ring.forward`."""
+    """As in `ring.forward`."""
     link = asked.link
     q, _, v = asked.arrays.values()
     with link.agreement.refusals():
@@ -232,7 +232,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
             given = call.operands(stretch, {"q": q})
             function = attention_varlen if stretch.cuts else attention
             part, part_lse = function(*given.values(), *stretch.cuts, return_lse=True, **stretch.how)
-            o[at(stretch.queries, call.axis)] = link.narrow(part, o)  # torch casts slices only, not rows
+            o[at(stretch.queries, call.axis)] = link.narrow(part, o)  # torch casts for slices only
             lse[at(stretch.queries, -1)] = part_lse
 
     with Round(link) as messages:
@@ -242,7 +242,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
 
 
 def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
-    """As `ring.backward`."""
+    """As in `ring.backward`."""
     link, arrays, options = asked.link, asked.arrays, asked.options
     q = arrays["q"]
     with link.agreement.refusals():

@@ -1,8 +1,7 @@
-"""Attention over a sequence in parts, by all-to-all: every process gets all rows of some heads, and attends.
+"""Attention over a sequence in parts by all-to-all: every process attends to all rows for some heads.
 
-Rows are exchanged for heads, one ordinary call runs on whole sequences, and its results are exchanged back
-[1]_. So every option means what it means to one process, and the bits are those of one process that has these
-heads only.
+Rows are exchanged for heads, one ordinary call runs on whole sequences, and the results are exchanged back
+[1]_. So every option has its usual meaning, and the bits are those of one process that has only these heads.
 
 .. [1] S. A. Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -28,18 +27,18 @@ from .parts import Rows, Split, packed_starts, packed_stretches
 
 __all__ = ["backward", "check_heads", "forward"]
 
-# Arrays that have rows of queries; others have rows of keys.
+# Arrays with rows of queries; other arrays have rows of keys.
 _OF_QUERIES = ("q", "o", "lse", "do", "dlse")
 
 
 def _heads_axis(asked: Asked) -> int | None:
-    """The axis next to rows, or none."""
+    """The axis of heads, from the end; None if there is none."""
     q = asked.arrays["q"]
     return (-2 if row_axis(asked.options, q) == -3 else -3) if len(q.shape) > 2 else None
 
 
 def check_heads(asked: Asked) -> None:
-    """Refuse heads that do not divide."""
+    """Refuse head counts that are not multiples of the number of processes."""
     axis, ranks = _heads_axis(asked), asked.link.ranks
     counts = [1 if axis is None else asked.arrays[name].shape[axis] for name in "qk"]
     for name, heads in zip("qk", counts, strict=True):
@@ -53,7 +52,7 @@ def check_heads(asked: Asked) -> None:
 
 
 class _Call:
-    """A call that is checked: its arrays on their way to whole sequences, and what is called there."""
+    """A checked call: the exchange of its arrays for whole sequences, and the call on these."""
 
     def __init__(self, asked: Asked) -> None:
         link, arrays, causal, options, cut, _ = asked
@@ -84,27 +83,27 @@ class _Call:
             for name, x in arrays.items()
             if x is not None
         }
-        self.terms["dlse"] = "given" if "dlse" in self.there else "none"  # it travels
+        self.terms["dlse"] = "given" if "dlse" in self.there else "none"  # why: dlse is sent too
         if cut is None:
             operands, values = split(self.how)
             operands |= {name: x.whole for name, x in self.there.items()}
             describe(asked.direction, operands, values)
 
     def _axes(self, name: str) -> tuple[int, int | None]:
-        """Those of rows and of heads."""
+        """The axes of rows and of heads of an array."""
         return (-1, -2) if name in ("lse", "dlse") else (self._rows_axis, self._heads_axis)
 
     def _share(self, heads: int) -> slice:
-        """Which of so many heads are this process's own."""
+        """The heads of this process, out of `heads`."""
         each = heads // self._link.ranks
         return slice(self._link.rank * each, (self._link.rank + 1) * each)
 
     def _own_heads(self, x: Any) -> Any:
-        """Of an array with a number for each head."""
+        """The part for this process's heads of an array with one number per head."""
         return self._link.contiguous(x[..., self._share(x.shape[-1])])
 
     def _mask(self, mask: Any) -> Any:
-        """What a mask says of this process's own heads."""
+        """A mask for the heads of this process."""
         if mask is None or type(mask) in (tuple, list):
             return mask and tuple(map(self._mask, mask))
         if isinstance(mask, Spans):
@@ -114,7 +113,7 @@ class _Call:
         return self._cut(mask, -3)
 
     def _cut(self, x: Any, axis: int) -> Any:
-        """The own heads of an array that has them, and is not broadcast along them."""
+        """The heads of this process of an array, unless it has none or is broadcast along them."""
         if len(x.shape) < -axis or x.shape[axis] == 1:
             return x
         if x.shape[axis] != self._heads:
@@ -125,7 +124,7 @@ class _Call:
         return x[at(self._share(x.shape[axis]), axis)]
 
     def home(self, name: str, like: Any) -> ToParts:
-        """The way back of an array: of its dtype and, but for the last axis, of its shape."""
+        """The exchange that returns an array like `like`, except for its number of rows, to its owners."""
         whole = self.there["q" if name in ("o", "lse") else name].whole.shape
         if name == "o":
             whole = (*whole[:-1], like.shape[-1])
@@ -135,12 +134,12 @@ class _Call:
         return ToParts(self._link, like, tuple(whole), rows, *self._axes(name), wide=name == "lse")
 
     def run(self, homes: dict[str, ToParts], results: dict[str, Any]) -> None:
-        """Hand results to those that wait for them."""
+        """Put results into the messages that return them."""
         for name, home in homes.items():
             home.fill(results[name])
 
     def of_all_heads(self, x: Any, like: Any) -> Any:
-        """Numbers of this process's heads among those of all heads, which are 0."""
+        """An array with one number per head: those of this process's heads, and 0 for the others."""
         every = self._link.wide(like)
         every[...] = 0
         every[..., self._share(every.shape[-1])] = x
@@ -148,7 +147,7 @@ class _Call:
 
 
 def forward(asked: Asked) -> tuple[Any, Any]:
-    """As `ring.forward`."""
+    """As in `ring.forward`."""
     link = asked.link
     q, _, v = asked.arrays.values()
     with link.agreement.refusals():
@@ -170,7 +169,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
 
 
 def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
-    """As `ring.backward`: a process that fails adds NaN to the gradients of its heads."""
+    """As in `ring.backward`: a process that fails returns NaN gradients of its heads."""
     link, arrays, options = asked.link, asked.arrays, asked.options
     with link.agreement.refusals():
         call = _Call(asked)

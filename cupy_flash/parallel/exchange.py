@@ -1,7 +1,7 @@
-"""Every process's rows to every other one: a part becomes the whole sequence, or a whole is dealt out again.
+"""Exchange of rows between all processes: from parts to the whole sequence, and back.
 
-All memory is reserved when a journey is made, before the first message: where there is too little, nobody
-waits for this process.
+All memory is allocated before the first message, so that a process without enough memory leaves no other
+waiting.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ __all__ = ["ToParts", "ToWhole", "exchange", "room"]
 
 
 def room(link: Link, like: Any, shape: tuple[int, ...], wide: bool = False) -> Any:
-    """Memory for an array of this shape, in the dtype of another one, or in that of its sums."""
+    """Memory for an array of this shape, with the dtype of `like`, or if `wide` of its sums."""
     return link.reserve(like, math.prod(shape), wide).reshape(shape)
 
 
 def _with(shape: Any, axis: int, length: int) -> tuple[int, ...]:
-    """The shape with another length of an axis."""
+    """The shape with a different length along one axis."""
     changed = list(shape)
     changed[axis] = length
     return tuple(changed)
 
 
 def _share(x: Any, heads: int, rank: int, ranks: int) -> tuple[Any, ...]:
-    """The index of the heads that a process has for its own."""
+    """The index of the heads that belong to a process."""
     each = x.shape[heads] // ranks
     return at(slice(rank * each, (rank + 1) * each), heads)
 
 
 class ToWhole:
-    """Parts on their way to become the whole, in the order of its rows.
+    """The exchange that assembles the whole from parts, in the order of its rows.
 
     Parameters
     ----------
@@ -45,16 +45,16 @@ class ToWhole:
         This process's part.
     rows : Rows
     axis : int
-        That of rows, from the end.
+        Axis of rows, from the end.
     heads : int, optional
-        That of heads: each process then gets its own ones only. Default: all get all.
+        Axis of heads: each process then gets only its own heads. Default: every process gets all.
 
     Attributes
     ----------
     out, into : list of array
-        What each process gets from this one, and this one from each.
+        What this process sends to each, and receives from each.
     whole : array
-        It is filled by `arrive`.
+        The whole array, filled by `arrive`.
     """
 
     def __init__(self, link: Link, x: Any, rows: Rows, axis: int, heads: int | None = None) -> None:
@@ -71,27 +71,26 @@ class ToWhole:
         self.whole = room(link, x, _with(own.shape, axis, rows.total))
 
     def arrive(self) -> Any:
-        """The whole, when the messages are through."""
+        """The whole array, after the messages have arrived."""
         for place, part in zip(self._rows.places, self.into, strict=True):
             self.whole[at(place, self._axis)] = part
         return self.whole
 
 
 class ToParts:
-    """A whole on its way to the processes that hold its rows.
+    """The exchange that returns the rows of a whole array to the processes that hold them.
 
-    What `fill` is not called for arrives as NaN: a process that fails does not leave others with less than a
-    result.
+    Without a call of `fill`, NaN is sent: if this process fails, the others do not get incomplete results.
 
     Parameters
     ----------
     link : Link
     like : array
-        Of the dtype of the whole, or with `wide` of that of its sums.
+        Array with the dtype of the whole, or with `wide` of its sums.
     shape : tuple of int
-        Of the whole.
+        Shape of the whole.
     rows, axis, heads
-        As in `ToWhole`; without heads what arrives from all processes is added up, in their order.
+        As in `ToWhole`; without heads, contributions of all processes are summed, in their order.
     wide : bool
 
     Attributes
@@ -121,12 +120,12 @@ class ToParts:
             self._part = room(link, like, _with(mine, heads, mine[heads] * link.ranks), wide)
 
     def fill(self, whole: Any) -> None:
-        """Put the rows of the whole into what is sent."""
+        """Copy the rows of the whole into the messages."""
         for place, part in zip(self._rows.places, self.out, strict=True):
             part[...] = whole[at(place, self._axis)]
 
     def arrive(self) -> Any:
-        """The part of this process, when the messages are through."""
+        """The part of this process, after the messages have arrived."""
         if self._heads is None:
             total, *others = self.into
             for other in others:
@@ -138,7 +137,7 @@ class ToParts:
 
 
 def exchange(messages: Round, link: Link, journeys: list[Any]) -> None:
-    """Send what every process is to get, and wait for what this one gets."""
+    """Send each process its arrays, and wait for those of this process."""
     arriving = []
     for by in range(1, link.ranks) if journeys else ():
         to, source = ((link.rank + n) % link.ranks for n in (by, -by))

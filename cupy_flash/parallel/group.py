@@ -1,4 +1,4 @@
-"""What every schedule shares: the link between processes, messages that end well, the check of a call."""
+"""What all schedules share: the link between processes, rounds of messages, and checks of a call."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ __all__ = ["Asked", "Link", "Round", "all_done", "at", "dropping", "row_axis", "
 
 
 class Link(Protocol):
-    """How an adapter's arrays travel, and are made."""
+    """The interface by which an adapter sends and allocates its arrays."""
 
     rank: int
     ranks: int
     agreement: Agreement
 
     def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
-        """Begin to send arrays to the process that is so many further, and to receive from the one before.
+        """Start sending arrays to rank + by, and receiving from rank - by, modulo the number of processes.
 
-        All are contiguous, and allocated before the first message. The result waits for both. When either
-        raises, no message of its own is under way any more.
+        All arrays are contiguous, and allocated before the first message. The result waits for both. If this
+        function or the result raises, none of its messages is in flight any more.
         """
 
     def contiguous(self, x: Any) -> Any:
         """The array, copied if it is not contiguous."""
 
     def reserve(self, like: Any, count: int, wide: bool) -> Any:
-        """So many elements of the dtype of an array, or of that of sums, on its device."""
+        """Memory for `count` elements on the device of `like`, in its dtype or, if wide, that of its sums."""
 
     def wide(self, x: Any) -> Any:
-        """A copy, float64 if x is, else float32, to add up in."""
+        """A copy as an accumulator: float64 if x is, else float32."""
 
     def narrow(self, x: Any, like: Any) -> Any:
         """X in another array's dtype."""
 
     def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
-        """Integers as an array of the library of another one, on its device."""
+        """Integers as an array of the library and on the device of `like`."""
 
 
 class Asked(NamedTuple):
-    """What a process asks of all.
+    """The call of one process.
 
     Attributes
     ----------
     link : Link
     arrays : dict of str to array
-        Its parts of q, k and v; for gradients of do, q, k, v, o, lse and dlse.
+        Its parts of q, k and v; in the backward pass of do, q, k, v, o, lse and dlse.
     causal : bool
     options : dict
         The other `RingOptions`.
     cut : array of int32, optional
-        Offsets of its rows of packed sequences; layout is then "bshd".
+        Offsets of its rows, for packed sequences; layout is then "bshd".
     terms : dict
-        What else must be the same in all processes.
+        Further arguments that must be the same in all processes.
     """
 
     link: Link
@@ -75,12 +75,12 @@ class Asked(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """Which pass it is, forward or backward."""
+        """The pass, "forward" or "backward"."""
         return "backward" if "do" in self.arrays else "forward"
 
 
 def all_done(waits: Iterable[Callable[[], Any]]) -> None:
-    """Wait for every message, whatever becomes of the others, then raise the first error."""
+    """Wait for every message even if some fail, then raise the first error."""
     errors = []
     for wait in waits:
         try:
@@ -92,10 +92,10 @@ def all_done(waits: Iterable[Callable[[], Any]]) -> None:
 
 
 class Round:
-    """A process's messages and its work between them: an error of the work is raised when all are through.
+    """The messages of a call and the work between them; errors of the work are raised after all messages.
 
-    why: the others wait for messages of this process, and a library that was told to receive some writes into
-    memory which an exception would free.
+    why: other processes wait for messages of this one, and a pending receive writes to memory that an
+    exception would free.
     """
 
     def __init__(self, link: Link) -> None:
@@ -106,7 +106,7 @@ class Round:
     def pass_on(
         self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int
     ) -> Callable[[], tuple[Any, ...]]:
-        """As that of the link; the result returns what has arrived."""
+        """As `Link.pass_on`, but the result returns the received arrays."""
         arriving = self._link.pass_on(arrays, into, by)
         self._under_way.append(arriving)
 
@@ -118,7 +118,7 @@ class Round:
         return arrived
 
     def work(self, step: Callable[[], None]) -> None:
-        """Do a step, unless one before failed."""
+        """Run a step, unless an earlier one has failed."""
         if self.error is None:
             try:
                 step()
@@ -132,27 +132,27 @@ class Round:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         for arriving in self._under_way:
-            with suppress(Exception):  # one of a message is on its way out already
+            with suppress(Exception):  # why: an error of a message is being raised
                 arriving()
         if self.error is not None:
             raise self.error
 
 
 def at(rows: Any, axis: int) -> tuple[Any, ...]:
-    """The index of rows along an axis that is counted from the end."""
+    """The index of rows along an axis counted from the end."""
     return (..., rows) + (slice(None),) * (-1 - axis)
 
 
 def row_axis(options: dict[str, Any], q: Any) -> int:
-    """The axis of rows in q, k, v and o; in lse it is the last."""
+    """The axis of rows in q, k, v and o, from the end; in lse it is the last one."""
     return -3 if options["layout"] == "bshd" and len(q.shape) > 2 else -2
 
 
 def dropping(options: dict[str, Any], number: int) -> dict[str, Any]:
-    """The options of one of the calls that a call over parts is made of: each drops its own weights.
+    """The options of one of the calls on parts, with a dropout seed of its own.
 
-    why: a weight is dropped by its place in a call, which is another than in the whole; with one seed, all
-    calls would drop the same places.
+    why: a weight is dropped by its position in the call, not in the whole sequence; with one seed, all calls
+    would drop the same positions.
     """
     if not options["dropout"]:
         return options
@@ -160,17 +160,17 @@ def dropping(options: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def seed_step(number: int) -> int:
-    """What is added to the seed, modulo 2**64, in the call that has this number."""
-    step = 0x9E3779B97F4A7C15  # of Weyl's sequence: odd, so that no two numbers have one seed
+    """The offset of the seed, modulo 2**64, for the call with this number."""
+    step = 0x9E3779B97F4A7C15  # Weyl sequence: odd, so that no two numbers share a seed
     return number * step % 2**64
 
 
-# Options that are not of a process's own rows.
+# Options that describe the whole sequence, not the rows of a process.
 _OF_THE_WHOLE = ("mask", "parts", "seqlen", "schedule")
 
 
 def terms_of(asked: Asked) -> dict[str, Any]:
-    """Check what this process holds; what must be the same in all processes, by name."""
+    """Check the part of this process; return, by name, what must be the same in all processes."""
     direction, arrays, causal, options = asked.direction, asked.arrays, asked.causal, asked.options
     per_head = {name: options[name] for name in PER_HEAD if options[name] is not None}
     given = {name: x for name, x in {**arrays, **per_head}.items() if x is not None}
@@ -184,7 +184,7 @@ def terms_of(asked: Asked) -> dict[str, Any]:
     terms: dict[str, Any] = {"pass": direction, "causal": bool(causal), "cu_seqlens": None}
     for name in ("q", "k", "v", *per_head):
         shape: list[Any] = list(raw[name].shape)
-        if name not in per_head and options["seqlen"] is not None:  # it says what the rows of each are
+        if name not in per_head and options["seqlen"] is not None:  # why: seqlen fixes the rows of each
             shape[row_axis(options, arrays["q"])] = "rows"
         terms[name] = f"{raw[name].dtype} ({', '.join(map(str, shape))})"
     mask = options["mask"]

@@ -1,4 +1,4 @@
-"""Ring attention over mpi4py for NumPy and CuPy arrays. Takes a communicator; imports no MPI.
+"""Ring attention over mpi4py for NumPy and CuPy arrays, given a communicator; imports no MPI.
 
 Run with, say, ``mpiexec -n 4 python script.py``:
 
@@ -37,7 +37,7 @@ __all__ = ["ring_attention", "ring_attention_backward"]
 
 
 class _Link:
-    """Messages of bytes, since MPI has no 16-bit floats."""
+    """A link that sends bytes, as MPI has no 16-bit floats."""
 
     def __init__(self, comm: Any, agreement: str) -> None:
         if not hasattr(comm, "Get_rank"):
@@ -59,7 +59,7 @@ class _Link:
         if adopt(arrays[0], "k").device != CPU:
             import cupy
 
-            # sync: MPI reads on its own; what the stream has still to write must be there.
+            # sync: MPI does not wait for the stream, so its pending writes to the arrays must be done.
             cupy.cuda.get_current_stream().synchronize()
         sent = list(arrays)
         requests = []
@@ -75,7 +75,7 @@ class _Link:
 
         def arrived() -> None:
             all_done(request.Wait for request in requests)
-            sent.clear()  # until here MPI reads it
+            sent.clear()  # why: MPI reads the arrays until here
 
         return arrived
 
@@ -107,13 +107,13 @@ def _bytes(x: Any) -> Any:
 
 
 def _arrays(link: _Link, named: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a call, which a link makes others like."""
+    """Check the arrays of a call; the link allocates others like them."""
     with link.agreement.refusals():
         return {name: _array(x, name) for name, x in named.items()}
 
 
 def _array(x: Any, name: str) -> Any:
-    """An array of NumPy's own class, such as of a file in memory, or of CuPy's."""
+    """A NumPy array, also of a subclass such as memmap, as a plain one; or a CuPy array."""
     if x is None and name == "dlse":
         return None
     adopt(x, name)
@@ -137,21 +137,21 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : array
-        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order. NumPy, or CuPy
-        under an MPI that knows CUDA.
+        This process's parts: the rows that `cupy_flash.parallel.positions` returns, in that order. NumPy
+        arrays, or CuPy arrays with a CUDA-aware MPI.
     comm : mpi4py.MPI.Comm
-        Every process of it makes the call. The tags 0 to 6 are used.
+        Every process of it must make the call. Uses the tags 0 to 6.
     cu_seqlens : array of int32, shape (sequences + 1,), optional
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
-        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` names. On a GPU they are
-        read back, which waits for the stream.
+        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` returns. Offsets on a
+        GPU are read back, which waits for the stream.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
-        Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
-        processes. With schedule "alltoall" or "allgather"; of the latter each stretch of rows that a process
-        holds begins at a multiple of 16 queries where a mask has blocks.
+        Which keys a query may attend, as in `cupy_flash.attention`: the mask of the whole sequence, the same
+        in all processes. Needs schedule "alltoall" or "allgather"; with "allgather" and a BlockMask, each
+        stretch of rows that a process holds begins at a multiple of 16 queries.
     agreement : {"call", "never"}
-        Whether processes compare their arguments before every call, 32 bytes of each. Without it, processes
-        that differ get wrong results, or the library of the messages ends them.
+        Whether processes compare their arguments before every call, 32 bytes from each. With "never",
+        processes whose calls differ get wrong results, or the MPI library aborts.
     {options}
 
     Returns
@@ -188,17 +188,17 @@ def ring_attention_backward(
     q, k, v, comm, cu_seqlens, agreement
         As given to `ring_attention`.
     wanted : sequence of "k" and "v"
-        Of which of these a gradient is wanted, the same in all processes. Others do not travel, and are None.
+        Which of these need a gradient, the same in all processes. Others are not sent, and are None.
     {options: As given to `ring_attention`.}
     o, lse : array
-        As it returned them.
+        As returned by `ring_attention`.
     dlse
         As in `cupy_flash.attention_backward`.
 
     Returns
     -------
     Gradients
-        dq, dk and dv of this process's parts; dsinks is its share, to be added up over the processes.
+        dq, dk and dv of this process's parts; dsinks is its contribution, to be summed over the processes.
 
     Raises
     ------

@@ -1,11 +1,9 @@
-"""How a sequence lies in parts on several processes, and which keys of others the queries of a part see.
+"""How a sequence is split into parts over processes, and which keys of other parts its queries attend to.
 
-Causal attention would leave the first process idle most of the time if each held one stretch of the sequence
-[1]_. Instead it is cut into two stretches per process, and process r of n holds the r-th from the front and
-the r-th from the back, known as zigzag: every step is then half a square for everybody. Of packed sequences
-each is cut so by itself. With a sliding window contiguous parts are as even, and see fewer others.
-
-.. [1] W. Brandon et al., "Striped Attention", arXiv:2311.09431, which deals out single rows instead.
+If each process held one stretch of a causal sequence, the first process would be idle most of the time [1]_.
+Instead the sequence is cut into two stretches per process, and process r of n holds the r-th from the front
+and the r-th from the back (zigzag), so that every step is half a square for every process. Packed sequences
+are each cut so. With a sliding window, contiguous parts are as balanced and need fewer of the other parts.
 """
 
 from __future__ import annotations
@@ -51,18 +49,18 @@ _ORDERS = ("zigzag", "contiguous")
 
 
 class Pair(NamedTuple):
-    """Which of a process's queries see which of the keys that pass by.
+    """The queries and keys of one pair of parts that are computed together.
 
     Attributes
     ----------
     queries, keys : slice, or array of int
-        Rows of the parts.
+        Rows within the parts.
     causal : bool
-        Row i sees rows up to i only.
+        Whether row i attends to rows up to i only.
     window, align
-        Where the queries see some of the keys, as in `attention`.
+        Band of the pair, as in `attention`; None without a window.
     number : int
-        Of the pair of processes.
+        Number of the pair of processes.
     """
 
     queries: Any
@@ -76,7 +74,7 @@ class Pair(NamedTuple):
 def stretches(rank: int, ranks: int, seqlen: int, zigzag: bool) -> tuple[range, ...]:
     """Rows of the whole sequence that a process holds: one stretch, or two of a zigzag.
 
-    All stretches have one length but for the last ones, which are shorter, or empty.
+    All stretches have the same length, except the last ones, which may be shorter or empty.
     """
     count = 2 * ranks if zigzag else ranks
     length = -(-seqlen // count)
@@ -92,16 +90,15 @@ def positions(
     *,
     parts: Literal["zigzag", "contiguous"] | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Rows of the whole sequence that a process holds, in their order.
+    """Rows of the whole sequence that a process holds, in order.
 
     Parameters
     ----------
     rank, ranks : int
-        Which process of how many.
+        Number of the process, and of processes.
     seqlen : int
-        Of the whole sequence. If it is no multiple of ranks, of 2 * ranks in a zigzag, processes hold
-        different numbers of rows, and ``ring_attention`` needs its ``seqlen``.
-    causal : bool
+        Length of the whole sequence. If it is not a multiple of ranks (in a zigzag, of 2 * ranks), processes
+        hold different numbers of rows, and ``ring_attention`` needs its ``seqlen``.
         Decides the default of parts.
     parts : {"zigzag", "contiguous"}, optional
         Two stretches, from the front and from the back, or one. Default: zigzag if causal.
@@ -113,7 +110,7 @@ def positions(
     Raises
     ------
     InvalidArgumentsError
-        There is no such process or length.
+        Invalid rank, ranks or seqlen.
     """
     _check_rank(rank, ranks)
     length = integer(seqlen)
@@ -124,7 +121,7 @@ def positions(
 
 
 def _check_rank(rank: Any, ranks: Any) -> None:
-    """Refuse what is no process of so many."""
+    """Refuse an invalid rank or number of processes."""
     if (count := integer(ranks)) is None or count < 1:
         raise InvalidArgumentsError(f"ranks is {ranks!r}.", hint="the number of processes, at least 1")
     if (number := integer(rank)) is None or not 0 <= number < count:
@@ -135,7 +132,7 @@ def _check_rank(rank: Any, ranks: Any) -> None:
 
 
 def order_of(parts: Any, causal: bool) -> str:
-    """How a sequence is cut into parts: "zigzag" or "contiguous"."""
+    """The order of parts, "zigzag" or "contiguous"."""
     if parts is None:
         return "zigzag" if causal else "contiguous"
     if not one_of(parts, _ORDERS):
@@ -144,15 +141,15 @@ def order_of(parts: Any, causal: bool) -> str:
 
 
 def packed_positions(rank: int, ranks: int, lengths: Any, causal: bool) -> np.ndarray[Any, Any]:
-    """Rows of all packed sequences that a process holds: of each those that `positions` names.
+    """Rows of all packed sequences that a process holds: for each sequence those of `positions`.
 
     Parameters
     ----------
     rank, ranks, causal
         As in `positions`.
     lengths : sequence of int
-        Of the whole sequences, multiples of ranks, of 2 * ranks if causal. A process holds 1 / ranks of each,
-        and its offsets are those of all rows divided by ranks.
+        Lengths of the whole sequences, multiples of ranks, or of 2 * ranks if causal. A process holds 1 /
+        ranks of each, and its offsets are those of all rows divided by ranks.
 
     Returns
     -------
@@ -161,7 +158,7 @@ def packed_positions(rank: int, ranks: int, lengths: Any, causal: bool) -> np.nd
     Raises
     ------
     InvalidArgumentsError
-        A length is no such multiple, or there is no such process.
+        A length is not such a multiple, or rank or ranks is invalid.
     """
     _check_rank(rank, ranks)
     count = 2 * ranks if causal else ranks
@@ -177,7 +174,7 @@ def packed_positions(rank: int, ranks: int, lengths: Any, causal: bool) -> np.nd
 
 
 def check_parts(queries: int, keys: int) -> None:
-    """Refuse parts of different lengths: the sequence attends to itself."""
+    """Refuse a different number of queries and keys, for a sequence that attends to itself."""
     if queries != keys:
         raise InvalidArgumentsError(
             f"a process holds {queries} queries and {keys} keys.", hint="parts of one length everywhere"
@@ -185,7 +182,7 @@ def check_parts(queries: int, keys: int) -> None:
 
 
 def halves(length: int) -> tuple[slice, slice]:
-    """The two stretches of a part whose attention is causal."""
+    """The two halves of a zigzag part."""
     if length % 2:
         raise InvalidArgumentsError(
             f"a process holds {length} rows: causal parts are two chunks of equal length.",
@@ -195,15 +192,15 @@ def halves(length: int) -> tuple[slice, slice]:
 
 
 def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair | None:
-    """What the queries of a part have to do with the keys of another one; None: nothing.
+    """The pair to compute for the queries of one part and the keys of another; None if all are masked.
 
     Parameters
     ----------
     mine, theirs : tuple of range
-        Rows of the queries and of the keys: of one stretch each, or of two if the parts are a zigzag, whose
-        band is causal, or open.
+        Rows of the queries and of the keys: one stretch each, or two in a zigzag, where the band must be
+        causal or open.
     band : Band
-        Of the whole sequence.
+        Band of the whole sequence.
     """
     whole = slice(None)
     if band.open:
@@ -211,8 +208,8 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
     if len(mine) == 2:
         if mine == theirs:
             return Pair(whole, whole, causal=True)
-        # Keys of a process nearer to the front: their early half precedes all queries, their late half none.
-        # Of one further to the back: both halves precede the late queries, neither the early ones.
+        # why: of a process nearer to the front, the early half of the keys precedes all queries and the late
+        # half none; of one nearer to the back, both halves precede the late queries and none the early ones.
         if theirs[0].start < mine[0].start:
             return Pair(whole, slice(0, len(theirs[0])))
         return Pair(slice(len(mine[0]), None), whole)
@@ -220,7 +217,7 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
     if not queries or not keys:
         return None
     offset = band.offset + queries.start - keys.start
-    # How far keys lie behind the positions of queries: from the first key of the last query on.
+    # Key minus query position: from the first key of the last query to the last key of the first one.
     lowest, highest = 1 - len(queries) - offset, len(keys) - 1 - offset
     left, right = (math.inf if side is None else side for side in (band.left, band.right))
     if highest < -left or lowest > right:
@@ -231,15 +228,15 @@ def pair(mine: tuple[range, ...], theirs: tuple[range, ...], band: Band) -> Pair
 
 
 class Split:
-    """How one sequence, or those of a batch, are split over processes.
+    """The split of one sequence, or of those of a batch, over processes.
 
     Attributes
     ----------
     order : {"zigzag", "contiguous"}
     lengths : (int, int)
-        Queries and keys of the whole.
+        Queries and keys of the whole sequence.
     queries, keys : list of tuple of range
-        Rows that each process holds.
+        Rows of the whole that each process holds.
     """
 
     def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, parts: Any, seqlen: Any):
@@ -262,22 +259,22 @@ class Split:
 
 
 class Rows:
-    """Where the rows that processes hold lie in the whole.
+    """Indices, in the whole sequence, of the rows that each process holds.
 
     Parameters
     ----------
     held : list of tuple of range
-        Of each process.
+        Rows of each process.
     beside : callable
-        Makes of integers an array that indexes those of the caller.
+        Converts integers to an index array of the caller's library.
 
     Attributes
     ----------
     total : int
     counts : list of int
-        Rows of each process.
+        Number of rows per process.
     places : list of (slice or array)
-        Their indices.
+        Indices of the rows of each process.
     """
 
     def __init__(self, held: list[tuple[range, ...]], beside: Callable[[np.ndarray[Any, Any]], Any]):
@@ -291,7 +288,7 @@ def _rows_of(held: tuple[range, ...]) -> np.ndarray[Any, Any]:
 
 
 class Whole:
-    """Parts of one sequence, or of a batch."""
+    """Parts of one sequence, or of a batch of sequences."""
 
     def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, options: dict[str, Any]):
         self._rank, self._ranks = rank, ranks
@@ -305,7 +302,7 @@ class Whole:
 
     @functools.cached_property
     def steps(self) -> tuple[int, ...]:
-        """How far the keys have come which some process has something to do with, its own first."""
+        """The ring distances at which some process has work, the own keys (0) first."""
         everyone = range(self._ranks)
         return tuple(
             step
@@ -314,16 +311,16 @@ class Whole:
         )
 
     def rows(self, owner: int) -> int:
-        """Keys of a process."""
+        """Number of keys of a process."""
         return sum(map(len, self._keys[owner]))
 
     @property
     def most_rows(self) -> int:
-        """Keys of the process that has most."""
+        """The largest number of keys of a process."""
         return max(self.rows(owner) for owner in range(self._ranks))
 
     def pair(self, owner: int) -> Pair | None:
-        """What this process has to do with the keys of another; with its own always something."""
+        """The pair of this process's queries and the keys of another; for its own keys never None."""
         found = self._pair(self._rank, owner)
         if found is None and owner == self._rank:
             found = Pair(slice(None), slice(0, 0))
@@ -347,7 +344,7 @@ class Whole:
 
 
 def block_rows(mask: BlockMask, held: list[tuple[range, ...]], queries: int) -> int:
-    """Queries of the blocks that a mask of the whole is cut into, so that each stretch begins with one."""
+    """Queries per block after cutting a BlockMask of the whole, so that each stretch begins with a block."""
     size = int(mask.bits.shape[-2])
     if mask.table.shape[-2] != -(-queries // size):
         raise InvalidArgumentsError(
@@ -364,7 +361,7 @@ def block_rows(mask: BlockMask, held: list[tuple[range, ...]], queries: int) -> 
 
 
 def blocks_of_rows(mask: BlockMask, numbers: Any, size: int) -> BlockMask:
-    """Some of the blocks of so many queries that a mask is cut into, by their numbers."""
+    """A BlockMask of some block rows, by their numbers, after cutting blocks to `size` queries."""
     each = mask.bits.shape[-2] // size
     table = mask.table[..., numbers // each, :]
     inner = (numbers % each)[:, None]
@@ -373,7 +370,7 @@ def blocks_of_rows(mask: BlockMask, numbers: Any, size: int) -> BlockMask:
 
 
 def lengths_of(seqlen: Any) -> tuple[int, int]:
-    """Queries and keys of the whole sequence."""
+    """Numbers of queries and keys of the whole sequence."""
     both = seqlen if isinstance(seqlen, (tuple, list)) and len(seqlen) == 2 else (seqlen, seqlen)
     queries, keys = (integer(n) for n in both)
     if queries is None or keys is None or min(queries, keys) < 0:
@@ -384,7 +381,7 @@ def lengths_of(seqlen: Any) -> tuple[int, int]:
 
 
 def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tuple[int, int]) -> None:
-    """Refuse an order of parts that does not fit, and one that would be a guess."""
+    """Refuse an order of parts that does not fit the band, and one that would be a guess."""
     if order == "contiguous" or band.open:
         return
     if not causal:
@@ -402,7 +399,7 @@ def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tupl
 
 
 def packed_starts(cut: Any, q: Any, causal: bool) -> tuple[np.ndarray[Any, Any], int]:
-    """Where packed sequences begin in a part, as integers, and the longest of them there."""
+    """Offsets of packed sequences in a part, as integers on the host, and their longest length there."""
     if len(q.shape) != 3:
         raise InvalidArgumentsError(
             f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
@@ -417,7 +414,7 @@ def packed_starts(cut: Any, q: Any, causal: bool) -> tuple[np.ndarray[Any, Any],
 
 
 def packed_halves(starts: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Rows of a part that are of the early stretches of its packed sequences, and of their late ones."""
+    """Rows of a part in the early halves of its packed sequences, and in the late halves."""
     middles = (starts[:-1] + starts[1:]) // 2
     early, late = ((starts[:-1], middles), (middles, starts[1:]))
     return _rows_between(*early), _rows_between(*late)
@@ -428,7 +425,7 @@ def _rows_between(starts: Any, stops: Any) -> np.ndarray[Any, Any]:
 
 
 def packed_stretches(ranks: int, starts: np.ndarray[Any, Any], causal: bool) -> list[tuple[range, ...]]:
-    """Rows of all whole packed sequences that each process holds, from where they begin in a part."""
+    """Rows of the whole packed sequences that each process holds, from the offsets in a part."""
     return [
         tuple(
             range(start * ranks + rows.start, start * ranks + rows.stop)
@@ -440,7 +437,7 @@ def packed_stretches(ranks: int, starts: np.ndarray[Any, Any], causal: bool) -> 
 
 
 class Packed:
-    """Parts that have their share of several sequences, (rows, heads, head_dim)."""
+    """Parts of packed sequences, (rows, heads, head_dim)."""
 
     def __init__(
         self, rank: int, ranks: int, cut: Any, q: Any, causal: bool, options: dict[str, Any], beside: Any
@@ -456,11 +453,11 @@ class Packed:
         self._options = {name: x for name, x in options.items() if name not in unused}
 
     def rows(self, owner: int) -> int:  # noqa: ARG002
-        """As of `Whole`: the same of all."""
+        """As in `Whole`; the same for all processes."""
         return self.most_rows
 
     def pair(self, owner: int) -> Pair | None:
-        """As of `Whole`."""
+        """As in `Whole`."""
         whole = slice(None)
         if not self._causal or self._rank == owner:
             found = Pair(whole, whole, self._causal)
@@ -477,12 +474,12 @@ class Packed:
         return cuts, {**how, **dropping(self._options, todo.number)}
 
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        """As of `Whole`."""
+        """As in `Whole`."""
         (cut_q, cut_k), how = self._how(todo)
         return attention_varlen(q, k, v, cut_q, cut_k, sinks=sinks, **how)
 
     def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
-        """As of `Whole`."""
+        """As in `Whole`."""
         (cut_q, cut_k), how = self._how(todo)
         do, q, k, v, o, lse = arrays
         return attention_varlen_backward(do, q, k, v, o, lse, cut_q, cut_k, dlse=dlse, sinks=sinks, **how)

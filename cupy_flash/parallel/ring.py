@@ -1,14 +1,12 @@
-"""Attention over a sequence that several processes hold in parts: keys go round a ring, results are merged.
+"""Attention over a sequence in parts by a ring: keys and values circulate, and results are merged.
 
-Every process keeps its queries and sees the keys of the others pass by, one process's part at a time; the
-results over those parts are merged by `merge` [1]_. What travels are the heads of k and v, however many heads
-of q share them, and no further than some process sees them.
+Every process keeps its queries and receives the keys of the others, one part at a time; `merge` combines the
+results over the parts [1]_. Only the heads of k and v are sent, however many heads of q share them, and only
+as far as a process attends to them.
 
-This module is the loop. How a sequence lies in parts is in `parts`, what is compared before the first message
-in `agreement`, other schedules in `alltoall` and `allgather`; how arrays travel is the business of the
-adapters, `cupy_flash.torch`, `cupy_flash.jax` and `cupy_flash.parallel.mpi`.
-
-.. [1] H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers", arXiv:2310.01889.
+This module is the loop. `parts` defines how a sequence is split, `agreement` what is compared before the
+first message, `alltoall` and `allgather` are the other schedules. The adapters `cupy_flash.torch`,
+`cupy_flash.jax` and `cupy_flash.parallel.mpi` send the arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ __all__ = ["backward", "checked", "forward"]
 
 
 class _Call(NamedTuple):
-    """A call that is checked: its parts, their axis of rows, and what must be the same in all processes."""
+    """A checked call: its parts, their axis of rows, and what must be the same in all processes."""
 
     parts: Whole | Packed
     axis: int
@@ -37,7 +35,7 @@ class _Call(NamedTuple):
 
 
 def checked(asked: Asked) -> _Call:
-    """The parts of a call; what can be refused is refused here, before the first message."""
+    """Check a call and return its parts; all refusals happen here, before the first message."""
     link, arrays, causal, options, cut, _ = asked
     terms = dict(asked.terms)
     q, axis = arrays["q"], row_axis(options, arrays["q"])
@@ -52,9 +50,9 @@ def checked(asked: Asked) -> _Call:
 
 
 class _Room:
-    """Memory that arrays arrive in, two of each: while one is sent, the other one is received into.
+    """Double buffers for received arrays: one is sent while the other receives.
 
-    why before the first message: where there is too little memory, nobody waits for this process.
+    why allocated before the first message: a process without enough memory then leaves no other waiting.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class _Room:
         return tuple(shape)
 
     def of(self, owner: int, turn: int) -> tuple[Any, ...]:
-        """Arrays for those of a process, this turn."""
+        """The buffers for the arrays of a process, in this turn."""
         shapes = (self._shape(x, self._call.parts.rows(owner)) for x in self._like)
         return tuple(
             flat[: math.prod(shape)].reshape(shape)
@@ -79,7 +77,7 @@ class _Room:
 
 
 def forward(asked: Asked) -> tuple[Any, Any]:
-    """O and LSE of this process's queries over everybody's keys."""
+    """O and LSE of this process's queries over the keys of all processes."""
     link, options = asked.link, asked.options
     q, k, v = asked.arrays.values()
     with link.agreement.refusals():
@@ -95,7 +93,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
     def add(todo: Pair, keys: tuple[Any, ...]) -> None:
         nonlocal o, lse
         mine, theirs = at(todo.queries, axis), at(todo.keys, axis)
-        # Sinks are keys that one part has, this process's own.
+        # why: sinks must count once, so only the own part has them.
         sinks = options["sinks"] if o is None else None
         k, v = (x[theirs] for x in keys)
         part, part_lse = parts.attend(todo, q[mine], k, v, sinks)
@@ -121,12 +119,12 @@ def forward(asked: Asked) -> tuple[Any, Any]:
 
 
 def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
-    """Gradients of this process's q, k and v; those of k and v travel with them and come home at the end.
+    """Gradients of this process's q, k and v; gradients of k and v travel with the keys, and home at the end.
 
-    With the LSE of the whole sequence each pair of parts gives its share of the gradients exactly. A process
-    that cannot add its share adds NaN, and raises: the others get no sum in which it is missing.
+    With the LSE of the whole sequence, the gradients of each pair of parts are exact summands. A process that
+    cannot add its own adds NaN and raises, so that no other process gets an incomplete sum.
 
-    wanted: whether anybody asks for the gradients of k, and of v; others do not travel, and are None.
+    `wanted` says whether any process needs the gradients of k, and of v; others are not sent, and are None.
     """
     link, options = asked.link, asked.options
     do, q, k, v, o, lse, dlse = asked.arrays.values()
@@ -162,7 +160,7 @@ def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradient
     with Round(link) as messages:
         for turn, step in enumerate(steps):
             arriving = None
-            then = steps[turn + 1] if turn + 1 < len(steps) else link.ranks  # they go home at last
+            then = steps[turn + 1] if turn + 1 < len(steps) else link.ranks  # the last step returns them home
             owner, next_owner = ((link.rank - n) % link.ranks for n in (step, then))
             if then < link.ranks:
                 arriving = messages.pass_on(keys, room.of(next_owner, turn), then - step)

@@ -1,12 +1,12 @@
-"""What travels between processes that hold parts of a sequence: `ring`, `alltoall` or `allgather`.
+"""The schedules of context parallelism: `ring`, `alltoall` or `allgather`.
 
-Each is a module with `forward` and `backward`, which begin alike: they check the call, take the memory that
-they need, agree with the other processes, and send the first message then.
+Each is a module with `forward` and `backward`. Both first check the call, allocate all memory and compare the
+call with the other processes, and only then send the first message.
 
-Where the caller names none, the ring or the all-to-all is chosen, whichever sends fewer bytes in this pass.
-The all-gather, which takes memory for the whole sequence, is chosen only where both cannot. All processes
-choose alike: they count from what they then compare. Inside `jax.shard_map` one schedule serves both passes,
-and is chosen by what they send together.
+If the caller names no schedule, the ring or the all-to-all is chosen, whichever sends fewer bytes in this
+pass. The all-gather needs memory for the whole sequence, so it is chosen only if both cannot run. All
+processes choose the same, because they count from the arguments that they then compare. Inside
+`jax.shard_map` one schedule serves both passes, and is chosen by their total.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ __all__ = ["backward", "check", "explain", "for_shards", "forward"]
 
 _MODULES: dict[str, ModuleType] = {"ring": ring, "alltoall": alltoall, "allgather": allgather}
 _NAMES = {"ring": "a ring", "alltoall": "an all-to-all", "allgather": "an all-gather"}
-# Options that not every schedule takes, and those which one takes of whole and of packed sequences.
+# Options that some schedules do not support; for each schedule, those it supports for whole and for packed
+# sequences.
 _LIMITED = ("mask", "alibi_slopes", "window", "align", "parts", "seqlen", "reproducible")
 _TAKES = {
     "ring": (("window", "align", "parts", "seqlen"), ()),
     "alltoall": (_LIMITED, ("alibi_slopes", "window", "align", "reproducible")),
     "allgather": (("mask", "alibi_slopes", "window", "align", "parts", "seqlen"), ("window", "align")),
 }
-# Masks beside arrays. Functions count heads and rows of the call that they are in, not those of the whole.
+# Supported masks other than arrays. why no functions: they would get heads and rows within the part.
 _MASKS = (Spans, BlockMask)
 
 
 def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple[str, str]]:
-    """Options that a schedule does not take: the name of each, and how it is spelled."""
+    """Given options that a schedule does not support: the name of each, and how messages show it."""
     found = []
     for name in _LIMITED:
         x = options.get(name)
@@ -61,12 +62,12 @@ def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple
 
 
 def _masks(mask: Any) -> list[Any]:
-    """What a mask consists of."""
+    """The members of a mask: itself, or those of a tuple, nested or not."""
     return [x for part in mask for x in _masks(part)] if type(mask) in (tuple, list) else [mask]
 
 
 def check(options: dict[str, Any], packed: bool) -> list[str]:
-    """The schedules that take the options: the one that they name, or those that one is chosen of."""
+    """The schedules that support the options: the named one, or those to choose from."""
     named = options["schedule"]
     if not (named is None or one_of(named, tuple(_MODULES))):
         raise InvalidArgumentsError(
@@ -75,7 +76,7 @@ def check(options: dict[str, Any], packed: bool) -> list[str]:
     able = [x for x in _MODULES if not _refused(x, options, packed)]
     if found := [x for x in able if named in (None, x)]:
         return found
-    schedule = named or "alltoall"  # which takes most
+    schedule = named or "alltoall"  # it supports the most options
     name, spelled = _refused(schedule, options, packed)[0]
     raise UnsupportedError(
         f"{spelled} is not supported for {_NAMES[schedule]}{' of packed sequences' * packed}.",
@@ -87,7 +88,7 @@ _Costs = dict[str, float | Exception]
 
 
 def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
-    """What each schedule sends in this pass, or why it does not take these parts or heads."""
+    """Bytes that each schedule sends in this pass, or the reason why it cannot run."""
     steps, unable = _unable(asked, able)
     part = part_of(asked, wanted)
     counted = {x: sent(x, asked.direction, asked.link.ranks, part, steps) for x in able}
@@ -95,7 +96,7 @@ def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
 
 
 def _costs_of_shards(asked: Asked, able: list[str]) -> _Costs:
-    """The same of both passes inside `jax.shard_map`, where parts are padded to one length."""
+    """`_costs` of both passes inside `jax.shard_map`, where parts are padded to one length."""
     options, ranks, arrays = asked.options, asked.link.ranks, asked.arrays
     part = part_of(asked, (True, True), padded=True)
     if asked.cut is None and options["seqlen"] is not None:
@@ -111,7 +112,7 @@ def _costs_of_shards(asked: Asked, able: list[str]) -> _Costs:
 
 
 def _unable(asked: Asked, able: list[str]) -> tuple[int, dict[str, Exception]]:
-    """Steps of a ring, and why some schedules do not take these parts or heads."""
+    """Steps of a ring, and the reasons why some schedules cannot run."""
     if len(able) > 1 and asked.options["dropout"]:
         raise InvalidArgumentsError(
             "dropout without a schedule, each of which drops other weights.", hint=f'schedule="{able[0]}"'
@@ -122,7 +123,7 @@ def _unable(asked: Asked, able: list[str]) -> tuple[int, dict[str, Exception]]:
         try:
             steps = len(ring.checked(asked).parts.steps)
         except InvalidArgumentsError as error:
-            if asked.options["parts"] is None:  # no schedule may guess it
+            if asked.options["parts"] is None:  # why: no schedule may guess parts
                 raise
             found["ring"] = error
     checks = {"alltoall": alltoall.check_heads, "allgather": allgather.check_blocks}
@@ -135,7 +136,7 @@ def _unable(asked: Asked, able: list[str]) -> tuple[int, dict[str, Exception]]:
 
 
 def _least(costs: _Costs) -> str:
-    """The schedule that is chosen."""
+    """The cheapest schedule; the all-gather only if no other can run."""
     counted = {name: cost for name, cost in costs.items() if not isinstance(cost, Exception)}
     if not counted:
         raise next(cost for cost in costs.values() if isinstance(cost, Exception))
@@ -143,7 +144,7 @@ def _least(costs: _Costs) -> str:
 
 
 def _module(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> tuple[ModuleType, Asked]:
-    """What the options name, or what is chosen; and the same with its name among them."""
+    """The module of the named or chosen schedule, and the call with its name among the options."""
     with asked.link.agreement.refusals():
         able = check(asked.options, asked.cut is not None)
         terms = terms_of(asked)
@@ -155,7 +156,7 @@ def _module(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> tuple[Mod
 def for_shards(
     arrays: dict[str, Any], ranks: int, causal: bool, options: dict[str, Any], packed: bool
 ) -> str:
-    """What the options name, or what is chosen inside `jax.shard_map`; of arrays like the parts."""
+    """The named schedule, or the one chosen inside `jax.shard_map`, for arrays like the parts."""
     every = {**defaults(RingOptions), **options}
     able = check(every, packed)
     if len(able) == 1:
@@ -168,7 +169,7 @@ def for_shards(
 def explain(
     q: Any, k: Any, v: Any, ranks: int, *, shard_map: bool = False, **options: Unpack[RingOptions]
 ) -> str:
-    """Say what each schedule of `cupy_flash.torch.ring_attention` would send, and which one is chosen.
+    """Describe what each schedule of `cupy_flash.torch.ring_attention` sends, and which one is chosen.
 
     Parameters
     ----------
@@ -177,8 +178,8 @@ def explain(
     ranks : int
         Number of processes.
     shard_map : bool
-        Whether the call is one inside `jax.shard_map`, of arrays as long as those of each device. One
-        schedule serves both passes there, and other bytes travel for gradients.
+        Whether the call is inside `jax.shard_map`, with arrays as long as those of each device. One schedule
+        serves both passes there, and gradients send other bytes.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
         As in `cupy_flash.torch.ring_attention`.
     {options: As in `cupy_flash.torch.ring_attention`.}
@@ -186,7 +187,7 @@ def explain(
     Returns
     -------
     str
-        Bytes that a process sends in each pass; inside `jax.shard_map` in both.
+        Bytes that a process sends in each pass; inside `jax.shard_map`, in both together.
 
     Raises
     ------
@@ -214,14 +215,14 @@ def explain(
 
 
 def forward(asked: Asked) -> tuple[Any, Any]:
-    """O and LSE of this process's queries over everybody's keys."""
+    """O and LSE of this process's queries over the keys of all processes."""
     module, asked = _module(asked)
     o, lse = module.forward(asked)
     return o, lse
 
 
 def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
-    """Gradients of this process's q, k and v; wanted: whether anybody asks for those of k, and of v."""
+    """Gradients of this process's q, k and v; `wanted` says whether any process needs dk, and dv."""
     module, asked = _module(asked, wanted)
     grads: Gradients[Any] = module.backward(asked, wanted)
     return grads

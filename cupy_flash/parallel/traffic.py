@@ -1,4 +1,4 @@
-"""Bytes that a process sends, by which a schedule is chosen where the caller names none."""
+"""Bytes that a process sends, used to choose a schedule if the caller names none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["part_of", "sent"]
 
 
 def part_of(asked: Asked, wanted: tuple[bool, bool], padded: bool = False) -> dict[str, float]:
-    """Bytes of the arrays of one part, as `sent` takes them; of several lengths in the mean.
+    """Bytes of the arrays of one part, as needed by `sent`; for parts of several lengths the mean.
 
-    wanted: whether anybody asks for the gradients of k, and of v. padded: all parts have one length.
+    `wanted` says whether any process needs the gradients of k, and of v; `padded`, that all parts have one
+    length.
     """
     link, options, axis = asked.link, asked.options, row_axis(asked.options, asked.arrays["q"])
     q, k, v = (asked.arrays[name] for name in "qkv")
@@ -45,7 +46,7 @@ def sent(
     steps: int | None = None,
     kept: bool = False,
 ) -> float:
-    """Bytes of one pass.
+    """Bytes that a process sends in one pass.
 
     Parameters
     ----------
@@ -53,11 +54,11 @@ def sent(
     direction : {"forward", "backward"}
     ranks : int
     part : mapping of str to float
-        Bytes of one part: Q, O, L of lse, KV, KV32 of their gradients, in the dtype of sums.
+        Bytes of one part: Q, O, L (lse), KV, KV32 (gradients of k and v, in the dtype of sums).
     steps : int, optional
-        Of a ring. Default: one for each process; fewer with a window.
+        Steps of a ring. Default: one per process; with a window there may be fewer.
     kept : bool
-        What an exchange brought is there for the backward pass, as in JAX, which adds up in the dtype of k.
+        Whether the backward pass reuses received arrays, as in JAX, which sums gradients in the dtype of k.
     """
     q, o, lse, kv, kv32 = (part[name] for name in ("Q", "O", "L", "KV", "KV32"))
     others, turns = ranks - 1, ranks if steps is None else steps

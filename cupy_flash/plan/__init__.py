@@ -1,1 +1,1 @@
-"""Which kernels answer a problem: choose, and the families of kernels to choose from."""
+"""The planner: `choose`, and the kernel families that it chooses from."""

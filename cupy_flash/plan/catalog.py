@@ -1,4 +1,4 @@
-"""What can be compiled for: architectures as a table, and what one compilation is."""
+"""The table of architectures, and `Variant`, one compilation of a kernel."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Arch(NamedTuple):
     capability : int
         Compute capability x 10, e.g. 86.
     shared_bytes : int
-        Most dynamic shared memory of one block, after opting in.
+        Largest dynamic shared memory of a block, after opting in.
     multiprocessors : int
-        Of a typical GPU of this kind, for plans made without one.
+        Multiprocessors of a typical GPU, for plans made without a GPU.
     target : str
-        What is compiled for it, and for higher minors of the same major that have no row.
+        Compilation target, also for higher minor versions of the same major that have no row.
     families : tuple of str
-        Kernel families that run on it.
+        Kernel families that run on this architecture.
     own : tuple of str
-        Those of them that are compiled for `own_target`, as `target` has not what they need.
+        Families compiled for `own_target`, because they need features that `target` lacks.
     own_target : str
-        Empty if there are none.
+        Their compilation target; "" without such families.
     """
 
     capability: int
@@ -46,21 +46,22 @@ class Arch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people: sm_86."""
+        """The name, such as sm_86."""
         return f"sm_{self.capability}"
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Everything that is compiled for it."""
+        """The compilation targets of all its families."""
         return (self.target, self.own_target) if self.own else (self.target,)
 
     def target_of(self, family: str) -> str:
-        """What a family is compiled for."""
+        """The compilation target of a family."""
         return self.own_target if family in self.own else self.target
 
 
 _KB = 1024
-# capability, shared memory of a block, multiprocessors, compiled as, families, those compiled otherwise
+# capability, shared memory per block, multiprocessors, target, families, families with another target, that
+# target
 ARCHITECTURES = (
     Arch(61, 48 * _KB, 28, "sm_61", ("simple", "cached")),
     Arch(70, 96 * _KB, 80, "sm_70", ("simple", "cached")),
@@ -71,12 +72,12 @@ ARCHITECTURES = (
     Arch(89, 99 * _KB, 128, "sm_86", ("simple", "flash", "fp8", "decode", "cached"), ("fp8",), "sm_89"),
     Arch(90, 227 * _KB, 132, "sm_90a", ("simple", "flash", "hopper", "decode", "cached")),
     Arch(100, 227 * _KB, 148, "sm_100", ("simple", "flash", "decode", "cached")),
-    # why f: block-scaled products are a feature of the family; cubins of sm_120f run on sm_120 and sm_121
+    # why f: block-scaled mma is a family-specific feature; cubins for sm_120f run on sm_120 and sm_121
     Arch(120, 99 * _KB, 170, "sm_120", ("simple", "flash", "fp8", "decode", "cached"), ("fp8",), "sm_120f"),
 )
 
 
-# What the GPUs of each capability are called, as words of lower case.
+# Lower-case words in the names of GPUs, by capability.
 _CALLED = {
     61: "pascal p4 p40 1050 1060 1070 1080",
     70: "volta v100",
@@ -101,7 +102,7 @@ def _row(capability: int) -> Arch | None:
 
 
 def _meant(name: str) -> str:
-    """The architecture that a name stands for: "sm_90" for "H100", "sm90" or "9.0"; else empty."""
+    """The architecture that a user probably means: "sm_90" for "H100", "sm90" or "9.0"; else ""."""
     number = re.fullmatch(r"(?:sm|compute)?_?(\d{1,2})\.?(\d)[af]?", name.strip().lower())
     words = {word.removesuffix("ti") for word in re.split(r"[^a-z0-9]+", name.lower())}
     found = [capability for capability, called in _CALLED.items() if words & {*called.split()}]
@@ -113,14 +114,14 @@ def _meant(name: str) -> str:
 
 @lru_cache(maxsize=64)
 def architecture(name: str) -> Arch:
-    """The row for an architecture such as "sm_86" or "sm_90a".
+    """The table row for an architecture such as "sm_86" or "sm_90a".
 
-    A higher minor of a known major takes the highest row at or below it.
+    A minor version without a row uses the highest row of its major below it.
 
     Raises
     ------
     UnsupportedError
-        An architecture that nothing is compiled for.
+        No kernel is compiled for the architecture.
     """
     digits = name.removeprefix("sm_").rstrip("af")
     row = _row(int(digits)) if digits.isdigit() else None
@@ -137,8 +138,8 @@ def architecture(name: str) -> Arch:
 
 # ---------------------------------------------------------------------------------------------- variants
 
-# What products are computed in, as variants are named; tf32x3, tf32 and f16x3 are for float32 inputs.
-# ieee32 and ieee64: only in operations that every architecture rounds alike, and in one order.
+# Names of product types in variants -> CUDA element type. tf32x3, tf32 and f16x3 are for float32 inputs;
+# ieee32 and ieee64 use only operations that round alike on every architecture, in a fixed order.
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16", "f32": "float", "f64": "double", "tf32x3": "float",
             "tf32": "float", "f16x3": "float", "e4m3": "E4M3", "ieee32": "float",
             "ieee64": "double"}  # fmt: skip
@@ -147,18 +148,18 @@ SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64
 
 
 class Box(NamedTuple):
-    """What a kernel copies at a time of a tensor that it reads through a tensor map.
+    """The tile that a kernel copies by TMA from one tensor at a time.
 
     Attributes
     ----------
     view : str
-        The tensor, by its name in abi.cuh.
+        Name of the tensor in abi.cuh.
     rows, columns : int
         Extents of the tile in shared memory; see hopper/swizzled_tile.cuh.
     grouped : bool
-        The map has an axis for the heads of a group, see `Launch.head_bits`.
+        Whether the tensor map has an axis for the heads of a group, see `Launch.head_bits`.
     span : {0, 64, 128}
-        Bytes of a block of columns; 0: the widest that the columns are a multiple of.
+        Bytes of a column block (swizzle span); 0: the widest that divides the columns.
     """
 
     view: str
@@ -170,44 +171,45 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compilation of one .cu: everything that changes registers, loops or shared memory.
+    """One compilation of one .cu file: everything that changes registers, loops or shared memory.
 
     Attributes
     ----------
     source : str
-        The .cu file that it is compiled from.
+        The .cu file.
     step : str
-        The pass of its algorithm, where one .cu holds several; else "".
+        The pass of the algorithm, if the .cu file has several; else "".
     params : str
-        The struct of abi.cuh that it takes.
+        The params struct, in abi.cuh.
     dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32", "f16x3", "e4m3", "ieee32", "ieee64"}
-        What its products are computed in.
+        Type of the matrix products, see ELEMENTS.
     head_dim, head_dim_v : int
-        Class: the largest head dims of q and k, and of v, that it takes.
+        Largest supported head dims of q and k, and of v.
     tile : (int, int)
-        Queries and keys of a block.
+        Queries and keys per thread block.
     threads : int
-        Of a block.
+        Threads per block.
     shared_bytes : int
-        Dynamic shared memory; the kernel asserts that it is the size of its storage.
+        Dynamic shared memory; the kernel asserts that it equals the size of its storage struct.
     mask : {"band", "any", "spans"}
-        What the inner loop can apply. "spans": a band, spans and blocks.
+        Masks that the inner loop supports. "band": causal and window; "spans": also spans and blocks; "any":
+        also the masks and score options that the tables of the family list.
     macros : tuple of (str, str)
-        What else its family decides at compile time.
+        Further macros set by the family.
     allowed_spills : tuple of (str, int)
-        Bytes that the build tolerates, by target: (("sm_86", 8),). Elsewhere a spill is refused.
+        Spilled bytes that the build tolerates, by target: (("sm_86", 8),). Other targets must not spill.
     products : tuple of (str, int)
-        wgmma instructions that its code must hold, by shape: (("64x128x16", 32),). If there are any, the
-        build also looks for registers that are overwritten under them.
+        Number of wgmma instructions that the SASS must have, by shape: (("64x128x16", 32),). If not empty,
+        the build also checks that no registers are overwritten during wgmma.
     covered : int
-        Exponentials that its code must run under products of the same warpgroup.
+        Number of exponentials that must overlap with wgmma of the same warpgroup.
     turn : (int, int, int)
-        Of a turn of its main loop, of mma.sync: the most instructions from one product to the next, the most
-        exponentials among them, and the most barriers. All 0: the build does not look.
+        Limits for one iteration of an mma.sync main loop: instructions between two products, exponentials
+        among them, and barriers. All 0: not checked.
     boxes : tuple of Box
-        What it reads through tensor maps, which stand in this order before its params.
+        Tensors accessed through tensor maps, which precede the params in this order.
     function : Body or None
-        The score function that it is compiled for.
+        The score function that is compiled in; None without one.
     """
 
     source: str
@@ -230,24 +232,24 @@ class Variant:
 
     @property
     def kernel(self) -> str:
-        """Source and step, such as flash_backward_dkv."""
+        """Source and step joined, such as flash_backward_dkv."""
         stem = self.source.removesuffix(".cu")
         return f"{stem}_{self.step}" if self.step else stem
 
     @property
     def name(self) -> str:
-        """Entry symbol, cubin file, manifest key, profiler row, test id and benchmark label."""
+        """Entry symbol, and name of cubin file, manifest key, profiler row, test id and benchmark label."""
         m, n = self.tile
         dims = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         function = f"_{self.function.digest[:12]}" if self.function else ""
         return f"{self.kernel}_{self.dtype}_{dims}_{self.mask}_{m}x{n}{function}"
 
     def allowed_spill_bytes(self, target: str) -> int:
-        """What the build for a target tolerates; one of no release is allowed what the one it runs is."""
+        """The spill limit for a target; a target without a row has the limit of the row that it uses."""
         return dict(self.allowed_spills).get(architecture(target).target, 0)
 
     def defines(self) -> dict[str, str]:
-        """The macros that make this variant out of its source."""
+        """The macros that compile this variant from its source."""
         defines = {
             "CF_ENTRY": self.name,
             "CF_ELEMENT": ELEMENTS[self.dtype],
@@ -265,6 +267,6 @@ class Variant:
         if self.step:
             defines["CF_PASS"] = self.step
         if self.function:
-            # why at least one: an array of a struct has an element.
+            # why at least 1: an array in a C++ struct cannot be empty.
             defines["CF_FUNCTION"] = str(max(1, len(self.function.arguments)))
         return defines

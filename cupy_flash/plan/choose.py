@@ -1,4 +1,4 @@
-"""choose: from a problem and an architecture to the kernels that answer it. Pure, and needs no GPU."""
+"""choose: map a problem and an architecture to a plan of kernels; pure, needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .launch import Launch, Part, Plan
 __all__ = ["Launch", "Part", "Plan", "choose"]
 
 
-# What kernels read of the options that hold a number for each head.
+# Options with one number per head that kernels support.
 _PER_HEAD = ("alibi_slopes", "sinks")
 
 
@@ -28,9 +28,9 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     ----------
     problem : Problem
     arch : str
-        Such as "sm_86" or "sm_90a".
+        An architecture such as "sm_86" or "sm_90a".
     multiprocessors : int, optional
-        Of the GPU at hand; by default those of a typical one.
+        Multiprocessors of the GPU; default: of a typical one.
 
     Returns
     -------
@@ -39,9 +39,9 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     Raises
     ------
     UnsupportedError
-        No family fits; the error lists each one's reasons.
+        No family supports the problem; the error lists the reasons of each.
     """
-    # why here: their tables are a third of what the package takes to import, and NumPy arrays need none.
+    # why here: importing their tables takes a third of the package's import time, and NumPy arrays need none.
     from .families import CACHE_FAMILIES, FAMILIES, OF_STATISTICS, order
 
     unread = [(name, True) for name in problem.per_head if name not in _PER_HEAD]
@@ -90,7 +90,7 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
 
 
 def _refuse_what_wraps(function: Graph, sizes: tuple[int, int, int, int]) -> None:
-    """Refuse integers that kernels would wrap: 32 bits, and 64 where nobody knows what arguments hold."""
+    """Refuse integers that overflow in kernels: of positions in 32 bits, of elements of arguments in 64."""
     held = tuple([OF_DTYPE.get(x.dtype, (0, 0)) for x in function.arguments])
     for bits, known in ((32, None), (64, held)):
         found = too_large(function, bits, sizes, known)

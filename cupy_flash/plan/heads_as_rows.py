@@ -1,7 +1,8 @@
-"""Heads of q that share one of k and v as rows of one tile: where each has one query, they see the same keys.
+"""Pack the query heads of a group into the rows of one tile (GQA), where all of them see the same keys.
 
-A kernel that has tiles of one head then reads keys once for all of them, and knows nothing of it: it is told
-of rows of fewer heads, by their strides. A row's bits do not depend on where in a tile it stands.
+With one query per head, a kernel with tiles of one head then reads keys once for the whole group. The kernel
+is unchanged: views with other strides give it fewer heads of more rows. The bits of a row do not depend on
+its place in a tile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ..call.problem import Problem
 
 __all__ = ["problem_of_rows", "sees_alike", "views_of_rows"]
 
-# What a call may have. why these are listed: under an option that this does not know nothing is shared.
+# Fields that a problem may set. why a list of allowed ones: a new option must not be packed unchecked.
 _ALIKE = frozenset((
     "softcap", "offset", "left", "right", "offset_from_end", "mask", "bias", "bias_dtype", "want_lse",
     "deterministic", "in_rows", "aligned", "boxes", "reproducible", "cache", "seed",
@@ -21,7 +22,7 @@ _ALIKE = frozenset((
 
 
 def sees_alike(problem: Problem) -> bool:
-    """Whether the heads of a group differ in nothing but q."""
+    """Whether the query heads of a group attend to the same keys with the same options."""
     p = problem
     others = (name for name, default in p._field_defaults.items() if getattr(p, name) != default)
     if p.direction != "forward" or p.seqlen_q != 1 or p.heads_q <= p.heads_k or not _ALIKE.issuperset(others):
@@ -33,7 +34,7 @@ def sees_alike(problem: Problem) -> bool:
 
 
 def problem_of_rows(problem: Problem) -> Problem:
-    """The same with a row for each head of a group; there is nothing left that a position decides."""
+    """The problem with a row per head of a group, without the band, which masks nothing here."""
     p = problem
     return p._replace(
         heads_q=p.heads_k,
@@ -46,7 +47,7 @@ def problem_of_rows(problem: Problem) -> Problem:
 
 
 def views_of_rows(views: Mapping[str, ArrayView], group: int) -> dict[str, ArrayView]:
-    """The arrays that have a row for each query, with one for each head of a group."""
+    """Views of q, o and lse with a row per head of a group; other views unchanged."""
 
     def of_rows(view: ArrayView) -> ArrayView:
         batch, heads, _, *columns = view.shape

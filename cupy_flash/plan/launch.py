@@ -1,4 +1,4 @@
-"""What choosing makes, as values: Plan, its launches and the parts of its workspace."""
+"""`Plan`, its launches and the parts of its workspace."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ __all__ = ["Launch", "Part", "Plan", "along_x", "blocks_of", "laid_out", "rows_o
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan.
+    """One kernel launch of a plan.
 
     Attributes
     ----------
     variant : Variant
     grid, block : (int, int, int)
     seen : tuple of (str, str)
-        Views that it takes for another: (name in its params, name of the view).
+        Views passed under another name: (name in the params, name of the view).
     head_bits : int
-        Row r of its tiles is query r >> head_bits and head r % 2**head_bits of the heads of q that share one
-        of k; 0: a tile is of one head.
+        Row r of a tile is query r >> head_bits and head r % 2**head_bits of a group of query heads that share
+        a key head; 0: a tile has rows of one head.
     heads_as_rows : bool
-        It gets the heads of q that share one of k as rows, see `heads_as_rows`.
+        Whether the views pass the heads of a group as rows, see `heads_as_rows`.
     wave : int
-        Gradients in turns: blocks of a head that run at once, in an order of their own; 0: one order for all.
+        For deterministic gradients with ordered sums: number of blocks of a head that run at once, in an
+        order of their own; 0: one order for all blocks.
     """
 
     variant: Variant
@@ -46,7 +47,7 @@ class Launch(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of the workspace: an array that lives for one call, by its name in abi.cuh."""
+    """A part of the workspace: a temporary array of one call, named as in abi.cuh."""
 
     name: str
     dtype: str
@@ -55,28 +56,28 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Plan(NamedTuple):
-    """What will run: a value, decided once per problem and architecture.
+    """The kernels, grids and workspace of a call: an immutable value, made once per problem and architecture.
 
     Attributes
     ----------
     arch : str
     family : str
-        Which family of kernels was chosen.
+        The chosen kernel family.
     launches : tuple of Launch
-        In order.
+        Kernel launches in order.
     workspace : tuple of Part
     workspace_bytes : int
     zeroed : tuple of str
-        Parts that are zero when the first kernel starts.
+        Names of the parts that must be zero before the first kernel starts.
     refused : tuple of (str, str)
-        Families that were preferred but cannot, each with its reason.
+        Preferred families that refused the problem, each with its reason.
     notes : tuple of str
-        What else the family has to say about its choice, for people.
+        Remarks of the family on its choice, shown by `explain`.
     """
 
     arch: str
@@ -89,7 +90,7 @@ class Plan(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def workspace_views(self) -> Mapping[str, ArrayView]:
-        """The parts of a workspace that begins at address 0."""
+        """Views of the parts of a workspace at address 0."""
         return {
             part.name: ArrayView(
                 part.offset,
@@ -106,12 +107,12 @@ class Plan(NamedTuple):
 
 
 def along_x(variant: Variant, blocks: int) -> list[Launch]:
-    """One launch of so many blocks; none if there is nothing to do."""
+    """A launch of this many blocks along x; empty for 0 blocks."""
     return [Launch(variant, (blocks, 1, 1), (variant.threads, 1, 1))] if blocks else []
 
 
 def laid_out(*parts: tuple[str, str, tuple[int, ...]]) -> tuple[tuple[Part, ...], int]:
-    """Give each (name, dtype, shape) its 256-byte aligned place."""
+    """Assign each (name, dtype, shape) a 256-byte aligned offset; return the parts and the total bytes."""
     placed, offset = [], 0
     for name, dtype, shape in parts:
         placed.append(Part(name, dtype, shape, offset))
@@ -120,12 +121,12 @@ def laid_out(*parts: tuple[str, str, tuple[int, ...]]) -> tuple[tuple[Part, ...]
 
 
 def rows_of(problem: Problem) -> tuple[int, int, int]:
-    """Shape of an LSE; packed sequences share one batch."""
+    """Shape of the LSE in kernels; packed sequences have a batch of 1."""
     if problem.packed:
         return 1, problem.heads_q, problem.rows_q
     return problem.batch, problem.heads_q, problem.seqlen_q
 
 
 def blocks_of(n: int, block: int) -> int:
-    """How many blocks cover n."""
+    """The number of blocks of this size that cover n, rounded up."""
     return -(-n // block)

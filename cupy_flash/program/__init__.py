@@ -1,1 +1,1 @@
-"""A user's score function as a graph: traced once, differentiated, and written as C."""
+"""Score and mask functions: traced to a graph once, differentiated, and written as C++ or bytecode."""

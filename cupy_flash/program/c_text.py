@@ -1,4 +1,4 @@
-"""A score function and its slope as C++, which kernels include: of a graph, or around a text in C."""
+"""Generate the C++ header of a score function and its derivatives, from a graph or around C text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .template import Template
 
 __all__ = ["NAME", "header", "reads_what_may_be_learned"]
 
-# What kernels include, from the folder that a build makes.
+# The file name that kernels include, from a folder made by the build.
 NAME = "score_function.cuh"
 
-# Nodes of a function that is unrolled over a tile, or lines of C. why 32: twice as many are twice the code.
+# Most nodes, or lines of C, of a function that is unrolled over a tile. why 32: twice as many are twice the
+# code.
 _SHORT = 32
 _POSITIONS = ", ".join(f"[[maybe_unused]] int32_t {position}" for position in POSITIONS)
 _TYPES = {"float": "Real", "int": "int32_t", "bool": "bool"}
@@ -26,7 +27,7 @@ _STORED = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
     "int32": "int32_t", "int8": "int8_t", "uint8": "uint8_t", "bool": "bool",
 }  # fmt: skip
-# Of integers that may need 64 bits, where kernels have those of 32; and what that takes.
+# 64-bit forms of integer operations, for nodes that may exceed 32 bits; and the functions that they call.
 _WIDE = {
     "add": "int64_t({0}) + {1}", "subtract": "int64_t({0}) - {1}", "multiply": "int64_t({0}) * {1}",
     "floor_divide": "wide_quotient({0}, {1})", "remainder": "wide_remainder({0}, {1})",
@@ -49,7 +50,7 @@ CF_DEVICE int32_t wide_index(int64_t x) {
 
 @lru_cache(maxsize=256)
 def header(function: Body) -> str:
-    """The header of a function: what it makes of a score, its derivatives, the shares of its arguments."""
+    """The header of a function: the function, its first two derivatives, and those by its arguments."""
     if isinstance(function, Template):
         return _around(function)
     assert isinstance(function, Graph)
@@ -69,12 +70,12 @@ def header(function: Body) -> str:
 
 
 def reads_what_may_be_learned(function: Body) -> bool:
-    """Whether any element that it reads may have a gradient."""
+    """Whether the function reads any element that may have a gradient."""
     return isinstance(function, Graph) and bool(differentiated(function.learns_all()).reads)
 
 
 def _around(function: Template) -> str:
-    """The text of a template, and what calls it with a score, and with one and its slope."""
+    """The header around C text: the text, and calls of it with numbers and with dual numbers."""
     given = []
     for number, (dtype, rank) in enumerate(function.arguments):
         kinds = f"{_TYPES[function.arguments[number].kind]}, {_STORED[dtype]}"
@@ -87,7 +88,7 @@ def _around(function: Template) -> str:
     place = _POSITIONS + ",\n        [[maybe_unused]] const FunctionArray* arrays) {\n"
     return (
         f"// {function.summary()}, by cupy_flash: {function.digest}\n#pragma once\n\n"
-        # why: a compiler's errors have the lines of the text.
+        # why #line: compiler errors then refer to lines of the text.
         f'namespace score_text {{\n#line 1 "{function.entry} text"\n{function.text}\n'
         f'#line 1 "call of the {function.entry} text"\n}}    // namespace score_text\n\n'
         "template <class Real, class T>\nCF_DEVICE T of_text([[maybe_unused]] T s, "
@@ -118,7 +119,7 @@ def _text(head: str, graph: Graph, result: str = "") -> str:
 
 
 def _shares(graph: Graph) -> Iterator[str]:
-    """Of each element that is read and may be learned: the derivative, its place, and what decides that."""
+    """Per element read that may be learned: its derivative, its address, and the positions it depends on."""
     made, reads = differentiated(graph.learns_all())
     outputs = list(made.outputs[1:])
     yield f"\nconstexpr int kShares = {len(reads)};\ntemplate <int> struct ScoreShare;\n"
@@ -142,7 +143,7 @@ def _shares(graph: Graph) -> Iterator[str]:
 
 
 def _depends(nodes: tuple[Node, ...], at: int, position: str) -> bool:
-    """Whether a value is another one at another query, or key; a score is both."""
+    """Whether a value depends on this position, "i" or "j"; a score depends on both."""
     node = nodes[at]
     return node.op in ("s", position) or any(_depends(nodes, x, position) for x in node.operands)
 
@@ -169,7 +170,7 @@ def _expression(at: int, graph: Graph, wide: frozenset[int]) -> str:
     if node.op == "true_divide":
         divisor = graph.nodes[node.operands[1]]
         number = abs(float(divisor.value or 0)) if divisor.op == "constant" else 0.0
-        if 1e-30 < number < 1e30:  # why: a division is eight instructions, and a call where it is not plain
+        if 1e-30 < number < 1e30:  # why: division takes 8 instructions or a call
             inverse = Node("constant", "float", (), 1 / float(divisor.value or 0))
             return f"{operands[0]} * {_constant(inverse)}"
     if node.kind == "int" and not wide.isdisjoint((at, *node.operands)):

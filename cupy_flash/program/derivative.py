@@ -1,4 +1,4 @@
-"""Differentiate a graph, from its result back to the score and to the elements of arguments that it reads."""
+"""Reverse-mode differentiation of a graph, by the score and by the elements of arguments that it reads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Derivative(NamedTuple):
     Attributes
     ----------
     graph : Graph
-        Its outputs: that by the score, then for each read element of a learned argument that by this element,
-        and its indices.
+        Its outputs: the derivative by the score; then, for each element read of a learned argument, the
+        derivative by it and its indices.
     reads : tuple of (int, int)
-        Of each: which argument, and how many indices it has.
+        For each such element: number of the argument, and number of indices.
     """
 
     graph: Graph
@@ -30,10 +30,10 @@ class Derivative(NamedTuple):
 
 @lru_cache(maxsize=256)
 def differentiated(graph: Graph, by_arguments: bool = True) -> Derivative:
-    """The derivatives of a graph with one output; without `by_arguments` by the score only."""
+    """The derivatives of a graph with one output; without `by_arguments`, only by the score."""
     tape = Tape(graph.nodes)
     gradients: dict[int, Value] = {graph.outputs[0]: tape.constant(1.0)}
-    # why backwards: a node comes after its operands, so all that use it have given their share.
+    # why in reverse: a node comes after its operands, so all its users have added to its gradient by then.
     for at in range(graph.outputs[0], -1, -1):
         node, gradient = graph.nodes[at], gradients.get(at)
         operation = OPERATIONS.get(node.op)
@@ -58,7 +58,7 @@ def differentiated(graph: Graph, by_arguments: bool = True) -> Derivative:
 
 @lru_cache(maxsize=256)
 def slope_and_bend(graph: Graph) -> Graph:
-    """The first and the second derivative of a graph by the score, its two outputs."""
+    """A graph with two outputs: the first and second derivative by the score."""
     slope = differentiated(graph.learning(()), by_arguments=False).graph
     bend = differentiated(slope, by_arguments=False).graph
     tape = Tape(slope.nodes)

@@ -1,4 +1,4 @@
-"""What is wrong with a function, and the line of it where that is."""
+"""Errors in a user's function, with the line where they occur."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HERE = str(Path(__file__).parent)
 
 
 def refused(headline: str, hint: str, line: tuple[str, int] | None = None) -> InvalidArgumentsError:
-    """An error that shows a line of the function: that which is being run, or this one (file, number)."""
+    """An error that shows a line of the function: `line` (file, number), or the one being executed."""
     file, number = line or _line_of_caller()
     text = linecache.getline(file, number).strip()
     return InvalidArgumentsError(headline, reasons=[(f"{Path(file).name}:{number}", text)], hint=hint)
@@ -30,7 +30,7 @@ def refused(headline: str, hint: str, line: tuple[str, int] | None = None) -> In
 def read_outside(
     name: str, argument: int, axis: int, index: int, shape: tuple[int, ...]
 ) -> InvalidArgumentsError:
-    """A function reads an argument of this shape where it has no element."""
+    """The error for an index outside an argument."""
     return InvalidArgumentsError(
         f"arguments[{argument}] has shape {shape}, and {name} reads element {index} of axis {axis}.",
         hint=CLIPPED.replace("size - 1", str(shape[axis] - 1)),
@@ -38,9 +38,9 @@ def read_outside(
 
 
 def beyond(name: str, found: TooLarge, bits: int, more: str = "") -> UnsupportedError:
-    """A function has an integer that may not fit the bits in which it would be computed.
+    """The error for an integer of a function that may exceed the bits it is computed in.
 
-    more: another way out, for the hint.
+    `more` is appended to the hint.
     """
     return UnsupportedError(
         f"{name}: {found.expression} can be {found.value}, and integers have {bits} bits there.",
@@ -50,7 +50,7 @@ def beyond(name: str, found: TooLarge, bits: int, more: str = "") -> Unsupported
 
 
 def captured(array: Any) -> InvalidArgumentsError:
-    """The error of a function that reads this array, which is no argument of it."""
+    """The error for a function that reads this array, which is not one of its arguments."""
     frame = _caller()
     name = next((name for name, x in _names(frame) if x is array), None)
     what = f"an array, a {type(array).__name__}," if name is None else f"{name}, an array"
@@ -58,9 +58,9 @@ def captured(array: Any) -> InvalidArgumentsError:
 
 
 def captured_here(error: BaseException | None = None) -> InvalidArgumentsError | None:
-    """The same where no more is known than that some array may be read; None if there seems to be none.
+    """`captured`, with an array found by inspecting the frame; None if no array seems to be read.
 
-    error: with which the function has ended.
+    `error` is the exception that ended the function; default: the function is still running.
     """
     frame, by_library = (_caller(), False) if error is None else _caller_of(error)
     name = next((name for name, x in _names(frame) if _is_array(type(x))), None)
@@ -70,7 +70,7 @@ def captured_here(error: BaseException | None = None) -> InvalidArgumentsError |
 
 
 def _is_array(kind: type) -> bool:
-    # why: values that are being traced have a shape too
+    # why the module: traced values have a shape too
     return hasattr(kind, "shape") and not kind.__module__.startswith(__package__ or "")
 
 
@@ -84,7 +84,7 @@ def _captured(what: str, name: str, frame: FrameType | None) -> InvalidArguments
 
 
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """What the names that a function uses stand for."""
+    """The names that a function uses, with their values."""
     if frame is None:
         return
     code, known = frame.f_code, {**frame.f_globals, **frame.f_locals}
@@ -94,7 +94,7 @@ def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def _caller() -> FrameType | None:
-    """The innermost frame that is neither of this package nor of a library that called it back."""
+    """The innermost frame of user code, not of this package or of a library that called back."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
@@ -102,7 +102,7 @@ def _caller() -> FrameType | None:
 
 
 def _caller_of(error: BaseException) -> tuple[FrameType | None, bool]:
-    """The same of a function that has ended, and whether a library has raised the error."""
+    """The innermost frame of user code in a traceback, and whether a library raised the error."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     users = [frame for frame in frames if _is_users(frame)]
     return (users[-1], frames[-1] is not users[-1]) if users else (None, False)

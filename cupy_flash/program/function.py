@@ -1,4 +1,4 @@
-"""A user's function and its graphs, one for each kind of arguments that it has been given."""
+"""`Program`: a user's function, with a graph for each combination of argument kinds."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Bound", "Program", "both", "widened"]
 
 
 def widened(x: Any) -> Any:
-    """An array with its integers as 64 bits, so that NumPy does not compute in the few that it holds."""
+    """An array with integers widened to int64, so that NumPy does not overflow in narrow ones."""
     kind = getattr(getattr(x, "dtype", None), "kind", "")
     return x.astype(np.int64) if kind in ("i", "u") and x.dtype.itemsize < 8 else x
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
     """Names of the positional parameters, and whether there may be more."""
-    if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):  # a fifth of the other's time
+    if inspect.isfunction(function) and not hasattr(function, "__wrapped__"):  # 5x faster than signature()
         code = function.__code__
         return list(code.co_varnames[: code.co_argcount]), bool(code.co_flags & inspect.CO_VARARGS)
     every = inspect.signature(function).parameters.values()
@@ -37,28 +37,28 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def _found(module: str, name: str) -> Any:
-    """What a module has by this name."""
+    """An attribute of a module; for unpickling."""
     return getattr(importlib.import_module(module), name)
 
 
 class Program:
-    """A function of a score and its position, or of a position alone, that is traced when it is first used.
+    """A function of a score and its position, or of a position alone; traced when first used.
 
     Parameters
     ----------
     function : callable or str
-        Takes s, b, h, i, j and arguments; without s if it masks. A text is in C.
+        Called with s, b, h, i, j and its arguments; without s if it masks. A str is C text.
     masks : bool
-        It says which pairs are kept.
+        Whether it returns which pairs are kept, instead of a score.
     learned : sequence of str
-        Names of the arguments whose gradient is wanted.
+        Names of the arguments that need a gradient.
 
     Attributes
     ----------
     function, masks
         As given.
     name : str
-        What it is called, for people.
+        Its name in messages.
     """
 
     __slots__ = (
@@ -107,7 +107,7 @@ class Program:
         self._learned = tuple(map(self._names.index, named))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled by its name where a decorator put it in the place of its function; else made again."""
+        """Pickle it by name if a decorator has replaced its function; else by its parts."""
         module, name = (getattr(self.function, x, "") for x in ("__module__", "__name__"))
         if name and getattr(sys.modules.get(module), name, None) is self:
             return _found, (module, name)
@@ -115,11 +115,11 @@ class Program:
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """Numbers of the arguments whose gradient is wanted."""
+        """Numbers of the arguments that need a gradient."""
         return self._learned
 
     def learning(self, numbers: tuple[int, ...]) -> Program:
-        """The same function with the gradients of these arguments wanted, always the same object."""
+        """The same function with these arguments learned; the same object at each call."""
         made = self._others.get(numbers)
         if made is None:
             if numbers and isinstance(self.function, str):
@@ -129,20 +129,20 @@ class Program:
         return made
 
     def __call__(self, *arguments: Any) -> Bound:
-        """The function with the arrays that it takes behind j, for ``score=`` or ``mask=`` of a call."""
+        """Bind the arrays that the function takes after j, for ``score=`` or ``mask=`` of a call."""
         return Bound(self, arguments)
 
     def names(self, count: int) -> tuple[str, ...]:
-        """What its first arguments are called."""
+        """The names of its first `count` arguments."""
         return (*self._names, *(f"argument {n}" for n in range(len(self._names), count)))[:count]
 
     def traced(self, arguments: Sequence[Argument]) -> Body:
-        """What it is for arguments of these kinds: a graph, or a text in C.
+        """The function compiled for arguments of these kinds: a graph, or C text.
 
         Raises
         ------
         InvalidArgumentsError
-            Too many or too few, or what `trace` raises.
+            Too many or too few arguments, or an error of `trace`.
         """
         key = tuple(arguments)
         body = self._bodies.get(key)
@@ -164,7 +164,7 @@ class Program:
         return trace(self.function, self.masks, key, names, learned, self.name, self._line)
 
     def check_count(self, count: int) -> None:
-        """Refuse too many arguments behind j, or too few."""
+        """Refuse too many or too few arguments after j."""
         wanted = len(self._names)
         if count < wanted or (count > wanted and not self._rest):
             missing = ", ".join(self._names) or "none"
@@ -175,25 +175,25 @@ class Program:
             )
 
     def in_python(self) -> Callable[..., Any]:
-        """The function, for a caller that runs it.
+        """The Python function.
 
         Raises
         ------
         UnsupportedError
-            It is in C.
+            The function is C text.
         """
         if isinstance(self.function, str):
             raise only_in_python("this asks NumPy")
         return self.function
 
     def on_arrays(self, s: Any, b: Any, h: Any, i: Any, j: Any, *arguments: Any) -> Any:
-        """The function itself, on arrays that broadcast: what the textbook computes."""
+        """Call the function on arrays that broadcast, as the reference does."""
         function, arguments = self.in_python(), tuple(map(widened, arguments))
         try:
             if not self.masks:
                 return function(s, b, h, i, j, *arguments)
             return np.where(function(b, h, i, j, *arguments), s, -np.inf)
-        except IndexError as error:  # of NumPy, which clamps no index
+        except IndexError as error:  # why: NumPy does not clamp indices
             raise refused(f"{self.name}: {error}.", CLIPPED, self._line) from None
 
     def __repr__(self) -> str:
@@ -201,7 +201,7 @@ class Program:
 
 
 class Bound(NamedTuple):
-    """A function with the arrays that it takes behind j: what a call of a `Program` returns."""
+    """A function with the arrays that it takes after j: the result of calling a `Program`."""
 
     program: Program
     arguments: tuple[Any, ...]
@@ -209,14 +209,14 @@ class Bound(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def both(first: Program, count: int, mask: Program) -> Program:
-    """One function of a score function or a mask, which takes `count` arguments, and one more mask.
+    """Combine a score or mask function with `count` arguments and one more mask function.
 
-    why cached: a program is traced once, and another one would be traced at each call.
+    why cached: each `Program` is traced once, so a new one at each call would be traced each time.
 
     Raises
     ------
     UnsupportedError
-        One of the two is in C.
+        One of the two is C text.
     """
     mine, other = first.in_python(), mask.in_python()
 

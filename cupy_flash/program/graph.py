@@ -1,4 +1,4 @@
-"""What a function is when its arguments are known; traced, it is nodes, each behind its operands."""
+"""`Graph`: a traced function, as nodes in topological order."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 __all__ = ["MOST_ARGUMENTS", "POSITIONS", "Argument", "Body", "Graph", "Node"]
 
-# Batch, head of q, query and key, each within its sequence: what a function gets beside the score.
+# Batch, query head, query and key, each within its sequence: the arguments of a function after the score.
 POSITIONS = ("b", "h", "i", "j")
-# Of a function on a GPU: params have 4 KB, an argument 72 bytes of them and its gradient 64.
+# Most arguments of a function on a GPU. why: params have 4 KB; an argument takes 72 bytes, its gradient 64.
 MOST_ARGUMENTS = 16
 
 
 class Node(NamedTuple):
-    """One value of the function.
+    """One value in the graph.
 
     Attributes
     ----------
@@ -22,11 +22,11 @@ class Node(NamedTuple):
         "s" (the score), one of `POSITIONS`, "constant", "load" (an element of an argument), or a name in
         `operations.OPERATIONS`.
     kind : {"float", "int", "bool"}
-        A float is of the accumulator's dtype, an int has 32 bits; see `ranges` for where that is not enough.
+        A float has the accumulator's dtype; an int has 32 bits, see `ranges` for exceptions.
     operands : tuple of int
-        Numbers of the nodes that it is made from; of a load its indices.
+        Numbers of the operand nodes; for a load its indices.
     value : float, int, bool or None
-        Of a constant; of a load the number of the argument.
+        The value of a constant; for a load the number of the argument; else None.
     """
 
     op: str
@@ -36,14 +36,14 @@ class Node(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """What is known of an argument when a function is traced: its dtype and number of axes."""
+    """The kind of an argument, known when a function is traced: dtype and number of axes."""
 
     dtype: str
     rank: int
 
     @property
     def kind(self) -> str:
-        """Of its elements, as of `Node`."""
+        """The kind of its elements, as in `Node`."""
         return "float" if "float" in self.dtype else "bool" if self.dtype == "bool" else "int"
 
     @property
@@ -53,24 +53,24 @@ class Argument(NamedTuple):
 
 
 class Body:
-    """A function of a score, its positions and arguments of certain kinds: what kernels are compiled for.
+    """A function for arguments of certain kinds: what kernels are compiled for.
 
-    It is equal to another of the same digest that learns the same.
+    Two are equal if digest and learned arguments are equal.
 
     Parameters
     ----------
     of : str
-        What it does, for the hash.
+        A text that identifies the function, to be hashed.
 
     Attributes
     ----------
     arguments : tuple of Argument
     learned : tuple of int
-        The arguments whose gradient is wanted.
+        Numbers of the arguments that need a gradient.
     name : str
-        For people.
+        Its name in messages.
     digest : str
-        Hash of all but what is learned and the name: of what is compiled for it.
+        Hash of what is compiled, so not of name and learned arguments.
     """
 
     __slots__ = ("arguments", "digest", "learned", "name")
@@ -86,20 +86,20 @@ class Body:
         return hash((self.digest, self.learned))
 
     def summary(self) -> str:
-        """A phrase for people."""
+        """A short description for messages."""
         learned = f", {len(self.learned)} learned" if self.learned else ""
         count = len(self.arguments)
         return f"score({self.name}, {count} argument{'s' * (count != 1)}{learned})"
 
 
 class Graph(Body):
-    """A function that has been traced.
+    """A traced function.
 
     Attributes
     ----------
     nodes : tuple of Node
     outputs : tuple of int
-        Numbers of the nodes that are the result: the score; of a derivative several.
+        Numbers of the output nodes: the score; for a derivative several.
     """
 
     __slots__ = ("nodes", "outputs")
@@ -113,7 +113,7 @@ class Graph(Body):
         name: str = "",
     ) -> None:
         self.nodes, self.outputs = nodes, outputs
-        # why repr: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        # why repr: 1, 1.0 and True compare equal, and so do 0.0 and -0.0.
         of = repr(([tuple(node) for node in nodes], outputs, [tuple(x) for x in arguments]))
         super().__init__(of, arguments, learned, name)
 
@@ -121,9 +121,9 @@ class Graph(Body):
         return f"Graph({self.name}, {len(self.nodes)} nodes, {self.digest[:8]})"
 
     def learning(self, numbers: tuple[int, ...]) -> Graph:
-        """The same function with the gradients of these arguments wanted."""
+        """The same function with these arguments learned."""
         return Graph(self.nodes, self.outputs, self.arguments, numbers, self.name)
 
     def learns_all(self) -> Graph:
-        """The same function with every gradient wanted that there may be."""
+        """The same function with all floating arguments learned."""
         return self.learning(tuple([n for n, x in enumerate(self.arguments) if x.differentiable]))

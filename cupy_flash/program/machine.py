@@ -1,4 +1,4 @@
-"""A graph and its derivative as instructions of the interpreter of the CPU core, kernels_cpu/function.cpp."""
+"""Bytecode of a graph and its derivative, for the interpreter in kernels_cpu/function.cpp."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .tape import Tape
 
 __all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "hides", "machine"]
 
-# Of the enum Op of kernels_cpu/function.h, in its order: operations by their names in `operations`, with
-# the kind of their operands where that decides.
+# The enum Op of kernels_cpu/function.h, in its order: names of operations, with the kind of the operands
+# where opcodes differ by it.
 OPS = (
     "b", "h", "i", "j", "constant float", "constant int", "constant bool", "load float", "load int",
     "load bool", "copy", "spread", "slope", "share", "bool to_float", "int to_float", "bool to_int",
@@ -26,31 +26,31 @@ OPS = (
     "logical_and", "logical_or", "logical_not", "where",
 )  # fmt: skip
 _CODES = {name: number for number, name in enumerate(OPS)}
-# How far a value reaches: lanes, which are queries, keys, pairs of them.
+# What a value varies over: lanes (queries), keys, or pairs of them.
 _LANES, _KEYS, _PAIRS = 0, 1, 2
 SCORE, RESULT, GRADIENT, KEPT, _FIRST = range(5)
 MOST_REGISTERS = 256
 _SWAPPED = {"greater": "less", "greater_equal": "less_equal"}
-# Those of which there is one, whatever the kind.
+# Operations with one opcode for all kinds.
 _ONCE = {"true_divide", "exp", "log", "tanh", "sqrt", "floor_divide", "remainder", "logical_and",
          "logical_or", "logical_not", "where"}  # fmt: skip
 
 
 class Instruction(NamedTuple):
-    """One instruction, as kernels_cpu/function.h has it.
+    """One instruction, as in kernels_cpu/function.h.
 
     Attributes
     ----------
     op : int
     reach : {0, 1, 2}
     to : int
-        A register.
+        Register of the result.
     operands : tuple of int
-        Registers.
+        Registers of the operands.
     array : int
-        Of loads and shares, the argument.
+        Number of the argument, for loads and shares.
     value : float
-        Of constants.
+        Value of a constant.
     """
 
     op: int
@@ -62,19 +62,19 @@ class Instruction(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What the interpreter runs on a tile.
+    """The program that the interpreter runs on a tile.
 
     Attributes
     ----------
     code : tuple of Instruction
-        Those for lanes, then for keys, then for pairs.
+        Instructions per lane, then per key, then per pair.
     counts : tuple of int
-        How many of each.
+        Number of instructions of each of these.
     registers : tuple of int
-        How many that need: of lanes, of keys, of pairs.
+        Number of registers for lanes, keys and pairs.
     keeps : {"", "scores", "made"}
-        Of the one for values, what the one for gradients begins with: nothing, the scores, or what stands in
-        register KEPT.
+        In the program for values: what the program for gradients starts from: "" nothing, the scores, or
+        "made", the value in register KEPT.
     """
 
     code: tuple[Instruction, ...]
@@ -87,7 +87,7 @@ NOTHING = Machine((), (0, 0, 0), (0, 0, 0))
 
 
 class _Step(NamedTuple):
-    """An instruction on values; those behind the nodes of the graph are made on the way."""
+    """An instruction before register allocation; value numbers after the graph's nodes are temporaries."""
 
     op: str
     reach: int
@@ -97,13 +97,13 @@ class _Step(NamedTuple):
     value: float = 0.0
 
 
-# Values that lie in a place of their own.
+# Values with a fixed register.
 _S, _RESULT, _DS = -1, -2, -3
 _PLACES = {_S: SCORE, _RESULT: RESULT, _DS: GRADIENT}
 
 
 class _Writer:
-    """Writes down the steps of a graph, and gives registers to its values."""
+    """Generates the steps of a graph, and allocates registers."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -112,26 +112,26 @@ class _Writer:
         self._values = len(graph.nodes)
         self._spread: dict[int, int] = {}
         self._as_int: dict[int, int] = {}
-        self._lanes: dict[int, bool] = {}  # whether a value of lanes differs among them
+        self._lanes: dict[int, bool] = {}  # whether a value per lane varies between lanes
         self._place: list[int] = []
         for node in graph.nodes:
             self._place.append(self._write(node))
 
     def place(self, node: int) -> int:
-        """The value of a node."""
+        """The value number of a node."""
         return self._place[node]
 
     def new(
         self, op: str, reach: int, operands: tuple[int, ...] = (), array: int = 0, value: float = 0
     ) -> int:
-        """Another value, made by one more step."""
+        """Append a step; return the number of its value."""
         self._values += 1
         self.reach[self._values] = reach
         self.steps.append(_Step(op, reach, self._values, operands, array, value))
         return self._values
 
     def of_pairs(self, value: int) -> int:
-        """A value of keys for all lanes; others are that already."""
+        """Broadcast a value per key to pairs; other values need no broadcast."""
         if self.reach[value] != _KEYS:
             return value
         if value not in self._spread:
@@ -139,7 +139,7 @@ class _Writer:
         return self._spread[value]
 
     def joined(self, values: list[int]) -> tuple[int, tuple[int, ...]]:
-        """How far what is made of values reaches, and them as they can be met."""
+        """The reach of a result of these operands, and the operands broadcast to it where needed."""
         keyed = any(self.reach[x] == _KEYS for x in values)
         by_lane = any(self.reach[x] == _LANES and self._lanes.get(x) for x in values)
         if any(self.reach[x] == _PAIRS for x in values) or (keyed and by_lane):
@@ -166,7 +166,7 @@ class _Writer:
             if op in _SWAPPED:
                 op, values = _SWAPPED[op], values[::-1]
             if op not in _ONCE:
-                # why: a condition is all bits, which as a number is less than none
+                # why: a true condition has all bits set, which as an integer is -1
                 values = [
                     self._int_of(x) if kind == "bool" else x for x, kind in zip(values, kinds, strict=True)
                 ]
@@ -184,7 +184,7 @@ class _Writer:
         return self._as_int[condition]
 
     def finished(self, kept: int | None = None) -> Machine:
-        """The instructions, in registers: those of pairs are used again, but for one that is kept."""
+        """Allocate registers; those of pairs are reused, except that of `kept`."""
         by_reach = [[x for x in self.steps if x.reach == reach or (reach == _PAIRS and x.op == "share")]
                     for reach in (_LANES, _KEYS, _PAIRS)]  # fmt: skip
         for reach in (_LANES, _KEYS):
@@ -215,9 +215,9 @@ class _Writer:
 
 @lru_cache(maxsize=256)
 def machine(graph: Graph) -> tuple[Machine, Machine]:
-    """What makes scores of scores, and what makes of gradients of the one those of the other.
+    """The program that changes scores, and the one that changes their gradients.
 
-    The second adds the gradients of learned arguments, too; it has no instruction where it changes nothing.
+    The second also adds the gradients of learned arguments; it is empty if it changes nothing.
     """
     derivative = differentiated(graph)
     kept, rest = _cut(graph, derivative.graph)
@@ -226,16 +226,17 @@ def machine(graph: Graph) -> tuple[Machine, Machine]:
 
 
 def _cut(graph: Graph, made: Graph) -> tuple[int | None, Graph]:
-    """The last value of a function that all of its derivatives begin with, and these with it for a score.
+    """Find the last value of the function through which alone its derivatives depend on the score.
 
-    None where they do not depend on the score.
+    Return its node, and the derivatives as a graph in which it takes the place of the score; None and `made`
+    if they do not depend on the score.
     """
-    # why joined: nodes of the derivatives that are also the function's get its numbers.
+    # why joined: nodes of the derivatives that equal nodes of the function get their numbers.
     home = Tape(graph.nodes).joined(made.nodes)
     last = {x: at for at, node in enumerate(made.nodes) for x in node.operands}
     last |= dict.fromkeys(made.outputs, len(made.nodes))
     depends: list[bool] = []
-    cut, wanted_until = -1, -1  # how far what came before is wanted
+    cut, wanted_until = -1, -1  # last user of any score-dependent node so far
     for at, node in enumerate(made.nodes):
         depends.append(node.op == "s" or any(depends[x] for x in node.operands))
         if not depends[at]:
@@ -285,7 +286,7 @@ def _of_gradients(only_hides: bool, made: Graph, reads: tuple[tuple[int, int], .
 
 
 def hides(graph: Graph) -> bool:
-    """Whether it hides pairs and leaves the others alone: gradients are 0 where a pair is hidden."""
+    """Whether the function only masks pairs; their gradients are 0 anyway."""
     node = graph.nodes[graph.outputs[0]]
     if node.op != "where" or graph.nodes[node.operands[1]].op != "s":
         return False

@@ -1,8 +1,8 @@
-"""What a score function may do to values: each operation's kinds, NumPy function, C text and derivative.
+"""The operations of score functions: kinds, NumPy function, C text and derivative of each.
 
-A derivative takes the gradient g of the result y, y, and the operands, and gives the gradient of each
-operand, None where there is none. It is written with `where` and Python's operators on values being traced,
-so that differentiating a graph is tracing.
+A derivative function gets the gradient g of the result, the result y and the operands, and returns the
+gradient of each operand, or None. It uses `where` and Python operators on traced values, so that
+differentiating a graph is tracing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ class Operation(NamedTuple):
     Attributes
     ----------
     rule : {"same", "int", "float", "compare", "logic", "where"}
-        What the operands become and what the result is: all of the widest kind, bool counting as int;
-        integers only; floats; of the widest kind with a bool as result; bools; a bool and two of the widest
-        kind.
-    numpy : callable
+        Conversion of the operands, and kind of the result. same: all of the widest kind, bool counting as
+        int; int: integers only; float: floats; compare: the widest kind, with a bool as result; logic: bools;
+        where: a bool and two of the widest kind.
     c : str
-        The operands are {0}, {1}, {2}.
+        C expression with operands {0}, {1}, {2}.
     derivative : callable or None
     """
 
@@ -37,28 +36,28 @@ class Operation(NamedTuple):
 
     @property
     def operands(self) -> int:
-        """How many it takes."""
+        """Number of operands."""
         return self.c.count("{")
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
-    return np.where(condition, a, b)  # of values being traced
+    return np.where(condition, a, b)  # traced values
 
 
 def _used(g: Any, gradient: Any) -> Any:
-    """A gradient that may divide by 0, of a branch that np.where may not have taken."""
-    # why not wherever g is 0: there it is 0 by itself, and its own derivative need not be.
+    """A gradient that may divide by 0, in a branch that np.where may not have taken."""
+    # why not wherever g is 0: a finite gradient is then 0 anyway, but its own derivative need not be.
     no_number = ~(abs(gradient) < np.inf)
     return _where((g == 0) & no_number, 0.0, gradient)
 
 
 def _divided(g: Any, gradient: Any, b: Any) -> Any:
-    """A gradient that divides by b, which may be 0 unless it is a number of the function."""
+    """A gradient that divides by b, which may be 0 unless it is a nonzero constant."""
     node = b.tape.nodes[b.at]
     return gradient if node.op == "constant" and node.value else _used(g, gradient)
 
 
-# Gradients at a kink: abs has 0 at 0; of two that are equal, minimum and maximum take the first one.
+# Gradients at a kink: 0 for abs at 0; for equal operands, minimum and maximum pass it to the first.
 OPERATIONS = {
     "add": Operation("same", np.add, "plus({0}, {1})", lambda g, y, a, b: (g, g)),
     "subtract": Operation("same", np.subtract, "minus({0}, {1})", lambda g, y, a, b: (g, -g)),
@@ -109,12 +108,12 @@ OPERATIONS = {
         "{0} ? {1} : {2}",
         lambda g, y, c, a, b: (None, _where(c, g, 0.0), _where(c, 0.0, g)),
     ),
-    # Conversions, which tracing puts in.
+    # Conversions, inserted by tracing.
     "to_float": Operation("convert", lambda a, acc: a.astype(acc), "Real({0})"),
     "to_int": Operation("convert", lambda a, acc: a.astype(np.int32), "int32_t({0})"),
 }
 
-# NumPy's functions, and what torch and others call theirs, by name: what a traced value answers to.
+# Names of NumPy, torch and other libraries for the operations, which a traced value supports.
 UFUNCS = {name: name for name, operation in OPERATIONS.items() if operation.rule != "convert"} | {
     "bitwise_and": "logical_and", "bitwise_or": "logical_or", "invert": "logical_not",
     "bitwise_not": "logical_not", "abs": "absolute", "fabs": "absolute", "neg": "negative",

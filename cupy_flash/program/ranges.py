@@ -1,4 +1,4 @@
-"""How large the integers of a function can be: intervals, from its positions and arguments to its result."""
+"""Interval arithmetic for the integers of a function, from positions and arguments to its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .graph import POSITIONS, Graph, Node
 
 __all__ = ["OF_DTYPE", "Range", "TooLarge", "too_large", "wide_nodes"]
 
-# The least and the greatest value.
+# The smallest and the largest value.
 Range: TypeAlias = tuple[int, int]
 
 _INT32 = (-(2**31), 2**31 - 1)
@@ -24,14 +24,14 @@ _INFIX = {
 
 
 class TooLarge(NamedTuple):
-    """An integer of a function that may not fit.
+    """An integer of a function that may overflow.
 
     Attributes
     ----------
     expression : str
-        As Python spells it.
+        The expression, as Python text.
     value : int
-        The one furthest from 0 that it may have.
+        Its possible value with the largest magnitude.
     """
 
     expression: str
@@ -78,7 +78,7 @@ _OF: dict[str, Callable[..., Range]] = {
 def _of_node(
     node: Node, operands: list[Range | None], positions: Sequence[Range], held: Sequence[Range] | None
 ) -> Range | None:
-    """What an integer can be; None if that depends on arguments, and nothing is held of them."""
+    """The range of an integer; None if it depends on arguments of unknown range (`held` is None)."""
     if node.kind == "bool":
         return 0, 1
     if node.op in POSITIONS:
@@ -94,16 +94,16 @@ def _of_node(
 def too_large(
     graph: Graph, bits: int, sizes: tuple[int, int, int, int], held: tuple[Range, ...] | None = None
 ) -> TooLarge | None:
-    """The first integer of a function that so many bits may not hold.
+    """The first integer of a function that may overflow this many bits; None if there is none.
 
     Parameters
     ----------
     graph : Graph
     bits : int
     sizes : (int, int, int, int)
-        Batch, heads of q, queries, keys.
+        Extents of batch, heads of q, queries and keys.
     held : tuple of Range, optional
-        What each argument holds. Without it, only integers made of positions alone are looked at.
+        Range of the elements of each argument. Without it, only integers computed from positions are checked.
     """
     positions = [(0, max(0, n - 1)) for n in sizes]
     found: list[Range | None] = []
@@ -120,14 +120,14 @@ def too_large(
 
 @lru_cache(maxsize=256)
 def wide_nodes(graph: Graph) -> frozenset[int]:
-    """Integers that kernels compute in 64 bits: made of elements of arguments, whose values are not read.
+    """The nodes that kernels compute in 64 bits: integers computed from elements of arguments.
 
-    What is made of positions alone fits 32 bits: calls where it would not are refused.
+    why not others: integers computed from positions fit 32 bits, as calls are refused otherwise.
     """
     anything = [(0, _INT32[1])] * len(POSITIONS)
     held = [OF_DTYPE.get(x.dtype, _INT32) for x in graph.arguments]
     found: list[Range | None] = []
-    alone: list[Range | None] = []  # of what is made of positions alone
+    alone: list[Range | None] = []  # ranges of values computed from positions alone
     wide = set()
     for at, node in enumerate(graph.nodes):
         if node.kind == "float":
@@ -147,7 +147,7 @@ def wide_nodes(graph: Graph) -> frozenset[int]:
 
 
 def _text(graph: Graph, at: int) -> str:
-    """A value as Python spells it."""
+    """A value as Python text."""
     node = graph.nodes[at]
     operands = [_text(graph, x) for x in node.operands]
     if node.op in ("s", *POSITIONS):

@@ -1,7 +1,7 @@
-"""What a function gets while it is traced, and the graph that is made of what it does with it.
+"""The values that a function gets while it is traced, and the graph that records their operations.
 
-A `Value` stands for a number and has none: each operation on one adds a node to its `Tape`, which knows the
-operations that may be, of which kinds, and what needs no node.
+A `Value` stands for a number that is not known. Each operation on it adds a node to its `Tape`, which checks
+operations and kinds, and simplifies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BRANCH = "np.where(condition, a, b) for if and the conditional expression; & | 
 
 
 def _kind_of(dtype: Any) -> str:
-    """The kind of a value of a dtype of any library."""
+    """The kind of a dtype of any library."""
     name = dtype.__name__ if isinstance(dtype, type) else str(dtype)
     for kind in ("float", "int", "bool"):
         if kind in name.lower():
@@ -30,7 +30,7 @@ def _kind_of(dtype: Any) -> str:
     raise refused(f"a value is cast to {dtype!r}.", "a dtype of floats, integers or booleans")
 
 
-# What is made of the operations that there are, by the names of NumPy and of torch.
+# Functions composed of other operations, by their names in NumPy and torch.
 _MADE: dict[str, Callable[[Any], Any]] = {
     "square": lambda x: x * x,
     "exp2": lambda x: np.exp(x * math.log(2)),
@@ -42,7 +42,7 @@ _CASTS = {"float": "float", "half": "float", "bfloat16": "float", "double": "flo
 
 
 class Value:
-    """A value of a function that is being traced. It stands where a number does, but has none."""
+    """A traced value, which stands for a number that is not known."""
 
     __slots__ = ("at", "tape")
     __hash__ = None  # type: ignore[assignment]
@@ -50,7 +50,7 @@ class Value:
     def __init__(self, tape: Tape, at: int) -> None:
         self.tape, self.at = tape, at
 
-    # ---- what NumPy, and libraries with its protocols, do to it
+    # ---- protocols of NumPy and torch
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Value:
         return self._call(ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}",
@@ -61,12 +61,12 @@ class Value:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), options: Any = None) -> Value:
-        """As `__array_function__`."""
+        """As `__array_function__`, for torch."""
         own = next((x for x in args if isinstance(x, Value)), None)
         name = function.__name__.strip("_")
-        if own is None or name == "getitem":  # it stands among the indices of a tensor
+        if own is None or name == "getitem":  # it is an index of a tensor
             raise captured(args[0])
-        # why: torch's silu hands on where it would write
+        # why: torch's silu passes on its option inplace
         given = {key: x for key, x in (options or {}).items() if (key, x) != ("inplace", False)}
         return own._call(name, args, given)
 
@@ -97,18 +97,18 @@ class Value:
 
     @property
     def shape(self) -> tuple[()]:
-        """That of a number."""
+        """The shape of a number."""
         return ()
 
     @property
     def dtype(self) -> str:
-        """The kind of the value, for ``x.to(y.dtype)``; of how many bits is not known yet."""
+        """The kind of the value, for ``x.to(y.dtype)``; the number of bits is not known yet."""
         return self.tape.nodes[self.at].kind
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that others look for
+        if name.startswith("__"):  # protocols that other libraries look up
             raise AttributeError(name)
-        return lambda *others, **options: self._call(name, (self, *others), options)  # as torch spells it
+        return lambda *others, **options: self._call(name, (self, *others), options)  # why: torch's methods
 
     # ---- operators
 
@@ -200,13 +200,13 @@ class Value:
     def __invert__(self) -> Value:
         return self.tape.apply("logical_not", self)
 
-    # ---- what a value without a number cannot do
+    # ---- not possible while tracing
 
     def __bool__(self) -> bool:
         raise refused("the function branches in Python on a value that it gets.", _BRANCH)
 
     def _no_number(self, *_: Any) -> Any:
-        # why looked for: NumPy asks so for an index, and does not say of which array.
+        # why captured_here: NumPy calls __index__ for an index, and does not say of which array.
         raise captured_here() or refused(
             "Python asks for the number of a value that has none while the function is traced.",
             "NumPy's functions for those of math; arrays as arguments, bound by a call: f(array)",
@@ -217,7 +217,7 @@ class Value:
 
 
 class Elements:
-    """An argument with axes: what the function may do is take elements."""
+    """A traced argument with axes; the function can only read its elements."""
 
     __slots__ = ("_argument", "_first", "_name", "_number", "_tape")
     __hash__ = None  # type: ignore[assignment]
@@ -226,7 +226,7 @@ class Elements:
         self, tape: Tape, number: int, argument: Argument, name: str, first: tuple[int, ...] = ()
     ) -> None:
         self._tape, self._number, self._argument, self._name = tape, number, argument, name
-        self._first = first  # of its axes that have an index
+        self._first = first  # indices of the leading axes
 
     def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)
@@ -275,24 +275,24 @@ class Elements:
 
 # ------------------------------------------------------------------------------------------------- the graph
 
-# The kind of what operations with these rules take; of others the widest of their operands.
+# Kind of the operands by rule; for other rules the widest kind of the operands.
 _OF_RULE = {"float": "float", "logic": "bool", "int": "int"}
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """What makes nodes one. why types and signs: True, 1 and 1.0 are equal, and so are 0.0 and -0.0."""
+    """The identity of a node. why type and repr: True, 1 and 1.0 compare equal, and so do 0.0 and -0.0."""
     return (*node, type(node.value), repr(node.value)) if node.op == "constant" else node
 
 
 class Tape:
-    """The nodes of a graph while it is made; equal ones are one."""
+    """The nodes of a graph under construction, without duplicates."""
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
         self.nodes = list(nodes)
         self._known = {_key(node): at for at, node in enumerate(self.nodes)}
 
     def add(self, op: str, kind: str, operands: tuple[int, ...] = (), value: Any = None) -> Value:
-        """The value of a node, a new one if there is none like it."""
+        """The value of a node, which is added unless an equal one exists."""
         node = Node(op, kind, operands, value)
         nodes = self.nodes
         at = self._known.setdefault(_key(node) if op == "constant" else node, len(nodes))
@@ -301,7 +301,7 @@ class Tape:
         return Value(self, at)
 
     def constant(self, x: Any) -> Value:
-        """A number of Python or NumPy."""
+        """A constant from a Python or NumPy number."""
         if isinstance(x, (bool, np.bool_)):
             return self.add("constant", "bool", value=bool(x))
         if isinstance(x, (int, np.integer)):
@@ -311,9 +311,9 @@ class Tape:
         return self.add("constant", "float", value=float(x))
 
     def pruned(self, outputs: Sequence[int]) -> tuple[tuple[Node, ...], tuple[int, ...]]:
-        """The nodes that these outputs need, and the numbers of the outputs among them."""
+        """The nodes that these outputs need, renumbered, and the new numbers of the outputs."""
         nodes, needed = self.nodes, set(outputs)
-        for at in range(max(outputs), -1, -1):  # a node stands behind its operands
+        for at in range(max(outputs), -1, -1):  # a node comes after its operands
             if at in needed:
                 needed.update(nodes[at].operands)
         number = {old: new for new, old in enumerate(sorted(needed))}
@@ -327,14 +327,14 @@ class Tape:
         return tuple(kept), tuple([number[x] for x in outputs])
 
     def joined(self, nodes: Sequence[Node]) -> list[int]:
-        """The numbers that the nodes of another graph have here, new ones if there are none like them."""
+        """Add the nodes of another graph, unless equal ones exist; return their numbers here."""
         numbers: list[int] = []
         for op, kind, operands, value in nodes:
             numbers.append(self.add(op, kind, tuple([numbers[x] for x in operands]), value).at)
         return numbers
 
     def value(self, x: Any) -> Value:
-        """What stands in an expression, as a value of this tape."""
+        """An operand of an expression as a value of this tape."""
         if isinstance(x, Value):
             if x.tape is not self:
                 raise refused(
@@ -356,7 +356,7 @@ class Tape:
         )
 
     def converted(self, x: Value, kind: str, exactly: bool = False) -> Value:
-        """A value as a wider kind; exactly: as this one, if it is another."""
+        """A value converted to a wider kind; with `exactly`, to any kind."""
         node = self.nodes[x.at]
         if node.kind == kind:
             return x
@@ -369,7 +369,7 @@ class Tape:
         return self.add(f"to_{kind}", kind, (x.at,))
 
     def apply(self, op: str, *operands: Any) -> Value:
-        """An operation on values, converted as its rule has it."""
+        """Apply an operation to values, converted by its rule."""
         values = [self.value(x) for x in operands]
         kinds = [self.nodes[x.at].kind for x in values]
         rule = OPERATIONS[op].rule
@@ -398,7 +398,7 @@ class Tape:
         return self.add(op, "bool" if rule == "compare" else of, tuple([x.at for x in values]))
 
     def _simplified(self, op: str, values: list[Value]) -> Value | None:
-        """What needs no node: gradients are full of ones and zeros."""
+        """The result if it needs no node, else None; gradients have many ones and zeros."""
         if op == "where":
             return values[1] if values[1].at == values[2].at else None
         nodes = [self.nodes[x.at] for x in values]
@@ -413,7 +413,7 @@ class Tape:
             return values[0]
         if op == "multiply" and _is(first, 1):
             return values[1]
-        # why no product with 0: 0 times what is infinite is no number.
+        # why not 0 * x: it is NaN if x is infinite.
         if op == "negative" and _is(first, 0):
             return values[0]
         return None

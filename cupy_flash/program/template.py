@@ -1,4 +1,4 @@
-"""A score function that is given in C: what is known of it before a compiler has read it."""
+"""`Template`: a score or mask function given as C text, and what is checked without a compiler."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _INCLUDE = re.compile(r"^\s*#\s*include\b.*$", re.MULTILINE)
 
 
 class Template(Body):
-    """A function in C for arguments of certain kinds.
+    """A function in C, for arguments of certain kinds.
 
     Attributes
     ----------
     text : str
         As given.
     entry : {"score", "mask"}
-        What it defines: a template that makes scores of scores, or what says which pairs are kept.
+        The function that the text defines: a template on scores, or a mask.
     """
 
     __slots__ = ("entry", "text")
@@ -36,11 +36,11 @@ class Template(Body):
 
 
 def check_text(text: str, entry: str) -> None:
-    """Refuse what is no such function, as far as that is seen without a compiler."""
+    """Refuse text that does not define the function, or includes files."""
     if not re.search(rf"\b{entry}\s*\(", text):
         raise InvalidArgumentsError(f"the text in C defines no {entry}(...).", hint=_EXAMPLES[entry])
     if (found := _INCLUDE.search(text)) is not None:
-        # why: kernels are found again by a hash over the text, which would not know of the file's.
+        # why: compiled kernels are cached by a hash of the text, which would miss changes of the file.
         line = text.count("\n", 0, found.start()) + 1 + found[0].count("\n")
         raise InvalidArgumentsError(
             "the text in C includes a file.",
@@ -50,7 +50,7 @@ def check_text(text: str, entry: str) -> None:
 
 
 def refuse_gradients() -> UnsupportedError:
-    """The error of a function in C whose arguments are learned."""
+    """The error for a function in C with learned arguments."""
     return UnsupportedError(
         "the arguments of a score function in C have no gradients: nobody differentiates its text by them.",
         hint="the function in Python; or no learned=, in torch x.detach()",
@@ -58,7 +58,7 @@ def refuse_gradients() -> UnsupportedError:
 
 
 def only_in_python(where: str) -> UnsupportedError:
-    """The error of a function in C where no compiled kernel runs it."""
+    """The error for a function in C where no compiled kernel runs it."""
     return UnsupportedError(
         f"a score function in C is compiled into kernels of GPUs, and {where}.",
         hint="the same function in Python, cupy_flash.score(lambda s, b, h, i, j, ...: ...); or arrays of a "

@@ -1,4 +1,4 @@
-"""Trace: run the function once on values that write down what is done to them."""
+"""Trace a function: run it once on values that record each operation."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def trace(
     Parameters
     ----------
     function : callable
-        Takes the score, unless it masks, batch, head, query, key, and the arguments.
+        Called with the score (unless it masks), batch, head, query, key, and the arguments.
     masks : bool
-        It says which pairs are kept; the score of others is -inf.
+        Whether it returns which pairs are kept; the score of others is -inf.
     arguments : tuple of Argument
     names : sequence of str
-        Of the arguments.
+        Names of the arguments.
     learned : tuple of int
     name : str
-        Of the function, for people.
+        Name of the function, for messages.
     line : (str, int)
-        Where it begins, for errors about all of it.
+        File and line where it begins, for errors about the whole function.
 
     Raises
     ------
     InvalidArgumentsError
-        It does what no graph can hold; the line is shown.
+        It does something that cannot be traced; the line is shown.
     """
     tape = Tape()
     s = tape.add("s", "float")
@@ -56,7 +56,7 @@ def trace(
             given.append(tape.add("load", argument.kind, (), number))
     try:
         result = function(*given) if masks else function(s, *given)
-    except IndexError as error:  # of a library that does not ask for the number of an index
+    except IndexError as error:  # from a library that does not call __index__
         raise captured_here(error) or error from None
     wanted = "a condition" if masks else "a number"
     if isinstance(result, (bool, int, float, np.generic)):

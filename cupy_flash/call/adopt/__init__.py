@@ -1,4 +1,4 @@
-"""adopt: see an array of any library as an `ArrayView`, without a copy; a module for each kind of library."""
+"""adopt: view an array of any library as an `ArrayView`, without a copy; one module per kind of library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["adopt"]
 
 
 def adopt(x: Any, name: str) -> ArrayView:
-    """See an array without copying it and without importing a library that the caller did not.
+    """View an array without copying it, and without importing a library that the caller has not imported.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def adopt(x: Any, name: str) -> ArrayView:
         NumPy, CuPy, torch or JAX array, an object with ``__dlpack__`` or
         ``__cuda_array_interface__``, or a view already made.
     name : str
-        What to call it in an error.
+        Name of the array in errors.
 
     Returns
     -------
@@ -45,10 +45,10 @@ def adopt(x: Any, name: str) -> ArrayView:
 
 
 def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
-    """The function for all objects of x's type."""
+    """The adopting function for all objects of the type of x."""
     if isinstance(x, np.ndarray):
         return refuse_rules if isinstance(x, (np.matrix, np.ma.MaskedArray)) else from_numpy
-    # why the first word: values of ours, of cupy_flash, are no arrays
+    # why compare the whole first word: classes of cupy_flash are not CuPy arrays
     if type(x).__module__.partition(".")[0] == "cupy":
         return from_cupy
     torch, jax = (sys.modules.get(name) for name in ("torch", "jax"))
@@ -61,7 +61,7 @@ def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
     return from_protocol
 
 
-# By type, filled as types come: asking each library in turn takes longer than looking at an array.
+# Adopting functions by type. why: checking each library in turn takes longer than adopting.
 _SEEN: dict[type, Callable[[Any, str], ArrayView]] = {
     np.ndarray: from_numpy,
     ArrayView: lambda view, _: view,

@@ -12,7 +12,7 @@ from .numpy_cupy import elements
 
 
 def refuse_tracer(_x: Any, _name: str) -> ArrayView:
-    """Raise for an array that jit or grad traces."""
+    """Refuse an array traced by jit or grad."""
     raise InvalidArgumentsError(
         "a traced JAX array was given to cupy_flash.attention, which is not a JAX primitive.",
         hint="cupy_flash.jax.attention, which is; or call it outside of jit and grad",
@@ -20,17 +20,17 @@ def refuse_tracer(_x: Any, _name: str) -> ArrayView:
 
 
 def from_jax(x: Any, _name: str = "") -> ArrayView:
-    """See an array of JAX, which nobody may write to."""
+    """View a JAX array, as read-only."""
     devices = x.devices()
     device = next(iter(devices))
     if device.platform == "cpu":
         array = np.asarray(x)
         dtype, strides = elements(array.dtype, array.strides)
-        # why: NumPy's interface takes 1 us. JAX has no one address for an array on several devices.
+        # why not always numpy_address: it takes 1 us. An array on several devices has no one buffer pointer.
         alone = len(devices) == 1 and not array.flags.owndata
         pointer = x.unsafe_buffer_pointer() if alone else numpy_address(array)
         return ArrayView(pointer, array.shape, strides or (), dtype, CPU, "jax", True, (x, array))
-    # why not __cuda_array_interface__: on a bfloat16 array it raises.
+    # why not __cuda_array_interface__: it raises for bfloat16.
     return ArrayView(
         x.unsafe_buffer_pointer(),
         x.shape,

@@ -1,4 +1,4 @@
-"""Adopting arrays of NumPy and CuPy, whose dtypes and strides are alike."""
+"""Adopt arrays of NumPy and CuPy, which share dtypes and strides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..spelling import kind_of, spelled
 
 
 def from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
-    """See an array of NumPy."""
+    """View a NumPy array."""
     dtype, strides = elements(x.dtype, x.strides)
     if strides is None:
         raise _no_elements(x, name)
@@ -21,7 +21,7 @@ def from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
 
 
 def from_cupy(x: Any, name: str = "") -> ArrayView:
-    """See an array of CuPy."""
+    """View a CuPy array."""
     dtype, strides = elements(x.dtype, x.strides)
     if strides is None:
         raise _no_elements(x, name)
@@ -31,9 +31,9 @@ def from_cupy(x: Any, name: str = "") -> ArrayView:
 
 @lru_cache(maxsize=4096)
 def elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tuple[int, ...] | None]:
-    """Name of a dtype of this machine's byte order, and strides in elements; None if that cannot be said.
+    """The name of a dtype, and strides in elements; None if they are not whole or the byte order is foreign.
 
-    why cached: both take longer than everything else here, and programs use few layouts.
+    why cached: computing both takes longer than the rest of adopting, and programs use few layouts.
     """
     size = dtype.itemsize
     odd = dtype.kind != "O" and size and any(s % size for s in strides)
@@ -42,7 +42,7 @@ def elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tuple
 
 
 def _no_elements(x: Any, name: str) -> InvalidArgumentsError:
-    """Why an array has no strides in elements."""
+    """The error for an array without strides in elements."""
     name = spelled(name)
     if not x.dtype.isnative:
         return foreign_order(x.dtype, name)
@@ -53,7 +53,7 @@ def _no_elements(x: Any, name: str) -> InvalidArgumentsError:
 
 
 def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
-    """Why an array of another machine's byte order is refused."""
+    """The error for an array in foreign byte order."""
     name = spelled(name)
     return InvalidArgumentsError(
         f"{name} has the foreign byte order of {dtype.str!r}.",
@@ -62,7 +62,7 @@ def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
 
 
 def refuse_rules(x: Any, name: str) -> ArrayView:
-    """Raise for what computes by rules of its own, such as a masked array."""
+    """Refuse arrays with semantics of their own, such as masked arrays."""
     name = spelled(name)
     hint = f"numpy.asarray({name}), and mask= for what to leave out"
     if isinstance(x, np.ma.MaskedArray) and name in _LEFT_OUT:
@@ -70,5 +70,5 @@ def refuse_rules(x: Any, name: str) -> ArrayView:
     raise InvalidArgumentsError(f"{name} is {kind_of(x)}, whose rules differ from an array's.", hint=hint)
 
 
-# What leaves a pair out, in arrays that say it themselves.
+# Fill values that mask a pair, for arguments that can mask.
 _LEFT_OUT = {"mask": "False", "bias": "-numpy.inf"}

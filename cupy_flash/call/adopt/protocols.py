@@ -1,4 +1,4 @@
-"""Adopting any other array, by what it says of itself: the CUDA array interface, or DLPack."""
+"""Adopt any other array, by the CUDA array interface or DLPack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["from_protocol"]
 
 
 def from_protocol(x: Any, name: str) -> ArrayView:
-    """Any other array: through the CUDA array interface or DLPack."""
+    """View an array through a protocol; errors name the argument."""
     try:
         return _spoken(x, name)
     except (InvalidArgumentsError, UnsupportedError):
@@ -28,7 +28,7 @@ def from_protocol(x: Any, name: str) -> ArrayView:
             hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
         ) from None
     except Exception as error:
-        # why any: the code that fails is another library's
+        # why Exception: the failing code is another library's
         raise InvalidArgumentsError(
             f"{spelled(name)} is {kind_of(x)} whose array protocol fails: {type(error).__name__}: {error}.",
             hint="a NumPy, CuPy, torch or JAX array",
@@ -36,7 +36,7 @@ def from_protocol(x: Any, name: str) -> ArrayView:
 
 
 def _spoken(x: Any, name: str) -> ArrayView:
-    """What an object says of itself through a protocol."""
+    """View an array through the CUDA array interface or DLPack."""
     face = getattr(x, "__cuda_array_interface__", None)
     if face is not None:
         return _from_interface(face, x, name)
@@ -57,12 +57,12 @@ def _spoken(x: Any, name: str) -> ArrayView:
 
 
 def _array_inside(x: Any, name: str) -> str:
-    """How to get the array out of what is none."""
+    """The hint for an object that is not an array: how to get one from it."""
     if name == "mask" and callable(x):
         return "mask=cupy_flash.mask(f), made once, where f is your function"
     if x is None and name in ("o", "lse"):
         return "o, lse = attention(..., return_lse=True)"
-    # why the type: reading values of a lazy object would compute them; of a dictionary it is a method
+    # why on the type: reading `values` of a lazy object would compute them, and of a dict it is a method
     if not callable(getattr(type(x), "values", len)):
         return f"{name}.values, the array without its labels"
     if isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
@@ -71,14 +71,14 @@ def _array_inside(x: Any, name: str) -> str:
 
 
 _DLPACK_CPU = 1
-_DLPACK_CUDA = (2, 13)  # memory of a GPU, and managed memory
+_DLPACK_CUDA = (2, 13)  # device memory and managed memory
 _LEGACY_STREAM = 1  # in the CUDA array interface, where 0 would be ambiguous
 
 
 def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
-    """An array that tells of itself as version 3 of the CUDA array interface has it, or an older one.
+    """View an array by its CUDA array interface, version 3 or older.
 
-    CuPy asks the address which GPU it is on. Work on the producer's stream is waited for by ours.
+    CuPy finds the GPU by the address. CuPy's current stream waits for work on the producer's stream.
     """
     import cupy
 
@@ -95,7 +95,7 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
     if not dtype.isnative:
         raise foreign_order(dtype, name)
     pointer, shape = face["data"][0], tuple(face["shape"])
-    # why not cupy.asarray: it copies what is not on the current GPU, and stops the host for the stream.
+    # why not cupy.asarray: it copies arrays of other GPUs, and blocks the host until the stream is done.
     memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, x)
     if memory.device_id < 0:
         raise InvalidArgumentsError(
@@ -110,11 +110,11 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
 
 
 def _wait_for(stream: int, device: int) -> None:
-    """Let CuPy's current stream of a GPU wait for what has been enqueued on another one."""
+    """Make CuPy's current stream of a GPU wait for the work enqueued on another one."""
     import cupy
 
     own = cupy.cuda.get_current_stream(device).ptr
-    # why not always: while a graph is recorded from a stream, it may wait for no work from outside.
+    # why not always: during capture, a stream must not wait for work outside the captured graph.
     if (own or _LEGACY_STREAM) == stream:
         return
     with cupy.cuda.Device(device):

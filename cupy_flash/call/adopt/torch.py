@@ -1,4 +1,4 @@
-"""Adopting tensors of torch, and saying what is none: without memory, lazy, wrapped or traced."""
+"""Adopt torch tensors, and refuse those that are not plain memory: lazy, wrapped or traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["refuse_wrapper", "way_to_see_torch"]
 
 
 def way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
-    """The function for tensors of a class: decided by what it is, as an address of nothing can be read."""
+    """The adopting function for a class of tensors; wrapper classes are refused, as they have no address."""
     if kind.__module__ == "torch.nn.attention.bias":
         return _refuse_causal_bias
     plain = sys.modules["torch"].Tensor.__torch_dispatch__
@@ -25,9 +25,9 @@ def way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
 
 @lru_cache(maxsize=256)
 def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
-    """A dtype and a device of torch in our words; None for a device that is not taken.
+    """Our names for a torch dtype and device; None for a device that is not supported.
 
-    why cached: torch spells them in as much time as everything else here takes.
+    why cached: converting both to strings takes as long as the rest of adopting.
     """
     name = str(dtype)
     at = (device.type, device.index or 0) if device.type in ("cpu", "cuda") else None
@@ -44,8 +44,8 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
         )
     try:
         pointer, shape, strides = x.data_ptr(), tuple(x.shape), x.stride()
-        room = x.untyped_storage().nbytes()  # why: a view into freed memory has an address
-    except RuntimeError:  # sparse, nested, or wrapped by a transform of torch.func
+        room = x.untyped_storage().nbytes()  # why: a view of freed memory still has an address
+    except RuntimeError:  # sparse, nested, or wrapped by torch.func
         raise _no_memory(x, name) from None
     dtype, device = _of_torch(x.dtype, x.device)
     if device is None:
@@ -62,7 +62,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
 
 
 def _elsewhere(x: Any, name: str) -> InvalidArgumentsError:
-    """Why a tensor of another device is refused."""
+    """The error for a tensor on an unsupported device."""
     name = spelled(name)
     if x.is_meta:
         return InvalidArgumentsError(
@@ -74,7 +74,7 @@ def _elsewhere(x: Any, name: str) -> InvalidArgumentsError:
 
 
 def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
-    """Why a tensor of torch's own class is not elements in strided memory, and what is."""
+    """The error for a plain torch tensor that is not strided memory, with the reason."""
     torch, name = sys.modules["torch"], spelled(name)
     kind, hint = "is a torch tensor without memory", "a tensor of numbers"
     if x.is_nested:
@@ -92,7 +92,7 @@ def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
 
 _PACKED = "cupy_flash.torch.attention if it is jagged, or attention_varlen over its values and offsets"
 _OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
-# What holds the numbers of torch's own wrappers.
+# Wrapper classes of torch -> where to find their values.
 _UNWRAPPED = {
     "DTensor": "cupy_flash.torch.attention, {}.to_local(), or cupy_flash.torch.ring_attention",
     "FakeTensor": _OPERATORS,
@@ -103,7 +103,7 @@ _UNWRAPPED = {
 
 
 def refuse_wrapper(x: Any, name: str) -> ArrayView:
-    """Raise for a tensor that only leads to others."""
+    """Refuse a tensor that wraps others."""
     kind, name = type(x).__name__, spelled(name)
     raise InvalidArgumentsError(
         f"{name} is a {kind}, which holds no memory itself.",

@@ -1,1 +1,1 @@
-"""A call over a KV cache: taken apart, its arrays checked, and described."""
+"""Calls over a KV cache: split into arrays and values, checked and described."""

@@ -1,4 +1,4 @@
-"""describe, for attention over a KV cache: its arguments checked, its pages and slots as one kind of view."""
+"""describe for attention over a KV cache: check its arguments, and view pages and slots uniformly."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from .sizes import codes_of, lifted_codes, sizes_of, turned_features
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
 
 MOST_SPLITS = 256
-# Arrays that only packed queries and new keys have.
+# Arrays that only calls with packed queries or packed new keys have.
 PACKED = frozenset(("cu_seqlens_q", "cu_seqlens_k_new", "seqused_q", "ragged_mask"))
 _CACHED = ("q", "k_cache", "v_cache")
 _REQUIRED = (*_CACHED, "cache_seqlens")
 
 
 def pack_queries(raw: Views, layout: str, call: CacheCall, length: int | None) -> Packing | None:
-    """Check offsets of queries and of new keys, and of masks in a row; None if queries are not packed.
+    """Check the offsets of packed queries and new keys, and a ragged mask; None if queries are not packed.
 
     Parameters
     ----------
     raw : dict of str to ArrayView
-        Those of the call; mask_starts is added for a ragged_mask.
+        The arrays of the call; mask_starts is added for a ragged_mask.
     layout : {"bhsd", "bshd"}
     call : CacheCall
     length : int or None
-        Of every sequence, if no array says it.
+        cache_seqlens, if it is one integer for all; else None.
     """
     if "cu_seqlens_k_new" in raw and "k" in raw:
         raw["cu_seqlens_k_new"] = new = offsets(raw["cu_seqlens_k_new"], "cu_seqlens_k_new")
@@ -68,10 +68,10 @@ def pack_queries(raw: Views, layout: str, call: CacheCall, length: int | None) -
 
 
 def _keys_in_use(raw: Views, layout: str, batch: int, most_keys: int | None, length: int | None) -> Any:
-    """Keys of each sequence after the call, as far as there is room for them."""
+    """Keys of each sequence after the call, clamped to the capacity."""
     axis = 1 if layout == "bshd" else 2
     if len(raw["k_cache"].shape) != 4:
-        return np.zeros(batch)  # is refused for it, when the problem is described
+        return np.zeros(batch)  # `describe_cache` refuses this rank
     room = raw["k_cache"].shape[axis] * (raw["block_table"].shape[-1] if "block_table" in raw else 1)
     room = room if most_keys is None else min(room, most_keys)
     lengths = np.full(batch, length, np.int64) if length is not None else raw["cache_seqlens"].integers()
@@ -84,21 +84,21 @@ def _keys_in_use(raw: Views, layout: str, batch: int, most_keys: int | None, len
 
 
 def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
-    """Adopt what a call gives.
+    """Adopt the arrays of a call, and separate cache_seqlens if it is an integer.
 
     Parameters
     ----------
     arrays : mapping of str to array
         q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
-        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale, those of a
-        number per head, out, each of which may be None.
+        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale, arrays with
+        one number per head, out; each may be None.
 
     Returns
     -------
     views : dict of str to ArrayView
-        Without cache_seqlens if that is an integer.
+        Without cache_seqlens if it is an integer.
     length : int or None
-        That integer.
+        cache_seqlens, if it is an integer; else None.
     """
     named = {name: x for name, x in arrays.items() if x is not None or name in _REQUIRED}
     lengths, length = named["cache_seqlens"], None
@@ -124,21 +124,20 @@ def describe_cache(
     Parameters
     ----------
     raw : dict of str to ArrayView
-        The views that `adopt_cache` makes. Lengths and tables are not read; `check_values` does.
+        The views from `adopt_cache`. Values of lengths and tables are not read; `check_values` does that.
     options : Options
     call : CacheCall
     want_lse : bool
     packing : Packing, optional
-        Of packed queries, as `pack_queries` found it.
+        For packed queries, from `pack_queries`.
 
     Returns
     -------
     problem : Problem
     views : dict of str to ArrayView
         Caches as (slots, heads, keys, head_dim), the others of rank 4 as (batch, heads, seq, head_dim);
-        block_table (batch, pages of a sequence), also if the caller gave cache_batch_idx;
-        scales (1 or batch, heads_k), of 4-bit codes (slots, heads_k, keys, groups), zeros and
-        block scales too.
+        block_table (batch, pages of a sequence), also made from cache_batch_idx; scales (1 or batch,
+        heads_k), for 4-bit codes (slots, heads_k, keys, groups), like zeros and block scales.
 
     Raises
     ------
@@ -159,11 +158,11 @@ def describe_cache(
         if "v" in raw and not lies_in(raw, "v", "k"):
             headline = "v_cache is the first columns of k_cache, and v is not those of k."
             raise wrong(headline, raw, "v=None: a new latent holds its value")
-        # why not in JAX: there one array may be two buffers, and latents are a LatentCache, of one scale.
+        # why not in JAX: there one array may have two buffers, and a LatentCache has only one scale.
         if not same_memory(raw, "v_scale", "k_scale") and raw["q"].library != "jax":
             headline = "v_cache is the first columns of k_cache, and their scales are two."
             raise wrong(headline, raw, "one array as both scales: a new latent is stored once")
-        # A new latent is stored once.
+        # why: a new latent is stored once, so v is a view of k.
         columns = views["v_cache"].shape[3]
         views["v"] = views["k"]._replace(shape=(*views["k"].shape[:3], columns))
     sizes = sizes_of(views, raw, options.layout, packing, call.most_keys)
@@ -265,9 +264,9 @@ def describe_cache(
 
 
 def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:
-    """Intervals of the last keys, as many as there are queries."""
+    """Check spans over a cache: intervals of queries for each of the last seqlen_q keys."""
     spans = span_operand(raw, views, full)
-    # why not one query: then both forms say the same.
+    # why not for one query: then both forms are equivalent.
     if spans is not None and spans.by_query and full[2] != 1:
         headline = f"mask.bounds has shape {raw['spans'].shape}: of keys for each query."
         raise wrong(headline, raw, f"(..., 1, {full[2]}, 2 or 4): the queries that see each of the last keys")

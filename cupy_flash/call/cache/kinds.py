@@ -1,4 +1,4 @@
-"""What arrays of a call over a KV cache are: ranks, dtypes, libraries, and whether they can be written."""
+"""Checks of the arrays of a call over a KV cache: ranks, dtypes, libraries, and whether they are writable."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = [
     "written_caches",
 ]
 
-# Dtypes of a cache that are not q's. why uint8: CuPy has no dtype of its own for these bits.
+# Dtypes of quantised caches -> format. why uint8: CuPy has no float8 dtype.
 QUANTISED = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "float8_e4m3fn"}
 
 _INTEGERS = ("cache_seqlens", "block_table", "cache_batch_idx")
 
 
 def check_kinds(raw: Views, layout: str) -> str:
-    """Ranks, dtypes, libraries and devices; return the dtype of the cache."""
+    """Check ranks, dtypes, libraries and devices; return the dtype of the cache, or its 4-bit format."""
     q = raw["q"]
     packed = {"q": "cu_seqlens_q" in raw, "k": "cu_seqlens_k_new" in raw, "v": "cu_seqlens_k_new" in raw}
     if q.dtype not in FLOATS:
@@ -66,7 +66,7 @@ def check_kinds(raw: Views, layout: str) -> str:
 
 
 def lies_in(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
-    """Whether values are the first columns of keys, in the same memory: latents."""
+    """Whether values are the first columns of keys in the same memory, as in a cache of latents."""
     if values not in raw or keys not in raw:
         return False
     v, k = raw[values], raw[keys]
@@ -75,7 +75,7 @@ def lies_in(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
 
 
 def same_memory(raw: Mapping[str, ArrayView], one: str, other: str) -> bool:
-    """Whether two arrays are one, or neither is there."""
+    """Whether two arrays are the same memory with the same shape and strides, or both are missing."""
     if one not in raw or other not in raw:
         return one not in raw and other not in raw
     a, b = raw[one], raw[other]
@@ -83,7 +83,7 @@ def same_memory(raw: Mapping[str, ArrayView], one: str, other: str) -> bool:
 
 
 def check_codes(raw: Views, kind: str) -> None:
-    """Kinds of a cache of 4-bit codes, and of what they stand for; their shapes are looked at later."""
+    """Check dtypes and ranks of a cache of 4-bit codes and its scales; `lifted_codes` checks shapes."""
     told = next(name for name in ("k_zero", "v_zero", *CODE_UNITS["nvfp4"]) if name in raw)
     if raw["k_cache"].dtype != "uint8":
         hint = f"codes of uint8, two to a byte, as cupy_flash.quantized.{kind} gives them"
@@ -110,7 +110,7 @@ def check_codes(raw: Views, kind: str) -> None:
 
 
 def check_scales(raw: Views, dtype: str) -> None:
-    """Scales belong to stored integers and 8-bit floats, and integers need them."""
+    """Refuse scales of a cache that is not quantised, and int8 without scales."""
     quantised = dtype != raw["q"].dtype
     for name in ("k_scale", "v_scale"):
         if name in raw and not quantised:
@@ -127,27 +127,27 @@ def check_scales(raw: Views, dtype: str) -> None:
 
 
 def check_two_arrays(raw: Views, rotated: bool) -> None:
-    """Where one array is both caches, refuse new keys that are not new values too.
+    """If one array is both caches, refuse new keys that are not the new values too.
 
-    why not where a call is described: `explain` takes one array for all that are alike.
+    why not in `describe_cache`: `explain` may pass one array for all arrays of a kind.
     """
     if "k" not in raw or not same_memory(raw, "k_cache", "v_cache"):
         return
-    # why not in JAX: there one array may be two buffers.
+    # why not in JAX: there one array may have two buffers.
     if raw["q"].library != "jax" and (rotated or not same_memory(raw, "k", "v")):
         headline = "k_cache and v_cache are one array, where new values would be stored over new keys."
         raise wrong(headline, raw, "two arrays; or one array as k and v, without rotary")
 
 
 def written_caches(raw: Mapping[str, ArrayView]) -> tuple[str, ...]:
-    """The arrays that new keys and values are written into, by name; none without new ones."""
+    """Names of the arrays that new keys and values are written to; empty without new ones."""
     if "k" not in raw or "k_cache" not in raw:
         return ()
     return "k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())
 
 
 def check_writable(raw: Views) -> None:
-    """Appending needs caches that can be written."""
+    """Refuse to append to caches that are read-only or whose elements overlap."""
     for name in written_caches(raw):
         if raw[name].library == "jax" and raw[name].readonly:
             raise wrong(

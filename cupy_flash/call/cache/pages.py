@@ -1,4 +1,4 @@
-"""A cache of whole sequences, or of pages of any size, seen as pages of one key."""
+"""View any cache, of slots or of pages of any size, as pages of one key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST = 2**31 - 1
 
 
 def rows_apart(name: str, raw: Views, layout: str) -> int:
-    """Rows of a key head from the first key of a slot or page to that of the next.
+    """Distance between two slots or pages, in rows of a key head.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def rows_apart(name: str, raw: Views, layout: str) -> int:
     Raises
     ------
     UnsupportedError
-        They are no whole number, or more than entries of a table can count.
+        It is not a whole number of rows, or rows exceed what an int32 table entry can address.
     """
     view = lift(raw[name], layout, 4)
     (slots, _, keys, _), (slot, _, row, _) = view.shape, view.strides
@@ -44,9 +44,10 @@ def rows_apart(name: str, raw: Views, layout: str) -> int:
 
 
 def pages_of_one_key(name: str, raw: Views, layout: str) -> ArrayView:
-    """The cache as pages of one key: key j of slot or page n is page ``n * rows_apart + j``.
+    """The cache viewed as pages of one key: key j of slot or page n is page ``n * rows_apart + j``.
 
-    The pages between two slots are what lies there, keys of other heads; no table names them.
+    The view also has pages for memory between two slots, such as keys of other heads; no table refers to
+    them.
     """
     apart, view = rows_apart(name, raw, layout), lift(raw[name], layout, 4)
     (slots, heads, keys, dim), (slot, head, row, column) = view.shape, view.strides

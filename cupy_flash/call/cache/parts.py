@@ -1,4 +1,4 @@
-"""Options of a call over a KV cache that are made of several arrays or numbers, taken apart."""
+"""Split the compound options of a call over a KV cache into arrays and numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _COMPOUND = frozenset(("mask", "rotary", "prefix", "tuning", "block_table"))
 
 
 def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The caches and options of `attention_with_kv_cache` with everything compound in single pieces.
+    """The caches and options of `attention_with_kv_cache`, with compound ones split.
 
     Returns
     -------
     dict of str to object
-        k_cache and v_cache as arrays, and the options; scales and zeros, tables of rotation, prefix and masks
-        by the names that everything below a call has for them.
+        k_cache and v_cache as arrays, and the options; scales, zeros, rotation tables, prefix and masks have
+        their internal names, see `spelling`.
     """
     if type(k_cache) is LatentCache or type(v_cache) is LatentCache or v_cache is None:
         k_cache, v_cache = _of_latents(k_cache, v_cache, options)
@@ -34,7 +34,7 @@ def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[
     for name in ("k_cache", "v_cache"):
         if type(flat[name]) in (QuantizedCache, QuantizedArray):
             flat |= _codes(name, flat[name])
-    if _COMPOUND.isdisjoint(options):  # as in most calls of a decoder
+    if _COMPOUND.isdisjoint(options):  # the common case when decoding
         return flat
     if "mask" in flat:
         flat |= _mask_of_cache(flat.pop("mask"))
@@ -55,13 +55,13 @@ def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[
 
 
 def _shape(x: Any, name: str) -> tuple[int, ...]:
-    """The shape of an array, also of one that speaks a protocol only."""
+    """The shape of an array, also if it only has DLPack or the CUDA array interface."""
     shape = getattr(x, "shape", None)
     return shape if isinstance(shape, tuple) else adopt(x, name).shape
 
 
 def _mask_of_cache(mask: Any) -> dict[str, Any]:
-    """The parts of a mask; refuse those that a cache does not take."""
+    """The parts of a mask; refuse kinds that are not supported over a cache."""
     for given in masks_of(mask):
         if isinstance(given, (Program, Bound, BlockMask)):
             raise UnsupportedError(
@@ -84,14 +84,14 @@ def _rotation(rotary: Any) -> dict[str, Any]:
 
 
 def _prefix(prefix: Any) -> tuple[Any, Any]:
-    """Keys and values of a prefix."""
+    """The keys and values of a prefix."""
     if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
         raise InvalidArgumentsError(f"prefix is {kind_of(prefix)}.", hint="prefix=(keys, values)")
     return prefix[0], prefix[1]
 
 
 def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Keys and values of latents, two views of one memory."""
+    """The keys and values of a `LatentCache`: two views of the same memory."""
     if type(k_cache) is not LatentCache or v_cache is not None:
         given = ", ".join(
             f"{name} is {kind_of(x)}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
@@ -128,7 +128,7 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
 
 
 def _codes(name: str, cache: Any) -> dict[str, Any]:
-    """A quantised cache and what its codes stand for, by name."""
+    """The arrays of a `QuantizedCache` by name: codes, scale, zero and block_scale."""
     if not isinstance(cache, QuantizedCache):
         hint = f"{name}=cupy_flash.QuantizedCache(codes, scale)"
         raise InvalidArgumentsError(f"{name} is a QuantizedArray.", hint=hint)

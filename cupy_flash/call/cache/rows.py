@@ -1,4 +1,4 @@
-"""The rows of a call over a KV cache, one behind the other: whose each one is, and where it stands."""
+"""Packed rows of a call over a KV cache: the sequence and the position of each."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Rows", "int32_beside"]
 
 
 class Rows(NamedTuple):
-    """The queries, or the new keys, of all sequences of a batch, one behind the other.
+    """The queries, or the new keys, of all sequences, end to end.
 
     Attributes
     ----------
     sequence, row : array of int, shape (rows,)
-        Of which sequence a row is, and its number there.
+        The sequence of each row, and its index within the sequence.
     inside : array of bool, shape (rows,)
-        Whether it is a row of any.
+        Whether the row belongs to a sequence.
     first : array of int32, shape (batch,)
-        Where the first row of a sequence stands.
+        Position of the first row of each sequence.
     used : array of int32, shape (batch,)
-        Rows of each sequence.
+        Number of rows in use per sequence.
     """
 
     sequence: Any
@@ -36,18 +36,18 @@ class Rows(NamedTuple):
     def of(
         cls, xp: Any, q: Any, k_cache: Any, layout: str, before: int, options: Mapping[str, Any]
     ) -> tuple[Rows, Rows | None]:
-        """Those of the queries and of the new keys of a call, without reading its lengths on the host.
+        """The rows of queries and of new keys (None without) of a call; lengths are not read on the host.
 
         Parameters
         ----------
         xp : module
-            Of the arrays, as of `merge.united`.
+            Namespace of the arrays, as in `merge.united`.
         q, k_cache : array
         layout : {"bhsd", "bshd"}
         before : int
-            Keys that stand before key 0 of the cache: those of a prefix.
+            Number of keys before key 0 of the cache, that is, of a prefix.
         options : mapping of str to object
-            Of `attention_with_kv_cache` in single pieces, with cache_seqlens.
+            Options from `cache_parts`, with cache_seqlens.
         """
         axis = 1 if layout == "bshd" else 2
         kind = int32_beside(xp, q)
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
         cut = _cut(xp, q, options.get("cu_seqlens_q"), axis, kind)
         used = options.get("seqused_q")
         used = cut[1:] - cut[:-1] if used is None else used
-        stored = options["cache_seqlens"] + xp.zeros_like(used)  # an integer is that of all
+        stored = options["cache_seqlens"] + xp.zeros_like(used)  # an integer holds for all sequences
         length, new = xp.clip(stored, 0, room), None
         if k is not None:
             cut_new = _cut(xp, k, options.get("cu_seqlens_k_new"), axis, kind)
@@ -77,16 +77,16 @@ class Rows(NamedTuple):
         return cls(sequence, row, inside, first, used)
 
     def spans(self, xp: Any, keys: int, left: int | None, right: int | None) -> Any:
-        """Keys of the prefix that each row sees, as spans by query; none that is no query."""
+        """Keys of the prefix that each row sees, as spans by query; empty for rows of no sequence."""
         stand = self.first[self.sequence] + self.row
         start = xp.zeros_like(stand) if left is None else xp.clip(stand - min(left, MAX_SEQLEN), 0, keys)
         stop = xp.zeros_like(stand) + keys
-        if right is not None:  # why cut twice: the sum would not fit 32 bits
+        if right is not None:  # why clamp twice: the sum might overflow int32
             stop = xp.clip(xp.clip(stand + 1, -MAX_SEQLEN, keys) + min(right, MAX_SEQLEN - keys), 0, keys)
         return xp.stack([start, stop * self.inside], -1)[:, None]
 
     def rotated(self, xp: Any, x: Any, options: Mapping[str, Any], layout: str) -> Any:
-        """The rows turned by their positions, as the attention over the cache turns them."""
+        """The rows rotated by their positions, exactly as attention over the cache rotates them."""
         cos: Any = options.get("rotary_cos")
         sin: Any = options.get("rotary_sin")
         if cos is None:
@@ -114,15 +114,15 @@ class Rows(NamedTuple):
 
 
 def int32_beside(xp: Any, x: Any) -> dict[str, Any]:
-    """How to make an array of integers where x is: torch makes it on the CPU unless told otherwise."""
+    """Keyword arguments for an int32 array on the device of x, which torch does not default to."""
     return {"dtype": xp.int32, **({"device": x.device} if xp.__name__ == "torch" else {})}
 
 
 def _count(x: Any, axis: int) -> int:
-    """Rows of packed sequences, or of all sequences of a batch."""
+    """Number of rows, packed or in all sequences of a batch."""
     return int(x.shape[0] * (1 if len(x.shape) == 3 else x.shape[axis]))
 
 
 def _cut(xp: Any, x: Any, given: Any, axis: int, kind: dict[str, Any]) -> Any:
-    """Where each sequence begins among these rows."""
+    """Offsets of the sequences among these rows: the given ones, or those of a dense array."""
     return xp.arange(x.shape[0] + 1, **kind) * x.shape[axis] if given is None else given

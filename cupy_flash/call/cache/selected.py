@@ -1,6 +1,6 @@
-"""Selected keys: a query that names its keys is a sequence of its own, with a page for each of them.
+"""Selected keys (`indices`): each query becomes a sequence of its own, with a page for each of its keys.
 
-why no kernel: tables of pages of any size are read already, and an entry that leads nowhere hides its key.
+why no kernel of its own: kernels read tables of pages of any size, and mask keys whose entry is invalid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .values import check_lengths
 
 __all__ = ["Selection", "adopt_selection"]
 
-# What says where queries stand, which keys they see and where these lie: it goes into the table.
+# Options that decide positions, masks and places of keys: the table replaces them all.
 _SAID = frozenset((
     "indices", "causal", "window", "block_table", "cache_batch_idx", "cache_leftpad", "cu_seqlens_q",
     "max_seqlen_q", "max_seqlen_k", "seqused_q", "check",
@@ -36,7 +36,7 @@ _ARRAYS = ("indices", "block_table", "cache_batch_idx", "cache_leftpad", "cu_seq
 _STORED = "a call before it that stores them: without indices, and with a q of no queries"
 _AS_MASK = "indices of the keys that it keeps, and -1 in place of the others"
 _TURNED = "q and the keys of the cache rotated before the call"
-# Options that have no meaning for keys in any order, or no way, and what to do instead.
+# Options that have no meaning for keys in any order, or are not supported -> what to do instead.
 _REFUSED = {
     "k": _STORED, "v": _STORED, "cu_seqlens_k_new": _STORED, "mask": _AS_MASK, "spans": _AS_MASK,
     "ragged_mask": _AS_MASK, "rotary_cos": _TURNED, "rotary_sin": _TURNED,
@@ -45,7 +45,7 @@ _REFUSED = {
 
 
 def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> Views:
-    """Adopt the arrays that say where selected keys lie, and check how queries are packed."""
+    """Adopt the arrays that locate the selected keys, and check how queries are packed."""
     given = {name: options.get(name) for name in ("k_cache", "v_cache", *_ARRAYS, *_units(options))}
     given |= {"q": q, "cache_seqlens": cache_seqlens}
     for name in ("q", "cache_seqlens", *_ARRAYS):
@@ -62,25 +62,25 @@ def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> V
 
 
 def _units(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """What 4-bit codes stand for, which lies as they do."""
+    """Names of the scales and zeros of 4-bit codes, which are paged like the codes."""
     return CODE_UNITS.get(kind_of_codes(options), ())
 
 
 class Selection(NamedTuple):
-    """A call over selected keys as one over pages of one key.
+    """A call over selected keys, converted to a call over pages of one key.
 
     Attributes
     ----------
     q : array, shape (rows, heads_q, 1, head_dim), or (rows, 1, heads_q, head_dim) as the layout has it
-        Each query by itself.
+        Each query as a sequence of its own.
     lengths : array of int32, shape (rows,)
-        Up to the last entry that is a key.
+        Number of table entries up to the last valid one.
     options : dict of str to object
-        Those of `attention_with_kv_cache` in single pieces, with the caches.
+        Options from `cache_parts`, with the caches.
     shape : tuple of int
-        Of the queries as they were given: (rows,), or (batch, seqlen_q).
+        Shape of the queries as given: (rows,), or (batch, seqlen_q).
     swapped : bool
-        Whether heads come before the rows of a sequence.
+        Whether the heads axis comes before the rows of a sequence ("bhsd").
     """
 
     q: Any
@@ -93,19 +93,19 @@ class Selection(NamedTuple):
     def of(
         cls, xp: Any, q: Any, cache_seqlens: Any, options: Mapping[str, Any], raw: Views, check: bool = False
     ) -> Selection:
-        """That of a call with indices.
+        """Convert a call with indices.
 
         Parameters
         ----------
         xp : module
-            Of the arrays, as of `merge.united`.
+            Namespace of the arrays, as in `merge.united`.
         q, cache_seqlens : array
         options : mapping of str to object
-            Of `attention_with_kv_cache` in single pieces, with the caches.
+            Options from `cache_parts`, with the caches.
         raw : dict of str to ArrayView
-            The views of `adopt_selection`, or stand-ins.
+            The views from `adopt_selection`, or stand-ins while tracing.
         check : bool
-            Whether to look at lengths, tables and indices.
+            Whether to check the values of lengths, tables and indices.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class Selection(NamedTuple):
         rows = _Queries.of(xp, q, cache_seqlens, options, raw, layout, room)
         indices, (*shape, selected) = options["indices"], raw["indices"].shape
         seen = (indices >= 0) & (indices < rows.length)
-        # why 0 for what is none: any number of 64 bits may stand there
+        # why 0 for invalid indices: they may hold any int64
         at = in_dtype(xp.where(seen, indices, 0), xp.int32)
         if check:
             batch = shape[0] if not packed else raw["cu_seqlens_q"].shape[0] - 1
@@ -153,7 +153,7 @@ class Selection(NamedTuple):
             numbers = xp.where(seen, xp.arange(1, selected + 1, **kind), 0)
             lengths = in_dtype(xp.amax(numbers, -1), xp.int32).reshape(count)
         flat = {name: x for name, x in options.items() if name not in _SAID and name not in _REFUSED}
-        for name in ("k_scale", "v_scale"):  # of each sequence and head
+        for name in ("k_scale", "v_scale"):  # why: scales per (batch, head) become scales per (row, head)
             if len(getattr(flat.get(name), "shape", ())) == 2:
                 of_rows = (rows.sequence + xp.zeros((*shape, 1), **kind)).reshape(count)
                 flat[name] = flat[name][of_rows]
@@ -165,7 +165,7 @@ class Selection(NamedTuple):
         return cls(alone.reshape(one), lengths, flat, tuple(shape), swapped)
 
     def results(self, o: Any, lse: Any = None) -> tuple[Any, Any]:
-        """O and LSE in the shapes of the call."""
+        """O and LSE in the shapes of the original call."""
         heads = self.q.shape[1] * self.q.shape[2]
         o = o.reshape(*self.shape, heads, o.shape[-1])
         if self.swapped:
@@ -174,7 +174,7 @@ class Selection(NamedTuple):
 
 
 def _in_new_order(x: Any, *axes: int) -> Any:
-    """Two axes swapped in memory, as every result of a call lies."""
+    """Two axes swapped, as a contiguous array, as all results are."""
     swapped = x.swapaxes(*axes)
     if 1 in (x.shape[axes[0]], x.shape[axes[1]]):
         return x.reshape(swapped.shape)
@@ -182,16 +182,16 @@ def _in_new_order(x: Any, *axes: int) -> Any:
 
 
 class _Queries(NamedTuple):
-    """Whose queries are, and where they stand, in shapes that broadcast over indices.
+    """The sequence, length and position of each query, in shapes that broadcast over indices.
 
     Attributes
     ----------
     sequence, length : array of int, length also int
-        Of which sequence a query is, and the keys of that.
+        The sequence of a query, and the number of keys of that sequence.
     stand : array of int
         The position of a query.
     inside : array of bool, or None
-        Whether it is of any sequence; None: all are.
+        Whether the query belongs to a sequence; None if all do.
     """
 
     sequence: Any
@@ -210,7 +210,7 @@ class _Queries(NamedTuple):
         layout: str,
         room: int,
     ) -> _Queries:
-        """Those of a call as of `Selection.of`; `room` is that of a sequence."""
+        """The queries of a call; parameters as in `Selection.of`, and `room`, the capacity of a sequence."""
         if "cu_seqlens_q" in raw:
             rows, _ = Rows.of(
                 xp, q, options["k_cache"], layout, 0, {**options, "cache_seqlens": cache_seqlens}
@@ -228,12 +228,12 @@ class _Queries(NamedTuple):
         return cls(xp.arange(batch, **kind)[:, None, None], length, stand, None)
 
     def among(self, pairs: Any) -> Any:
-        """Pairs of a query and an index, without those of no sequence."""
+        """Pairs (query, index) with those of queries of no sequence masked out."""
         return pairs if self.inside is None else pairs & self.inside
 
 
 def _room(options: Mapping[str, Any], raw: Views, layout: str) -> int:
-    """Keys that a sequence has room for."""
+    """The capacity of a sequence, in keys."""
     room = raw["k_cache"].shape[1 if layout == "bshd" else 2]
     room *= raw["block_table"].shape[1] if "block_table" in raw else 1
     if not room:
@@ -245,7 +245,7 @@ def _room(options: Mapping[str, Any], raw: Views, layout: str) -> int:
 
 
 def _rows_apart(options: Mapping[str, Any], raw: Views, layout: str) -> int:
-    """`rows_apart` of all that one table is for."""
+    """The one `rows_apart` of all arrays that the table addresses."""
     names = ("k_cache", "v_cache", *_units(options))
     found = {rows_apart(name, raw, layout) for name in names if name in raw}
     if len(found) > 1:
@@ -255,7 +255,7 @@ def _rows_apart(options: Mapping[str, Any], raw: Views, layout: str) -> int:
 
 
 def _check_indices(raw: Views, bad: Any, length: Any) -> None:
-    """Refuse the first bad index: beyond the keys of its sequence, or without length outside the cache."""
+    """Refuse the first bad index: beyond its sequence if `length` is given, else outside the cache."""
     if not bool(bad.any()):
         return
     place = np.unravel_index(bad.reshape(-1).tolist().index(True), raw["indices"].shape)
@@ -270,7 +270,7 @@ def _check_indices(raw: Views, bad: Any, length: Any) -> None:
 
 
 def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bool) -> None:
-    """Refuse what does not go with indices, and arrays that say nothing about where keys lie."""
+    """Refuse options that indices exclude, and arrays of wrong rank, shape or dtype."""
     for name, instead in _REFUSED.items():
         if options.get(name) is not None:
             raise UnsupportedError(f"{spelled(name)} is given beside indices.", table_of(raw), hint=instead)

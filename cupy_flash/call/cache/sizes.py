@@ -1,4 +1,4 @@
-"""What shapes of a call over a KV cache say: sizes, pages, groups of 4-bit codes, rotated features."""
+"""Sizes of a call over a KV cache, checked: pages, groups of 4-bit codes, rotated features."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
 
 
 class Sizes(NamedTuple):
-    """What the shapes say, once they agree."""
+    """The sizes of a call, after its shapes were checked."""
 
     batch: int
     heads_q: int
     heads_k: int
     seqlen_q: int
-    appended: int  # of each sequence, or of all if they are packed
+    appended: int  # per sequence, or of all together if packed
     head_dim: int
     head_dim_v: int
-    page: int  # keys of a page; 0 if a slot holds a whole sequence
-    capacity: int  # keys of a sequence
+    page: int  # keys per page; 0 if a slot holds a whole sequence
+    capacity: int  # most keys of a sequence
 
 
 def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, most_keys: int | None) -> Sizes:
-    """Check every shape; views are (batch or slots, heads, seq, head_dim)."""
+    """Check every shape and return the sizes; views are (batch or slots, heads, seq, head_dim)."""
     batch, heads_q, seqlen_q, head_dim = views["q"].shape
     if packing:
         batch, seqlen_q = packing.batch, packing.seqlen_q
     slots, heads_k, rows, head_dim_k = views["k_cache"].shape
     head_dim_v = views["v_cache"].shape[3]
-    if kind_of_codes(raw):  # two to a byte
+    if kind_of_codes(raw):  # two codes per byte
         head_dim_k, head_dim_v = 2 * head_dim_k, 2 * head_dim_v
     if 0 in (head_dim, head_dim_v):
         raise wrong("head_dim is 0.", raw, "at least one feature per head")
@@ -92,7 +92,7 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
 
 
 def turned_features(raw: Views, sizes: Sizes) -> int:
-    """Check the tables of rotation; return how many features turn."""
+    """Check the rotation tables; return the number of rotated features."""
     given = [name for name in ("rotary_cos", "rotary_sin") if name in raw]
     if not given:
         if "rotary_seqlens" in raw:
@@ -122,7 +122,7 @@ def turned_features(raw: Views, sizes: Sizes) -> int:
 
 
 def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
-    """What 4-bit codes stand for as (slots, heads, keys, groups); bits of scales as uint8."""
+    """Scales and zeros of 4-bit codes as (slots, heads, keys, groups); block scales as uint8 bits."""
     kind = kind_of_codes(raw)
     parts = {name: lift(raw[name], layout, 4) for name in CODE_UNITS[kind]}
     for name, view in parts.items():
@@ -141,7 +141,7 @@ def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
 
 
 def codes_of(views: Views, kind: str) -> Codes:
-    """What codes stand for, of caches and of what `lifted_codes` makes."""
+    """The `Codes` of a 4-bit cache, from views of the caches and of `lifted_codes`."""
     names = CODE_UNITS[kind]
     of_keys, of_values = ([views[name] for name in names if name[0] == x] for x in "kv")
     groups = tuple(

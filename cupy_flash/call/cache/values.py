@@ -1,4 +1,4 @@
-"""What arrays of a call over a KV cache hold: lengths and entries that lead outside it, padding, places."""
+"""Checks of values in a call over a KV cache: lengths, table entries, padding, positions of rotation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["check_lengths", "check_values"]
 
 
 def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | None = None) -> None:
-    """Refuse lengths beyond the cache, entries that lead outside it, and keys written to one place twice.
+    """Refuse lengths beyond the capacity, entries outside the cache, and pages that two sequences append to.
 
     Parameters
     ----------
     problem : Problem
-        Of the arrays `raw`, as `describe_cache` found it.
+        The problem of the arrays `raw`, from `describe_cache`.
     raw : mapping of str to ArrayView
     length : int, optional
-        Of every sequence, if no array says it.
+        cache_seqlens, if it is one integer for all.
     """
     cache, capacity = problem.cache, problem.seqlen_k
     assert cache is not None
@@ -53,13 +53,13 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
 def check_lengths(
     raw: Mapping[str, ArrayView], length: int | None, capacity: int, added: list[int]
 ) -> list[int]:
-    """Refuse lengths beyond the room of a sequence; return them.
+    """Refuse lengths beyond the capacity of a sequence; return the lengths.
 
     Parameters
     ----------
     raw : mapping of str to ArrayView
     length : int or None
-        Of every sequence, if no array says it.
+        cache_seqlens, if it is one integer for all.
     capacity : int
     added : list of int
         New keys of each sequence.
@@ -75,7 +75,7 @@ def check_lengths(
 
 
 def _new_keys(problem: Problem, raw: Mapping[str, ArrayView]) -> list[int]:
-    """New keys of each sequence."""
+    """Number of new keys per sequence."""
     assert problem.cache is not None
     if problem.cache.packed:
         added: list[int] = np.diff(raw["cu_seqlens_k_new"].integers()).tolist()
@@ -84,7 +84,7 @@ def _new_keys(problem: Problem, raw: Mapping[str, ArrayView]) -> list[int]:
 
 
 def _check_beginnings(problem: Problem, raw: Mapping[str, ArrayView], lengths: list[int]) -> None:
-    """Refuse padding behind the last key, and rotations by positions that the tables do not have."""
+    """Refuse left padding beyond the last key, and rotation positions outside the tables."""
     pads = raw["cache_leftpad"].integers().tolist() if "cache_leftpad" in raw else []
     for b, pad in enumerate(pads):
         if not 0 <= pad <= lengths[b]:

@@ -1,4 +1,4 @@
-"""Families of kernels: what each compiles, which problems it refuses and why, and how it plans the others."""
+"""Kernel families: each lists its variants, refuses problems with reasons, and plans the others."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ __all__ = [
 
 
 class Family(Protocol):
-    """What a module of this folder offers."""
+    """The interface of a family, which is a module of this folder."""
 
     NAME: str
 
     def variants(self, arch: Arch, /) -> Iterator[Variant]:
-        """What is compiled for an architecture."""
+        """The variants compiled for an architecture."""
 
     def refusals(self, problem: Problem, arch: Arch, /) -> list[str]:
-        """Every reason why this family cannot answer a problem; empty if it can."""
+        """All reasons why this family does not support a problem; empty if it does."""
 
     def plan(self, problem: Problem, arch: Arch, /) -> Plan:
-        """The kernels for a problem that is not refused."""
+        """The plan for a problem that is not refused."""
 
 
-# In order of preference: the first family with nothing against it answers.
+# In order of preference: the first family that does not refuse is used.
 FAMILIES: tuple[Family, ...] = (hopper, flash, simple, fp8)
-# The same for problems over a KV cache.
+# For problems over a KV cache.
 CACHE_FAMILIES: tuple[Family, ...] = (cached, decode)
-# And for sums over the weights, whatever the keys lie in.
+# For statistics, with and without a cache.
 OF_STATISTICS: tuple[Family, ...] = (simple,)
 
 
 @lru_cache(maxsize=64)
 def names(target: str) -> dict[Variant, str]:
-    """Everything that is compiled for a target, with the name of its family.
+    """All variants compiled for a target, each with the name of its family.
 
-    Of the target of an architecture's own families, what it has beside the others.
+    For an `own_target`, only the variants of the architecture's `own` families.
     """
     asked = architecture(target)
     own = has_own(target)
@@ -67,14 +67,15 @@ def names(target: str) -> dict[Variant, str]:
     for family, row in offered:
         for variant in family.variants(row):
             found.setdefault(variant, family.NAME)
-    # why not where all rows have an own target: that one has the kernel, for they run no other
+    # why the condition: if every row has an own target, that target has the kernel, and this one needs no
+    # copy
     if own or not all(row.own for row in rows):
         found[primitives.variant(target if own else asked.target)] = primitives.NAME
     return found
 
 
 def has_own(target: str) -> bool:
-    """Whether a target is that of the few kernels that an architecture has beside those of another target."""
+    """Whether a target is an `own_target`, for the few kernels that an architecture compiles separately."""
     row = architecture(target)
     return bool(row.own) and target == row.own_target
 
@@ -82,9 +83,9 @@ def has_own(target: str) -> bool:
 def of_function(
     function: Body, dtype: str, head_dim: int, target: str, second_order: bool = False
 ) -> tuple[Variant, ...]:
-    """What is compiled for a target of a score function, for a dtype of q, k and v and their head dim.
+    """The variants compiled for a score function, by the dtype and head_dim of q, k and v.
 
-    second_order: those of tangents and second derivatives, too.
+    With second_order, those of tangents and second derivatives too.
     """
     row = architecture(target)
     if has_own(target):
@@ -95,5 +96,5 @@ def of_function(
 
 
 def variants(target: str) -> tuple[Variant, ...]:
-    """Everything that is compiled for a target such as "sm_80" or "sm_90a"."""
+    """All variants compiled for a target such as "sm_80" or "sm_90a"."""
     return tuple(names(target))

@@ -1,7 +1,7 @@
-"""The kernels of the forward pass over a KV cache: for many queries, and for calls that decode refuses.
+"""The forward kernels over a KV cache: for many queries, and for calls that decode refuses.
 
-A contiguous cache in the dtype of q is read in place. Any other is gathered first, into a
-workspace of its capacity.
+They read a contiguous cache in the dtype of q in place. Any other cache is first gathered into a workspace of
+its capacity.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ __all__ = ["NAME", "plan", "refusals", "variants"]
 
 NAME = "cached"
 
-# In order of preference; the first with nothing against it computes.
+# Forward families in order of preference; the first that does not refuse is used.
 _FORWARD = (hopper, flash, simple)
 
-# Pairs of a query and a key that a multiprocessor gets through while decode gets through one. Counted, not
-# measured: blocks of decode that share keys read them from L2, 512 bytes for 16 queries and a key of 128 and
-# 128 features, which at 24 bytes a cycle is 384 FLOP a cycle; tiles of 64 to 192 queries multiply at 1000
+# Speed of the forward kernels relative to decode, in (query, key) pairs per multiprocessor. Counted, not
+# measured: decode blocks that share keys read them from L2, 512 bytes for 16 queries and a key of 128 and 128
+# features, which at 24 bytes per cycle is 384 FLOP per cycle; tiles of 64 to 192 queries reach 1000
 # (mma.sync) to 2600 (wgmma).
 _GAIN = {"hopper": 6.0, "flash": 2.5}
-# The same above head dim 256, where blocks of decode have up to 64 rows and shared memory counts: for 64 rows
-# and 16 keys decode takes 1792 cycles of it and 300 of barriers, flash_forward_wide 1300 and 215. By wgmma an
-# H200 has 516 TFLOP/s, and by these 2100 cycles it would have 230.
+# The same above head dim 256, where decode blocks have up to 64 rows and shared memory is the limit: for 64
+# rows and 16 keys, decode takes 1792 cycles of shared memory and 300 of barriers, flash_forward_wide 1300 and
+# 215. With wgmma an H200 reaches 516 TFLOP/s; at these 2100 cycles it would reach 230.
 _GAIN_WIDE = {"hopper": 2.3, "flash": 1.4}
-# The same of flash_decode_latent_sm90, which multiplies tiles of 64 x 64 by wgmma, as the forward pass of
-# hopper does; that of flash is as far behind as above. why not 1: of two that count alike, the one that was
-# measured.
+# The same relative to flash_decode_latent_sm90, which multiplies tiles of 64 x 64 by wgmma, like the forward
+# kernel of hopper; flash is as far behind as above.
+# why not 1: of two kernels with equal counts, prefer the measured one.
 _GAIN_LATENT = {"hopper": 1.1, "flash": 0.6}
-# Tiles of 16 queries that decode gets through while a cache is gathered: it is read and written once.
+# Cost of gathering (one read and one write of the cache), in decode tiles of 16 queries.
 _GATHER_TILES = 3
-# Dtypes in which a stored key times its scale would be rounded. (Decode rounds 4-bit codes too.)
+# Dtypes that would round a stored key times its scale. (Decode rounds 4-bit codes too.)
 _ROUNDED = ("float16", "bfloat16")
-# Above this size a gathered cache is not worth its memory while decode can read the cache itself.
+# A larger gathered cache is not worth its memory if decode can read the cache itself.
 _MOST_GATHERED_BYTES = 1 << 30
 
 
@@ -48,7 +48,7 @@ def _gather(dtype: str, stored: str) -> Variant:
 
 
 def variants(_arch: Arch) -> Iterator[Variant]:
-    """What is compiled for an architecture, beside the kernels of the forward pass."""
+    """The variants compiled for an architecture, in addition to the forward kernels."""
     for dtype, stored in product(SHORT, ("", *decode.STORED.values())):
         if stored in ("", *decode.CODES) or dtype not in _ROUNDED:
             yield decode.append(SHORT[dtype], stored)
@@ -56,7 +56,7 @@ def variants(_arch: Arch) -> Iterator[Variant]:
 
 
 def _in_place(p: Problem) -> bool:
-    """Whether a forward pass can read the cache in place."""
+    """Whether a forward kernel can read the cache in place."""
     assert p.cache is not None
     c = p.cache
     scattered = c.page or c.indexed or c.leftpad or p.packed
@@ -64,16 +64,16 @@ def _in_place(p: Problem) -> bool:
 
 
 def _keeps(p: Problem) -> bool:
-    """Whether gathering says which keys there are."""
+    """Whether gathering also writes a mask of valid keys."""
     assert p.cache is not None
     return bool(p.cache.page or p.cache.leftpad)
 
 
 def _as_forward(p: Problem) -> Problem:
-    """The forward pass over the cache, or over what is gathered from it.
+    """The problem of the forward pass over the cache, or over the gathered cache.
 
-    Keys whose page lies nowhere and those of padding are masked; a sequence that lies nowhere has none. The
-    same bits over every cache are those of "batch": Hopper's own kernels read no pages.
+    Padding and keys of invalid pages are masked; a sequence with an invalid slot has no keys. why "batch" for
+    "prefill": the bits must be the same for every cache, and Hopper's kernels do not read pages.
     """
     mask = (p.batch, 1, 1, p.seqlen_k) if _keeps(p) else p.mask
     same = "batch" if p.reproducible == "prefill" else p.reproducible
@@ -88,13 +88,13 @@ def _gathered_bytes(p: Problem) -> int:
 
 
 def _columns(head_dim: int, dtype: str) -> int:
-    """Of a gathered row, which ends on a 16-byte boundary."""
+    """Columns of a gathered row, rounded up to 16 bytes."""
     elements = 16 // ITEM_BYTES[dtype]
     return blocks_of(head_dim, elements) * elements
 
 
 def _computes(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
-    """The forward pass, planned, and why families before it were skipped."""
+    """The plan of the forward pass, and why preferred families refused it; None if all do."""
     forward = _as_forward(p)
     refused: list[str] = []
     for family in _FORWARD:
@@ -107,14 +107,14 @@ def _computes(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
 
 
 def _by_decode(p: Problem, arch: Arch) -> list[str]:
-    """Why decode cannot answer."""
+    """Reasons why decode does not support a problem."""
     if decode.NAME not in arch.families:
         return [f"is not compiled for {arch.name}"]
     return decode.refusals(p, arch)
 
 
 def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
-    """What this family and decode cost, in steps of a block of decode."""
+    """The costs of this family and of decode, in steps of a decode block."""
     variant, splits = decode.cheapest(p, arch)
     first = computed.launches[0]
     tile, heads = first.variant.tile[0], p.heads_k if first.head_bits else p.heads_q
@@ -128,7 +128,7 @@ def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
     cost = waves * (steps + decode.BLOCK_COST)
     assert p.cache is not None
     if not p.cache.appended and not p.cache.rotary:
-        cost += decode.LAUNCH_COST  # flash_append, for the lengths alone
+        cost += decode.LAUNCH_COST  # flash_append runs only for the lengths
     if not _in_place(p):
         gathered = p.batch * p.heads_k * p.seqlen_k / keys_per_step / splits.at_once
         cost += decode.LAUNCH_COST + _GATHER_TILES * gathered
@@ -136,7 +136,7 @@ def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why these kernels cannot answer a problem, or why decode should."""
+    """All reasons why these kernels do not support a problem, or why decode is preferred."""
     p = problem
     if p.cache is None:
         return ["reads keys from a KV cache only"]
@@ -177,14 +177,14 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
-    """The kernels for a problem that is not refused."""
+    """The plan for a problem that is not refused."""
     p = problem
     assert p.cache is not None
     computed, refused = _computes(p, arch)
     assert computed is not None
     launches, parts = decode.steps_before(p)
     stored = "" if p.cache.dtype == p.dtype else decode.STORED[p.cache.dtype]
-    # why always: a forward pass reads how many keys are in use from an array, and the host does not.
+    # why always append: it writes the keys in use to an array, which forward kernels read; the host does not.
     launches = launches or along_x(decode.append(SHORT[p.dtype], stored), 1)
     parts.append(("used", "int32", (p.batch,)))
     seen = [("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "used")]

@@ -1,4 +1,4 @@
-"""The kernels for a KV cache: few queries over long keys, which are split over blocks and merged."""
+"""The decode kernels: few queries over a KV cache, with split-K and merging of the partial results."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = [
 
 NAME = "decode"
 
-ROWS = 16  # of a block: queries times the heads of a group
-STEP_KEYS = 16  # of a warp at a time
+ROWS = 16  # rows of a block: queries x heads of a group
+STEP_KEYS = 16  # keys of a warp at a time
 HEAD_DIMS = (64, 128, 256)
 
-# What the products are computed in, for each dtype of q; and what a cache may hold instead of it.
+# Product type by dtype of q; quantised formats of a cache -> step names.
 _PRODUCTS = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32x3"}
 STORED = {"int8": "int8", "float8_e4m3fn": "e4m3", "int4": "int4", "nvfp4": "nvfp4"}
 CODES = ("int4", "nvfp4")
@@ -47,18 +47,18 @@ _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4}
 
 
 class Cell(NamedTuple):
-    """Warps of a block, steps in the ring of each, and blocks that a multiprocessor should hold."""
+    """Warps per block, stages of each warp's ring buffer, and blocks that a multiprocessor should hold."""
 
     warps: int
     stages: int
     min_blocks: int
 
 
-# kind -> for each head dim class: shared memory of 163 KiB or more, of 99 KiB, and Turing.
-# Bytes under way on a multiprocessor are at least blocks * warps * (stages - 1) * 32 * head_dim * item: 32
-# KiB and more in the first column (128 KiB for 16 bits and head dim 128 on sm_90), 16 KiB in the second. By
-# Little's law an H200 needs 26 KiB (4.8 TB/s, 132 multiprocessors, 0.7 us), an A100 11, a GeForce RTX 4090 5.
-# why the same cells in both columns but for one: it saves the cubins of a column.
+# kind -> per head dim class: 163 KiB of shared memory or more, 99 KiB, Turing. Bytes in flight on a
+# multiprocessor are at least blocks * warps * (stages - 1) * 32 * head_dim * item: 32 KiB and more in the
+# first column (128 KiB for 16 bits and head dim 128 on sm_90), 16 KiB in the second. By Little's law an H200
+# needs 26 KiB (4.8 TB/s, 132 multiprocessors, 0.7 us), an A100 11, a GeForce RTX 4090 5.
+# why both columns are equal but for one cell: it saves the cubins of a column.
 _CELLS = {
     "16-bit": (
         (Cell(4, 4, 3), Cell(4, 4, 3), Cell(4, 1, 3)),
@@ -82,11 +82,11 @@ _CELLS = {
     ),
 }
 
-# The cost model counts steps of a block (STEP_KEYS keys for each warp). The first two constants are those of
+# The cost model counts steps of a block (STEP_KEYS keys per warp). The first two constants are from
 # FlashInfer's pull request 4904, the third is a guess; none is fitted to these kernels yet.
-BLOCK_COST = 10.0  # what a block costs beside its steps: start, Q, first copies, merging its warps
-_SPLIT_COST = 0.22  # what one more part costs in flash_combine
-LAUNCH_COST = 4.0  # what one more kernel costs beside its work, about 3 us; flash_combine is one
+BLOCK_COST = 10.0  # per block, in addition to its steps: start, Q, first copies, merging its warps
+_SPLIT_COST = 0.22  # per split, in flash_combine
+LAUNCH_COST = 4.0  # per kernel launch, about 3 us, without its work; flash_combine is one
 _MOST_SPLITS = 256
 
 
@@ -97,7 +97,7 @@ def _column(arch: Arch) -> int:
 
 
 def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | None:
-    """The kernel of a class; None if the architecture has none."""
+    """The decode kernel of a head dim class; None if the architecture has none."""
     if arch.capability < 80 and dtype != "f16":
         return None
     kind = {"": "16-bit" if _ITEM[dtype] == 2 else "tf32", **dict.fromkeys(CODES, "4-bit")}.get(
@@ -107,15 +107,16 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     if cell is None:
         return None
     size = _ITEM[dtype]
-    # why: for 32 features two scales in 4 bytes; or a scale of 4 for keys, of 2 for values, and a zero of 2.
+    # why: per 32 features, NVFP4 has two scales of 2 bytes; int4 a scale of 4 bytes for keys or 2 for values,
+    # and a zero of 2.
     code = 0.5 + (5 / 32 if stored == "int4" else 1 / 8)
     stored_size, widened = {"16-bit": (size, 0), "tf32": (size, 0), "4-bit": (code, 0)}.get(kind, (1, size))
     of_warp = int(2 * STEP_KEYS * head_dim * (cell.stages * stored_size + widened))
-    # why: sums of spans of Q and of zeros, for which there are no registers.
+    # why: sums of Q per group, for the zeros, do not fit in registers.
     of_warp += 1024 if stored == "int4" and head_dim == 256 else 0
     parts = 4 * ROWS * (head_dim + {"tf32": 16, "4-bit": 4}.get(kind, 8))
-    # layout: Q; rings, over which O of each warp is laid at the end; row_max and row_sum of each warp; 384
-    # bytes of what is parked.
+    # layout: Q; the rings, which O of each warp reuses at the end; row_max and row_sum of each warp; 384
+    # bytes of parked values.
     shared_bytes = size * ROWS * head_dim + 384
     shared_bytes += -(-cell.warps * max(of_warp, parts) // 128) * 128 + 128 * cell.warps
     macros = (
@@ -132,14 +133,14 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
 
 
 def _in_order(dtype: str, head_dim: int, arch: Arch) -> Variant | None:
-    """The kernel of a class that adds in the order of prompts; None if the architecture has none."""
+    """The decode kernel with the summation order of prompts; None if the architecture has none."""
     alone, keys = _decode(dtype, "", head_dim, arch), flash.keys_of_class(dtype, head_dim, arch)
     if alone is None or keys is None:
         return None
     kind = "16-bit" if _ITEM[dtype] == 2 else "tf32"
     stages = _CELLS[kind][HEAD_DIMS.index(head_dim)][_column(arch)].stages  # type: ignore[union-attr]
     warps = keys // STEP_KEYS
-    # layout: Q; tiles of K and V; weights in float; the highest scores of warps; 384 bytes of what is parked.
+    # layout: Q; tiles of K and V; float32 weights; row maxima of warps; 384 bytes of parked values.
     shared_bytes = _ITEM[dtype] * head_dim * (ROWS + 2 * stages * keys) + 4 * ROWS * keys
     shared_bytes += -(-4 * ROWS * warps // 128) * 128 + 384
     macros = (*alone.macros, ("CF_CHUNK_KEYS", str(flash.CHUNK_KEYS)))
@@ -150,7 +151,7 @@ def _in_order(dtype: str, head_dim: int, arch: Arch) -> Variant | None:
 
 
 def append(dtype: str, stored: str) -> Variant:
-    """The kernel that rotates, and stores new keys and values."""
+    """The kernel that rotates q and new keys, and stores new keys and values."""
     dtype = "f32" if dtype == "tf32x3" else dtype
     return Variant("flash_append.cu", stored, "DecodeParams", dtype, 512, 512, (4, 1), 128, 0)
 
@@ -162,7 +163,7 @@ def _combine(dtype: str, head_dim_v: int = HEAD_DIMS[-1]) -> Variant:
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """What is compiled for an architecture."""
+    """The variants compiled for an architecture."""
     for dtype in _PRODUCTS.values():
         if arch.capability < 80 and dtype != "f16":
             continue
@@ -179,7 +180,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 
 def refused_codes(p: Problem) -> list[str]:
-    """Why kernels cannot read a cache of 4-bit codes."""
+    """Reasons why kernels cannot read the 4-bit codes of a cache."""
     codes = p.cache.codes if p.cache else None
     reasons = []
     if codes and codes.kind == "int4" and codes.units != "float16":
@@ -192,7 +193,7 @@ def refused_codes(p: Problem) -> list[str]:
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why these kernels cannot answer a problem."""
+    """All reasons why these kernels do not support a problem."""
     p, reasons = problem, []
     if p.cache is None:
         return ["reads keys from a KV cache only"]
@@ -225,12 +226,12 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def is_wide(p: Problem) -> bool:
-    """Whether only the kernels of wide heads take the head dims; narrow latents are keys like others."""
+    """Whether head dims need the kernels for wide heads; narrower latents are ordinary keys."""
     return max(p.head_dim, p.head_dim_v) > HEAD_DIMS[-1]
 
 
 def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
-    """Why a row would not have the bits of a prompt's."""
+    """Reasons why a row would not have the same bits as in a prompt."""
     assert p.cache is not None
     if p.reproducible == "device" or p.cache.dtype != p.dtype or p.spans:
         return ["splits keys by the batch and the GPU, and adds in another order than a prompt"]
@@ -251,17 +252,17 @@ def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
 
 
 def split_cost(splits: int, blocks: int, steps: int, at_once: int) -> float:
-    """What a number of splits costs, in steps of a block.
+    """The cost of a number of splits, in steps of a block.
 
     Parameters
     ----------
     splits : int
     blocks : int
-        Without splitting.
+        Number of blocks without splitting.
     steps : int
-        Of a block without splitting.
+        Steps of a block without splitting.
     at_once : int
-        Blocks that the GPU holds.
+        Blocks that the GPU runs at once.
     """
     waves = -(-blocks * splits // at_once)
     merging = LAUNCH_COST + _SPLIT_COST * splits if splits > 1 else 0.0
@@ -269,37 +270,37 @@ def split_cost(splits: int, blocks: int, steps: int, at_once: int) -> float:
 
 
 def keys_seen(p: Problem) -> int:
-    """Keys that a tile of queries sees at most, if the cache is full."""
+    """Most keys that a tile of queries attends to, for a full cache."""
     if p.left is None:
         return p.seqlen_k
     return min(p.seqlen_k, p.left + p.seqlen_q + min(p.right or 0, p.seqlen_q))
 
 
 def keys_of_step(variant: Variant) -> int:
-    """Keys that a block reads at a time."""
+    """Keys that a block reads per step."""
     if variant.source in (decode_wide.SOURCE, decode_latent.SOURCE):
         return variant.tile[1]
     return STEP_KEYS * variant.threads // 32
 
 
 def _blocks_at_once(variant: Variant, arch: Arch) -> int:
-    """Blocks that the GPU holds, as shared memory allows; a block reserves 1 KiB beside its own."""
+    """Blocks that the GPU runs at once, by shared memory; a block reserves 1 KiB in addition to its own."""
     of_multiprocessor = arch.shared_bytes + 1024
     fitting = max(1, of_multiprocessor // (variant.shared_bytes + 1024))
-    if variant.source == decode_wide.SOURCE:  # registers allow fewer
+    if variant.source == decode_wide.SOURCE:  # why: registers allow fewer
         fitting = min(fitting, decode_wide.blocks_held(variant))
     return arch.multiprocessors * fitting
 
 
 class Splits(NamedTuple):
-    """Parts of the keys, as planned.
+    """The planned split of the keys.
 
     Attributes
     ----------
     parts, steps, blocks, at_once : int
-        Steps of a block without splitting, blocks without splitting, and those that the GPU holds.
-    cost, alone : float
-        In steps of a block, with and without splitting.
+        Number of splits; steps of a block and number of blocks without splitting; blocks that the GPU runs at
+        once.
+        Costs with and without splitting, in steps of a block.
     """
 
     parts: int
@@ -310,7 +311,7 @@ class Splits(NamedTuple):
     alone: float
 
     def line(self) -> str:
-        """For people."""
+        """The line that `explain` shows."""
         return (
             f"splits    {self.parts} of {self.steps} steps; {self.blocks * self.parts} thread blocks, "
             f"{self.at_once} at once; cost {self.cost:.1f}, unsplit {self.alone:.1f}"
@@ -318,7 +319,7 @@ class Splits(NamedTuple):
 
 
 def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
-    """The cheapest number of splits, or the caller's."""
+    """The caller's number of splits, or the cheapest one."""
     group = p.heads_q // p.heads_k
     blocks = p.batch * p.heads_k * blocks_of(group * p.seqlen_q, variant.tile[0])
     steps = max(1, blocks_of(keys_seen(p), keys_of_step(variant)))
@@ -328,7 +329,7 @@ def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
         chunks = max(1, blocks_of(p.seqlen_k, flash.CHUNK_KEYS))
         costs = {n: split_cost(n, blocks, steps, at_once) for n in (1, chunks)}
         return Splits(chunks, steps, blocks, at_once, costs[chunks], costs[1])
-    # why: a part shorter than two full rings costs merging and gains nothing; the kernel makes none.
+    # why: a split shorter than two full rings costs merging and gains nothing; the kernel makes none.
     stages = int(dict(variant.macros)["CF_STAGES"])
     most = max(1, min(_MOST_SPLITS, steps // (2 * stages)))
     costs = {n: split_cost(n, blocks, steps, at_once) for n in range(1, most + 1)}
@@ -337,7 +338,7 @@ def _choose_splits(p: Problem, variant: Variant, arch: Arch) -> Splits:
 
 
 def cheapest(problem: Problem, arch: Arch) -> tuple[Variant, Splits]:
-    """The kernel for a problem that is not refused, and how it splits the keys."""
+    """The kernel for a problem that is not refused, and its splits."""
     variant = _kernel(problem, arch)
     return variant, _choose_splits(problem, variant, arch)
 
@@ -356,7 +357,7 @@ def _kernel(p: Problem, arch: Arch) -> Variant:
 
 
 def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, tuple[int, ...]]]]:
-    """Storing new keys and rotating, and the parts of the workspace that this needs."""
+    """The launches that append and rotate, and the parts of the workspace that they need."""
     p = problem
     assert p.cache is not None
     parts: list[tuple[str, str, tuple[int, ...]]] = []
@@ -371,7 +372,7 @@ def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, t
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
-    """The kernels for a problem that is not refused."""
+    """The plan for a problem that is not refused."""
     p = problem
     launches, parts = steps_before(p)
     if p.empty:
@@ -397,7 +398,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
 
 
 def _skipped(p: Problem, arch: Arch) -> list[str]:
-    """Why latents on Hopper stay with mma.sync."""
+    """Notes on why latents on Hopper are computed by mma.sync."""
     if arch.capability != 90 or not decode_wide.of_latents(p):
         return []
     stem = decode_latent.SOURCE.removesuffix(".cu")

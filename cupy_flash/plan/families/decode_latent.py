@@ -1,4 +1,4 @@
-"""The kernel of decode over latents (MLA) on Hopper, by wgmma: of more rows than mma.sync keeps up with."""
+"""The wgmma decode kernel over latents (MLA) on Hopper, for more rows than mma.sync keeps up with."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SOURCE = "flash_decode_latent_sm90.cu"
 _HEAD_DIM, _HEAD_DIM_V = 576, 512
 _ROWS, _KEYS, _STAGES = 64, 64, 2
 
-# Rows of a latent from which it is taken. Counted, not measured, for 64 rows and 64 keys on an H200: the keys
-# come from memory in 3600 cycles of a multiprocessor; products and softmax take 2800 by wgmma, and 5200 by
-# mma.sync, at the 227 TFLOP/s that it was measured at.
+# Least rows per latent for which this kernel is used. Counted, not measured, for 64 rows and 64 keys on an
+# H200: loading the keys takes 3600 cycles of a multiprocessor; products and softmax take 2800 by wgmma, and
+# 5200 by mma.sync at its measured 227 TFLOP/s.
 LEAST_ROWS = 64
 
 
 def _variant(dtype: str) -> Variant:
     m, n, (d, v) = _ROWS, _KEYS, (_HEAD_DIM, _HEAD_DIM_V)
-    # S, of one warpgroup; O, of which both have half of the columns.
+    # S, by one warpgroup; O, half of the columns by each.
     products = ((f"64x{n}x16", d // 16), (f"64x{v // 2}x16", 2 * n // 16))
     return Variant(
         SOURCE, "", "DecodeParams", dtype, d, v, (m, n), 384,
-        # Q, the ring, P. 1024 bytes: barriers, and of each row its keys and its factor.
+        # Q, the ring, P. 1024 bytes: barriers, and per row its keys and its rescale factor.
         2 * (m * d + _STAGES * n * d + m * n) + 1024,
         "band",
         macros=(("CF_STAGES", str(_STAGES)),),
@@ -35,18 +35,18 @@ def _variant(dtype: str) -> Variant:
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """What is compiled for an architecture."""
+    """The variants compiled for an architecture."""
     if arch.capability == 90:
         yield from (_variant(dtype) for dtype in ("f16", "bf16"))
 
 
 def kernel(p: Problem) -> Variant:
-    """The one for a problem that is not refused."""
+    """The kernel for a problem that is not refused."""
     return _variant(SHORT[p.dtype])
 
 
 def refusals(p: Problem, arch: Arch) -> list[str]:
-    """Why a problem of latents that `decode_wide` takes stays with it."""
+    """Reasons why a problem of latents stays with `decode_wide`."""
     assert p.cache is not None
     rows, reasons = p.heads_q // p.heads_k * p.seqlen_q, []
     if arch.capability != 90:

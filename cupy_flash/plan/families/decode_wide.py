@@ -1,6 +1,6 @@
-"""The kernels of decode for head dims above 256: of keys and values, and of latents (MLA).
+"""The decode kernels for head dims above 256, over keys and values, or over latents (MLA).
 
-Of latents a row is the key of a token, and its first columns the value.
+A row of latents is the key of a token, and its first columns are the value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WARPS = 8
 
 
 class Cell(NamedTuple):
-    """Rows and keys of a step, warps that share its keys, and tiles in the ring."""
+    """Rows and keys per step, warps that share the keys, and stages of the ring buffer."""
 
     rows: int
     keys: int
@@ -30,24 +30,24 @@ class Cell(NamedTuple):
     stages: int
 
 
-# By head dim of the class. Up to 16 rows, by shared memory: with one block of a multiprocessor in 99 KiB, one
-# in 163, two in 227; up to 32 rows; more, from 163 KiB on.
-# why 64 at most: O of 64 rows takes 128 registers of a thread.
-# why the same for 8 bits: the ring takes half of it, and K and V widened are two tiles more.
+# Cells by head dim class: for up to 16 rows, with one block per multiprocessor in 99 KiB, one in 163, or two
+# in 227; for up to 32 rows; for more, from 163 KiB on.
+# why at most 64 rows: O of 64 rows takes 128 registers of a thread.
+# why the same for 8 bits: the ring takes half the memory, and widened K and V are two more tiles.
 _CELLS = {
     LATENT: ((Cell(16, 32, 4, 2), Cell(16, 32, 4, 3), Cell(16, 32, 4, 2)),
              Cell(32, 16, 2, 3), Cell(64, 32, 2, 2)),
     HEAD_DIM: ((Cell(16, 16, 2, 4), Cell(16, 32, 4, 4), Cell(16, 16, 2, 4)),
                Cell(32, 16, 2, 3), Cell(64, 16, 2, 5)),
 }  # fmt: skip
-# Latents of 8 bits, of which only one tile is widened.
+# 8-bit latents, of which only one tile is widened.
 _LATENTS_OF_8_BITS = (
     (Cell(16, 32, 4, 2), Cell(16, 32, 4, 3), Cell(16, 32, 4, 3)), Cell(32, 16, 2, 4), Cell(64, 32, 2, 2)
 )  # fmt: skip
 
 
 def _cells(head_dim: int, stored: str, arch: Arch) -> tuple[Cell, ...]:
-    """Those of an architecture, the fewest rows first."""
+    """The cells of an architecture, the fewest rows first."""
     few, more, many = _LATENTS_OF_8_BITS if stored and head_dim == LATENT else _CELLS[head_dim]
     if arch.capability < 80:
         return ()
@@ -65,8 +65,8 @@ def _variant(dtype: str, stored: str, head_dim: int, cell: Cell) -> Variant:
     row_warps = m // 16
     depth_warps = _WARPS // row_warps // cell.key_warps
     others = max(1, (depth_warps - 1) * row_warps * cell.key_warps)
-    # layout: widened K and V, or latents; Q, the ring; P; parts of S; maxima and factors; hidden keys; what
-    # is parked.
+    # layout: widened K and V, or latents; Q, the ring; P; partial S; maxima and rescale factors; masked keys;
+    # parked values.
     widened = 1 if head_dim == LATENT else 2
     tiles = 2 * (m + widened * n) + cell.stages * n if stored else 2 * (m + cell.stages * n)
     shared_bytes = head_dim * tiles + 2 * m * n + 64 * others * n // cell.key_warps
@@ -83,24 +83,24 @@ def _variant(dtype: str, stored: str, head_dim: int, cell: Cell) -> Variant:
 
 
 def blocks_held(variant: Variant) -> int:
-    """Blocks that the registers of a multiprocessor hold: CF_KERNEL asks for two of 16 rows."""
+    """Blocks that fit in the registers of a multiprocessor: two of 16 rows, as CF_KERNEL asks."""
     return 2 if variant.tile[0] == 16 else 1
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """What is compiled for an architecture."""
+    """The variants compiled for an architecture."""
     for dtype in _PRODUCTS.values():
         for head_dim, stored in product((LATENT, HEAD_DIM), ("", *_STORED.values())):
             yield from (_variant(dtype, stored, head_dim, cell) for cell in _cells(head_dim, stored, arch))
 
 
 def of_latents(p: Problem) -> bool:
-    """Whether values are read out of keys; of narrower latents they are read beside them."""
+    """Whether values are read from the keys; for narrower latents they are read separately."""
     return p.cache is not None and p.cache.latent and p.head_dim > HEAD_DIM
 
 
 def kernel(p: Problem, arch: Arch) -> Variant:
-    """The one for a problem that is not refused: the smallest tile that holds all rows, or the largest."""
+    """The kernel for a problem that is not refused: the smallest tile that holds all rows, or the largest."""
     assert p.cache is not None
     rows = p.heads_q // p.heads_k * p.seqlen_q
     head_dim = LATENT if of_latents(p) else HEAD_DIM
@@ -111,7 +111,7 @@ def kernel(p: Problem, arch: Arch) -> Variant:
 
 
 def refusals(p: Problem, arch: Arch) -> list[str]:
-    """Why these kernels, of all of decode, cannot answer a problem of a head dim above 256."""
+    """Reasons against a head dim above 256 in addition to those of all decode kernels."""
     assert p.cache is not None
     widest, reasons = max(p.head_dim, p.head_dim_v), []
     what = "latents" if of_latents(p) else f"keys of head_dim {widest}"

@@ -1,4 +1,4 @@
-"""Hopper's kernels of float32: three products of halves for one of floats; part of `hopper`."""
+"""The Hopper kernels for float32 by three products of float16 halves (f16x3); part of `hopper`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["DTYPE", "chosen", "plan", "refusals", "variants"]
 
 DTYPE = "f16x3"
 
-# (head_dim, head_dim_v) class -> rows and keys of a block, stages of K and V.
-# why these: the most keys of which two stages fit beside Q, and whose S, P and T leave registers beside O.
+# (head_dim, head_dim_v) class -> queries and keys per block, stages of K and V.
+# why these: the most keys of which two stages fit next to Q, and whose S, P and T fit in registers with O.
 _FORWARD = {(64, 64): ((128, 128), 2), (128, 128): ((128, 64), 2)}
-# The same of gradients, whose block owns keys: (queries, keys).
-# why none above: dK, dV and a sum of one tile, of 64 keys, leave no registers beside S, dP and halves of dS.
+# The same for gradients, where a block owns keys: (queries, keys).
+# why no larger class: dK, dV and one accumulator, of 64 keys, leave no registers for S, dP and halves of dS.
 _BACKWARD = {(64, 64): (64, 128)}
-# Heads of q that share one of k, times queries. why: of fewer rows, to read K and V, write their halves and
-# read these takes longer than products by tf32x3.
+# Least number of rows per key head, that is, heads of a group x queries.
+# why: with fewer rows, reading K and V, writing their halves and reading these takes longer than tf32x3.
 FEWEST_ROWS = 256
 _THREADS_OF_SPLIT = 256
 _NOTE = "products  f16x3: three of halves, two for each float; as exact as tf32x3"
-_RECORD_END = 128  # bytes behind the halves of a tile, see hopper/halves.cuh
+_RECORD_END = 128  # bytes after the halves of a tile, see hopper/halves.cuh
 
 
 def _forward(classes: tuple[int, int]) -> Variant:
     (d, v), ((m, n), stages) = classes, _FORWARD[classes]
-    # Two copies of each product: in the loop, and of the first S and the last T outside.
+    # Each product appears twice in the code: in the loop, and for the first S and the last T outside it.
     shapes = Counter({f"64x{n}x16": 6 * (d // 16)}) + Counter({f"64x{v}x16": 6 * (n // 16)})
     return Variant(
         "flash_forward_f16x3_sm90.cu",
@@ -49,10 +49,10 @@ def _forward(classes: tuple[int, int]) -> Variant:
 
 
 def _backward(classes: tuple[int, int]) -> Variant:
-    """The kernel between the passes delta and dq_convert of flash_backward.cu."""
+    """The backward kernel, run between the passes delta and dq_convert of flash_backward.cu."""
     (d, v), (m, n) = classes, _BACKWARD[classes]
-    # K, V, two stages of Q and dO, and dS, as halves, which have the bytes of floats; FP32: dQ of each
-    # warpgroup. 2048: units, LSE and delta, the barriers.
+    # K, V, two stages of Q and dO, and dS, as pairs of halves, which are as large as floats; dQ of each
+    # warpgroup in FP32. 2048: scales, LSE and delta, the barriers.
     elements = n * (d + v) + 2 * m * (d + v) + n * m + 2 * m * d
     # S and dP; dV and dK; dQ.
     products = 3 * ((d + v) // 16 + 2 * (m // 16) + 64 // 16)
@@ -72,7 +72,7 @@ def _backward(classes: tuple[int, int]) -> Variant:
 
 
 def _split(classes: tuple[int, int], *, gradients: bool = False) -> Variant:
-    """The kernel that makes halves, for the tiles of another."""
+    """The kernel that splits floats into halves, for the tiles of the main kernel."""
     tile = _BACKWARD[classes] if gradients else _FORWARD[classes][0]
     threads = _THREADS_OF_SPLIT
     return Variant(
@@ -89,7 +89,7 @@ def _split(classes: tuple[int, int], *, gradients: bool = False) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """What is compiled."""
+    """The variants compiled for sm_90."""
     for classes in _FORWARD:
         yield _split(classes)
         yield _forward(classes)
@@ -99,7 +99,7 @@ def variants() -> Iterator[Variant]:
 
 
 def chosen(p: Problem) -> Variant | None:
-    """The kernel for a problem's head dims; None if no class takes them."""
+    """The kernel for the head dims of a problem; None if no class fits."""
     table, made = (_FORWARD, _forward) if p.direction == "forward" else (_BACKWARD, _backward)
     fitting = (classes for classes in table if p.head_dim <= classes[0] and p.head_dim_v <= classes[1])
     classes = next(fitting, None)
@@ -107,7 +107,7 @@ def chosen(p: Problem) -> Variant | None:
 
 
 def refusals(p: Problem) -> list[str]:
-    """Every reason why float32 is not for this kernel, beside those of how long sequences are."""
+    """All reasons against float32 in these kernels, except the length of sequences."""
     reasons = []
     if p.precision not in (None, "tf32x3"):
         reasons.append(f"computes float32 by three products of halves, not as precision={p.precision}")
@@ -129,17 +129,17 @@ def refusals(p: Problem) -> list[str]:
 
 
 def _words(rows: int, columns: int) -> int:
-    """Of a record: halves of a tile and their scale."""
+    """32-bit words of a record: the halves of a tile and their scale."""
     return rows * columns + _RECORD_END // 4
 
 
 def plan(p: Problem, arch: Arch) -> Plan:
-    """The kernels for a problem that is not refused."""
+    """The plan for a problem that is not refused."""
     return _forward_plan(p, arch) if p.direction == "forward" else _backward_plan(p, arch)
 
 
 def _forward_plan(p: Problem, arch: Arch) -> Plan:
-    """Halves of q, k and v are made first; then blocks that stay take tiles, as in other forward kernels."""
+    """Plan a kernel that splits q, k and v into halves, then persistent blocks as in the hopper family."""
     variant = chosen(p)
     assert variant is not None
     (m, n), d, v = variant.tile, variant.head_dim, variant.head_dim_v
@@ -147,7 +147,7 @@ def _forward_plan(p: Problem, arch: Arch) -> Plan:
     groups = p.heads_k if rows.head_bits else p.heads_q
     of_q, of_k = blocks_of(p.seqlen_q << rows.head_bits, m), blocks_of(p.seqlen_k, n)
     blocks = p.batch * (groups * of_q * (m // 64) + 2 * p.heads_k * of_k)
-    # Sequences that are packed have a tile more than their rows fill, at most.
+    # Packed sequences need at most one tile each more than their rows fill.
     tiles_q = p.batch * of_q if not p.packed else (p.rows_q << rows.head_bits) // m + p.batch
     tiles_k = p.batch * of_k if not p.packed else p.rows_k // n + p.batch
     words = [m // 64 * _words(64, d), _words(n, d), _words(n, v)]
@@ -170,7 +170,7 @@ def _forward_plan(p: Problem, arch: Arch) -> Plan:
 
 
 def _backward_plan(p: Problem, arch: Arch) -> Plan:
-    """Halves of q, dO, k and v, and delta; then the gradients, dQ as sums that the last pass rounds."""
+    """Plan the split of q, dO, k and v into halves, delta, the gradients, and the conversion of summed dQ."""
     variant = chosen(p)
     assert variant is not None
     (m, n), classes = variant.tile, (variant.head_dim, variant.head_dim_v)
@@ -191,7 +191,7 @@ def _backward_plan(p: Problem, arch: Arch) -> Plan:
         *along_x(after, of_q),
         *simple.sink_gradients(p),
     )
-    # Sequences that are packed have a tile more than their rows fill, at most.
+    # Packed sequences need at most one tile each more than their rows fill.
     tiles_q = p.batch * blocks_of(p.seqlen_q, m) if not p.packed else p.rows_q // m + p.batch
     tiles_k = p.batch * blocks_of(p.seqlen_k, n) if not p.packed else p.rows_k // n + p.batch
     halves: tuple[tuple[str, str, tuple[int, ...]], ...] = (

@@ -36,25 +36,26 @@ __all__ = [
 ]
 
 NAME = "flash"
-# What additions need to find zero in a workspace.
+# Parts of the workspace that atomic additions and counters need zeroed.
 ZEROED = ("dq_accumulator", "dq_turns", "next_block", *simple.ZEROED)
 
-# Keys of a chunk under reproducible=: where its softmax begins anew. A multiple of all tiles.
+# Keys per chunk under reproducible=: the online softmax restarts at each chunk. A multiple of all tiles.
 CHUNK_KEYS = 2048
-# Of chunks that are different blocks'; above it a block has all of its rows.
+# Most bytes of partial results of chunks computed by different blocks; above it, one block computes all
+# chunks of its rows.
 MOST_PARTS_BYTES = 64 << 20
 
 _NO_CHUNKS = (("CF_CHUNKS", "0"),)
 _IN_PARTS = ("CF_CHUNKS", "2")
 _SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
 
-# Bytes of what the products are computed in.
+# Bytes of an operand of the products.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
 _STEPS = ("delta", "dqkv", "dq_convert", "dq", "dbias")
 
 
 def _classes(problem: Problem) -> tuple[int, int] | None:
-    """The smallest classes that take its head dims; None if there are none."""
+    """The smallest classes that fit the head dims of a problem; None if there are none."""
     p = problem
     rows = flash_tiles.FORWARD["tf32" if p.dtype == "float32" else "16-bit", "any"]
     for (d, v), cells in zip(flash_tiles.HEAD_DIMS, rows, strict=True):
@@ -74,7 +75,7 @@ def _macros(dtype: str, arch: Arch) -> tuple[tuple[str, str], ...]:
 def _backward_macros(
     dtype: str, arch: Arch, tile: flash_tiles.BackwardTile | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """Those of a pass; without a tile, of one that streams nothing."""
+    """The macros of a backward pass; without a tile, of a pass that streams nothing."""
     slots = tile.slots if tile else 0 if arch.capability < 80 else 2
     v_in_registers = tile.v_in_registers if tile else 0
     own = (("CF_SLOTS", str(slots)), ("CF_V_IN_REGISTERS", str(v_in_registers)))
@@ -109,7 +110,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
             else _NO_CHUNKS
         ),
     )
-    # 128 bytes: the ring of K and V begins on a line of its own.
+    # 128 bytes: the ring buffer of K and V starts on a cache line of its own.
     shared_bytes = _ITEM[dtype] * elements + 128
     tile = (cell.m, cell.n)
     kernel = ("flash_forward.cu", "", "ForwardParams")
@@ -117,13 +118,13 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Var
 
 
 def keys_of_class(dtype: str, head_dim: int, arch: Arch) -> int | None:
-    """Keys that a kernel of every option has in a block; None if there is no kernel."""
+    """Keys per block of the forward kernel for all options ("any"); None if there is no kernel."""
     variant = _forward(dtype, (head_dim, head_dim), "any", arch)
     return variant.tile[1] if variant else None
 
 
 def keys_of_block(problem: Problem, arch: Arch) -> int:
-    """The same of the kernel for a problem whose dtype and head dims it takes."""
+    """Keys per block of the kernel for a problem whose dtype and head dims are supported."""
     classes = _classes(problem)
     assert classes is not None
     variant = _forward(_dtype(problem), classes, "any", arch)
@@ -132,7 +133,7 @@ def keys_of_block(problem: Problem, arch: Arch) -> int:
 
 
 def unite(dtype: str) -> Variant:
-    """The kernel that brings together chunks of different blocks."""
+    """The kernel that combines chunks computed by different blocks."""
     dtype = "f32" if _kind(dtype) == "tf32" else dtype
     return Variant("flash_unite.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
 
@@ -143,19 +144,19 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     Parameters
     ----------
     step : {"delta", "dqkv", "dq_convert", "dq", "dbias"}
-        dq_convert shares the queries of a tile and the threads with the dqkv of the same mask; delta and
-        dbias are one for all.
+        dq_convert has the tile and threads of the dqkv with the same mask; delta and dbias have one variant
+        each.
     dtype, classes, arch
         As in `_forward`.
     mask : {"band", "any"}
-        For float32 both are served by "any".
+        For float32, "any" serves both.
     """
     if arch.capability < 80 and dtype != "f16":
         return None
-    # why: gradients of "tf32" are as accurate as those of "tf32x3"; kernels of their own would be a megabyte.
+    # why: gradients under "tf32" are computed as "tf32x3"; separate kernels would take a megabyte.
     dtype = "tf32x3" if dtype == "tf32" else dtype
     kind, source = _kind(dtype), ("flash_backward.cu", step, "BackwardParams")
-    # Neither products nor what a score meets decide anything in these two.
+    # Neither the products nor the mask matter for delta and dq_convert.
     stored = "f32" if kind == "tf32" else dtype
     if step == "delta":
         return Variant(*source, stored, 256, 256, (64, 64), 256, 0, macros=_backward_macros(stored, arch))
@@ -179,10 +180,10 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         slots_q, slots_do = (2 if slots else 1), (2 if slots == 2 else 1)
         keys = n * (max(d, v) if v_in_registers else d + v)
         elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
-        numbers = 4 * m if slots and kind == "16-bit" else 0  # LSE and delta of the rows of Q
+        numbers = 4 * m if slots and kind == "16-bit" else 0  # LSE and delta of the query rows
     macros = _backward_macros(dtype, arch, cell)
     shared_bytes = _ITEM[dtype] * elements + 4 * numbers
-    # why only these: scores of kind "any" take turns in a loop, and products of floats stand alone.
+    # why only "band": scores of "any" have a loop of their own; float32 products overlap with nothing.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
     turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
     allowed = flash_tiles.SPILLED_OWN_KEYS.get((kind, mask, classes), ()) if step == "dqkv" else ()
@@ -190,8 +191,8 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
 
 
 def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
-    """The kernel of J for head dims of so much; None if there is none. dtype, mask as of `backward`."""
-    # why: as there, tangents of "tf32" are as accurate as those of "tf32x3".
+    """The kernel of jvp up to this head dim; None if there is none; dtype and mask as in `backward`."""
+    # why: as in `backward`, tangents under "tf32" are computed as "tf32x3".
     dtype = "tf32x3" if dtype == "tf32" else dtype
     kind = _kind(dtype)
     mask = "any" if kind == "tf32" else mask
@@ -207,7 +208,7 @@ def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
 
 
 def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
-    """A pass of H, "dq_dot" or "dkv_dot", for head dims of so much; None if there is none."""
+    """A pass of hvp, "dq_dot" or "dkv_dot", up to this head dim; None if there is none."""
     dtype = "tf32x3" if dtype == "tf32" else dtype
     cells = flash_tiles.HESSIAN[_kind(dtype), step]
     classes = next((classes for classes in cells if widest <= classes[0]), None)
@@ -215,7 +216,7 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
         return None
     d, (m, n) = classes[0], cells[classes][flash_tiles.column(arch)]
     own, streamed = (3 * m * d, 4 * n * d) if step == "dq_dot" else (4 * n * d, 6 * m * d)
-    # 16: the numbers of a row, in two slots.
+    # 16 bytes per row of statistics, in two slots.
     shared_bytes = _ITEM[dtype] * (own + streamed) + (2 * 16 * m if step == "dkv_dot" else 0)
     macros = (_products(dtype),)
     kernel = ("flash_hessian.cu", step, "SecondOrderParams")
@@ -225,7 +226,7 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """What is compiled for an architecture."""
+    """The variants compiled for an architecture."""
     yield from (
         unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
@@ -242,17 +243,17 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 
 def _dtype(problem: Problem) -> str:
-    """What the tensor cores compute in."""
+    """The product type of a problem."""
     if problem.dtype != "float32":
         return SHORT[problem.dtype]
     return problem.precision or "tf32x3"
 
 
 def _mask(problem: Problem) -> str:
-    """The kind of kernel: "band" scales after the row maximum, which needs scores that only scale changes.
+    """The mask kind of the kernel: "band" scales after the row maximum, so only the scale may change scores.
 
-    For the same bits there is one kind, whatever the options: pages need a mask where one piece has a band,
-    and blocks of keys come in one order, where those of "band" may follow the place of a tile.
+    why always "any" under `reproducible`: paged keys need a mask where contiguous ones have only a band, and
+    "band" may order key blocks by the position of the tile.
     """
     p = problem
     if p.reproducible:
@@ -262,7 +263,7 @@ def _mask(problem: Problem) -> str:
 
 
 def foreign(problem: Problem, arch: Arch) -> list[str]:
-    """Why there are no kernels for its dtype, precision and head dim, however its arrays lie."""
+    """Reasons against a problem that do not depend on strides: dtype, precision, head dims, options."""
     p, reasons = problem, []
     if p.reproducible == "device":
         return ["multiplies on tensor cores, whose sums follow the architecture"]
@@ -294,7 +295,7 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
 
 
 def _refused_of_hessian(problem: Problem) -> list[str]:
-    """What the passes of H do not take."""
+    """Reasons against hvp."""
     p, reasons = problem, []
     most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
     if widest > most:
@@ -309,7 +310,7 @@ def _refused_of_hessian(problem: Problem) -> list[str]:
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why these kernels cannot answer a problem."""
+    """All reasons why these kernels do not support a problem."""
     p, reasons = problem, foreign(problem, arch)
     if not p.in_rows:
         reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")
@@ -336,7 +337,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def _passes(problem: Problem, arch: Arch) -> list[Variant]:
-    """The kernels in order, of a problem whose dtype and head dims they take."""
+    """The kernels in order, for a problem whose dtype and head dims are supported."""
     classes = _classes(problem)
     dtype, mask = _dtype(problem), _mask(problem)
     found: list[Variant | None]
@@ -362,12 +363,12 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
 
 
 def _with_function(variant: Variant, function: Body | None) -> Variant:
-    """The same pass for a score function, if it computes scores."""
+    """The pass with a score function compiled in, if it computes scores."""
     return variant if variant.step in ("delta", "dq_convert") else replace(variant, function=function)
 
 
 def of_function(function: Body, dtype: str, head_dim: int, arch: Arch) -> list[Variant]:
-    """What is compiled for a score function: the passes that compute scores; none where there are none."""
+    """The variants compiled for a score function: the passes that compute scores, if there are any."""
     widths = [d for d, _ in flash_tiles.HEAD_DIMS if head_dim <= d]
     if not widths or dtype == f64.DTYPE or NAME not in arch.families:
         return []
@@ -380,7 +381,7 @@ def of_function(function: Body, dtype: str, head_dim: int, arch: Arch) -> list[V
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
-    """The kernels for a problem that is not refused."""
+    """The plan for a problem that is not refused."""
     if problem.reproducible and sees_alike(problem):
         made = plan(problem_of_rows(problem), arch)
         group = problem.heads_q // problem.heads_k
@@ -421,16 +422,16 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         dbias = _with_function(dbias, problem.function)
         m, n = dbias.tile
         launches += along_x(dbias, batch * heads * blocks_of(rows, m) * blocks_of(columns, n))
-    # dsinks has no tensor-core kernel: it has no products.
+    # why simple: dsinks needs no matrix products.
     launches += [*simple.sink_gradients(problem), *simple.argument_gradients(problem)]
-    # dQ of wide heads is its block's own in either way.
+    # why dqkv only: for wide heads one block always owns its dQ, deterministic or not.
     summed = not problem.deterministic and variants[1].step == "dqkv"
     workspace = gradient_workspace(problem._replace(deterministic=not summed), variants[1])
     return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=ZEROED, notes=notes)
 
 
 def _parts_bytes(problem: Problem, variant: Variant) -> int:
-    """Of chunks that are different blocks'."""
+    """Bytes of the partial results if each chunk is computed by a block of its own."""
     batch, heads, rows = rows_of(problem)
     return 4 * blocks_of(problem.seqlen_k, CHUNK_KEYS) * batch * heads * rows * (variant.head_dim_v + 2)
 
@@ -438,7 +439,7 @@ def _parts_bytes(problem: Problem, variant: Variant) -> int:
 def _chunks(
     problem: Problem, variant: Variant, launches: list[Launch], arch: Arch
 ) -> tuple[list[tuple[str, str, tuple[int, ...]]], int]:
-    """Where chunks of keys lie in between, and how many are different blocks'. Bits do not depend on it."""
+    """Workspace of partial results per chunk, and number of blocks per row; the bits do not depend on it."""
     p = problem
     chunks = blocks_of(p.seqlen_k, CHUNK_KEYS)
     if not p.reproducible or chunks < 2 or not launches:
@@ -460,21 +461,21 @@ def gradient_workspace(
     chains: int = 0,
     more: tuple[tuple[str, str, tuple[int, ...]], ...] = (),
 ) -> tuple[tuple[Part, ...], int]:
-    """Delta, and the sums of dQ in tiles of the dqkv pass; their size in all.
+    """The workspace of gradients, with its total bytes: delta, and the accumulator of dQ in tiles of dqkv.
 
     Parameters
     ----------
     problem : Problem
     dqkv : Variant
     chains : int
-        Sums that each tile has, to which blocks add in an order, and count; 0: in any order, and
-        deterministic gradients have no sums.
+        Accumulators per tile of dQ, to which blocks add in a fixed order, with counters; 0: added to in any
+        order. Deterministic gradients without chains need no accumulator.
     more : tuple of (str, str, tuple of int)
-        Parts that the kernels of one family ask for besides.
+        Additional parts that one family needs.
     """
     parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
     if chains or not problem.deterministic:
-        # layout: one tile of sums after the other, each as the kernel's warps hold it.
+        # layout: tiles one after the other, each in the register layout of the kernel's warps.
         m = dqkv.tile[0]
         of_packed = problem.rows_q // m + problem.batch
         tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)

@@ -1,7 +1,7 @@
-"""Tiles of the tensor-core family, as tables. Columns are how much shared memory a block may have.
+"""Tile tables of the tensor-core family. Columns are the shared memory that a block may have.
 
-Each cell was compiled without spilling, by both compilers, but for that of SPILLED_OWN_KEYS. Rows go from
-small to large, and the first that a problem's head dims fit is used.
+Every cell compiles without spills with both compilers, except SPILLED_OWN_KEYS. Rows go from small to large
+head dims; a problem uses the first one that fits.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = [
     "column",
 ]  # fmt: skip
 
-# (head_dim, head_dim_v) classes: of q and k, and of v. Where a row has no cell, the next class is used:
-# float32 has none of its own for 192, 128, whose kernels would be 0.4 MB of the 8 of an architecture.
+# (head_dim, head_dim_v) classes. Without a cell in a row, the next class is used: float32 has no kernels of
+# its own for (192, 128), as they would take 0.4 MB of the 8 MB of an architecture.
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
-# Column of an architecture: 163 KiB or more, 99 KiB, or Turing's 64 KiB.
+# Columns: 163 KiB or more, 99 KiB, or Turing's 64 KiB.
 LARGE, MEDIUM, TURING = range(3)
 
 
 def column(arch: Arch) -> int:
-    """Column of these tables for an architecture."""
+    """The column of these tables for an architecture."""
     if arch.capability < 80:
         return TURING
     return LARGE if arch.shared_bytes >= 163 * 1024 else MEDIUM
@@ -37,17 +37,17 @@ class ForwardTile(NamedTuple):
     Attributes
     ----------
     m, n : int
-        Queries and keys of a block.
+        Queries and keys per block.
     threads : int
     q_in_registers : int
-        1: a warp holds its part of Q in registers; 0: it reads it from shared memory again.
+        1: a warp keeps its rows of Q in registers; 0: it rereads them from shared memory.
     min_blocks : int
-        Blocks per multiprocessor for which registers are capped.
+        Blocks per multiprocessor that registers are limited for (__launch_bounds__).
     loops : int
-        2: blocks of keys that need masks have a loop of their own; 1: one loop, with a branch.
+        2: key blocks that need masks have a loop of their own; 1: one loop with a branch.
     chunks : int
-        2: chunks of keys are different blocks' only, as no registers are left to unite them; it spilled 80
-        bytes on sm_120.
+        2: each chunk of keys needs a block of its own, because combining them in registers spilled 80 bytes
+        on sm_120; 1: one block may also combine them.
     """
 
     m: int
@@ -60,7 +60,7 @@ class ForwardTile(NamedTuple):
 
 
 def _row(*cells: tuple[int, ...] | None) -> tuple[ForwardTile | None, ...]:
-    """One row; a missing cell is the one to its left."""
+    """One row; a missing cell repeats the one to its left."""
     filled = list(cells)
     while len(filled) < 3:
         filled.append(filled[-1])
@@ -68,10 +68,11 @@ def _row(*cells: tuple[int, ...] | None) -> tuple[ForwardTile | None, ...]:
 
 
 # "band": causal, window, sinks, packed. "any": also mask, bias, ALiBi, softcap, dropout, scale <= 0. float32
-# has "any" only, which serves bands too: beside three products the score code is small.
-# why no third kind: without a band the main loop has the same instructions, so it would be the same speed.
-# why one loop in some: with two, the values that live through both spill: 4 bytes in 128x128 of head dim 64,
-# 68 to 96 in 128x64 of 128. The classes 32 and 192 have one because another is 20 to 30 KB each.
+# has only "any", which serves bands too: next to three products the score code is small.
+# why no kind without a band: its main loop would have the same instructions and the same speed.
+# why one loop in some cells: with two, values that live through both spill: 4 bytes in 128x128 of head dim
+# 64, 68 to 96 in 128x64 of 128. The classes 32 and 192 have one loop because a second is 20 to 30 KB of code
+# each.
 FORWARD = {
     ("16-bit", "band"): (  # LARGE                  MEDIUM                     TURING
         _row((128, 128, 128, 1, 2, 1), (128, 128, 128, 1, 2, 1), (64, 64, 128, 1, 2, 1)),
@@ -102,12 +103,13 @@ FORWARD = {
     ),
 }
 
-# Cells of LARGE that are others on some architecture, by its capability. why: on sm_90, where this family
-# takes what Hopper's own kernels cannot, the tile of head dim 128 spills 56 bytes in four warps, with NVRTC
-# 12.9, and that of 192 under blocks 76 with Q in registers; on sm_100 that of float32 and 256 spills 24,
-# and 16 with half the keys where it unites chunks. On an H200 64 keys are 6 to 8 % faster at float32 and 128
-# than two blocks of 32 at once (4096 queries, in one run). There 32 keys in four warps have 342 TFLOP/s at
-# 128 and bfloat16 (causal, 8192 keys), 64 in eight 305, and 128 in eight 333.
+# Cells of LARGE that differ on one architecture, by capability.
+# why: on sm_90, where this family takes what the hopper family refuses, NVRTC 12.9 spills 56 bytes for head
+# dim 128 with four warps, and with Q in registers 76 for 192, under a BlockMask. On sm_100, float32 of 256
+# spills 24 bytes, and 16 with half the keys where it combines chunks. On an H200, float32 of 128 is 6 to 8 %
+# faster with 64 keys than with two blocks of 32 keys at once (4096 queries, one run). There, bfloat16 of 128
+# (causal, 8192 keys) reaches 342 TFLOP/s with 32 keys in four warps, 305 with 64 in eight, and 333 with 128
+# in eight.
 FORWARD_OF = {
     (90, "16-bit", "band", (128, 128)): ForwardTile(128, 32, 128, 0, 2, 2),
     (90, "16-bit", "any", (192, 192)): ForwardTile(64, 32, 128, 0, 2),
@@ -122,13 +124,13 @@ class WideForwardTile(NamedTuple):
     Attributes
     ----------
     m : int
-        Queries of a block.
+        Queries per block.
     q_steps : int
-        Of 16 columns of Q, that are in registers; the others are in shared memory.
+        Steps of 16 columns of Q kept in registers; the others are in shared memory.
     slots : int
         Chunks of K and V in shared memory.
     k_columns : int
-        Of a chunk of K; one of V is 16 keys.
+        Columns of a chunk of K; a chunk of V has 16 keys.
     """
 
     m: int
@@ -137,8 +139,8 @@ class WideForwardTile(NamedTuple):
     k_columns: int
 
 
-# Head dims above those of HEAD_DIMS: flash_forward_wide, whose warps share rows. 16 bits, "band" only.
-# why none of 576 for Turing: 64 KiB do not hold Q, two chunks and P.
+# Head dims above HEAD_DIMS: flash_forward_wide, whose warps share rows. 16-bit, "band" only.
+# why no 576 for Turing: Q, two chunks and P do not fit 64 KiB.
 FORWARD_WIDE: dict[tuple[int, int], tuple[WideForwardTile | None, ...]] = {  # LARGE, MEDIUM, TURING
     (384, 384): tuple(WideForwardTile(*x) for x in ((64, 0, 4, 128), (64, 0, 2, 128), (32, 0, 2, 128))),
     (512, 512): tuple(WideForwardTile(*x) for x in ((64, 0, 4, 128), (64, 8, 2, 128), (32, 8, 2, 128))),
@@ -155,13 +157,13 @@ class BackwardTile(NamedTuple):
     Attributes
     ----------
     m, n : int
-        Queries and keys of a block.
+        Queries and keys per block.
     threads : int
     slots : int
-        How Q and dO are kept while they stream: 0 waiting in registers (no cp.async), 1 two tiles of Q and
-        one of dO, 2 two tiles of each.
+        Buffering of streamed Q and dO: 0: loaded through registers (no cp.async); 1: two tiles of Q and one
+        of dO; 2: two tiles of each.
     v_in_registers : int
-        Pass dqkv. 1: a warp holds the rows of V that it reads in registers; 0: V stays in shared memory.
+        For dqkv. 1: a warp keeps its rows of V in registers; 0: V stays in shared memory.
     """
 
     m: int
@@ -172,13 +174,15 @@ class BackwardTile(NamedTuple):
 
     @property
     def exponentials(self) -> int:
-        """Of a thread and tile, in pass dqkv."""
+        """Exponentials per thread and tile, in dqkv."""
         return self.m * self.n // self.threads
 
 
-# From one product of pass dqkv to the next there may be as many instructions, and half of the exponentials
-# or 8. why: before exponentials and dS ran under products there were up to 329, and all of the exponentials.
-# Of all kernels that it holds, both compilers make 173 at most (head dim 64 for sm_100, CUDA 13), else 156.
+# Limit of the instructions between two products of dqkv; of exponentials there may be half of those of a
+# tile, or 8.
+# why: before exponentials and dS overlapped with products there were up to 329 instructions, and all of the
+# exponentials. Of all kernels checked, both compilers make at most 173 (head dim 64 for sm_100, CUDA 13),
+# else 156.
 BETWEEN_PRODUCTS = 176
 
 
@@ -187,10 +191,10 @@ def _cells(*cells: tuple[int, ...] | None) -> tuple[BackwardTile | None, ...]:
     return tuple(None if cell is None else BackwardTile(*cell) for cell in cells)
 
 
-# A block that owns keys: pass dqkv (dQ by atomic additions, or none).
-# why V in registers at head dim 256: beside it there is room for 32 keys in 99 KiB, and in Turing's 64 for
-# half the threads, whose sums spilled. With 16 queries, 8 n8 columns of S for 8 warps, it takes 32 registers;
-# and 64 keys halve the reads of Q and dO and the additions to dQ.
+# Blocks that own keys: dqkv (dQ by atomic additions, or none).
+# why V in registers at head dim 256: with V in shared memory only 32 keys fit 99 KiB, and only half the
+# threads fit Turing's 64 KiB, whose accumulators spilled. With 16 queries, that is 8 n8 columns of S for 8
+# warps, V takes 32 registers; and 64 keys halve the reads of Q and dO and the additions to dQ.
 _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 128, 256, 0)),
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 64, 256, 0)),
@@ -200,10 +204,10 @@ _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((64, 64, 256, 2), (32, 64, 256, 2, 1), (32, 32, 256, 0)),
     _cells((32, 64, 256, 2), (16, 64, 256, 2, 1), (16, 64, 256, 0, 1)),
 )
-# Bytes that 16-bit "any" of 192 spills with NVRTC 12.9, by target. why allowed: without V in registers 64
-# keys do not fit 99 KiB.
+# Bytes that 16-bit "any" of 192 spills with NVRTC 12.9, by target.
+# why allowed: without V in registers, 64 keys do not fit 99 KiB.
 SPILLED_OWN_KEYS = {("16-bit", "any", (192, 192)): (("sm_86", 8),)}
-# The same; fewer queries at head dim 64, as the Hopper kernel has them, which shares passes with this one.
+# The same, with fewer queries at head dim 64, to match the Hopper kernel, which shares passes with this one.
 _OWN_KEYS_ANY = tuple((row[1], *row[1:]) if n == 1 else row for n, row in enumerate(_OWN_KEYS))
 _OWN_KEYS_TF32 = (
     _cells((64, 128, 256, 2), (64, 64, 256, 2), None),
@@ -214,8 +218,8 @@ _OWN_KEYS_TF32 = (
     _cells((32, 32, 256, 2), (16, 32, 128, 1), None),
     _cells((16, 32, 128, 1), (16, 16, 64, 2), None),
 )
-# A block that owns queries: pass dq of the deterministic way.
-# why 4 warps for 32 queries there: two share rows and halve the sums, of which 128 spilled.
+# Blocks that own queries: dq of deterministic gradients.
+# why 4 warps for 32 queries on Turing: two share rows, which halves the accumulators; 128 per thread spilled.
 _OWN_QUERIES = (
     _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
     _cells((128, 64, 256, 2), (128, 64, 256, 2), (64, 64, 128, 0)),
@@ -235,8 +239,8 @@ _OWN_QUERIES_TF32 = (
     _cells((64, 16, 256, 2), (32, 16, 128, 2), None),
 )
 
-# (kind, pass, mask) -> rows. float32 and dq have "any" only, which serves bands too: beside three products
-# the score code is small, and dq is for the slower of the two ways.
+# (kind, pass, mask) -> rows. float32 and dq have only "any", which serves bands too: next to three products
+# the score code is small, and dq belongs to the slower, deterministic method.
 BACKWARD = {
     ("16-bit", "dqkv", "band"): _OWN_KEYS,
     ("16-bit", "dqkv", "any"): _OWN_KEYS_ANY,
@@ -245,23 +249,24 @@ BACKWARD = {
     ("tf32", "dq", "any"): _OWN_QUERIES_TF32,
 }
 
-# Head dims above those of HEAD_DIMS: (queries, keys) of the passes of flash_backward_wide, by class, in 99
-# KiB and more. why no more rows: sums of dK and dV of 32 keys are 128 registers, K and V 64.
+# Head dims above HEAD_DIMS: (queries, keys) of the passes of flash_backward_wide by class, for 99 KiB and
+# more.
+# why not more: accumulators of dK and dV of 32 keys take 128 registers, K and V 64.
 BACKWARD_WIDE = {
     (384, 384): {"dkv": (16, 32), "dq": (32, 16)},
     (512, 512): {"dkv": (16, 32), "dq": (32, 16)},
 }
 
-# A block that owns a tile of the bias: pass dbias, for every head dim, 64 columns of it at a time.
+# Blocks that own a tile of the bias: dbias, for every head dim, 64 columns of it at a time.
 DBIAS = (128, 64)
 
 
 # ---------------------------------------------------------------------- tangent
 
-# (queries, keys) by class: a warp owns 16 queries, two threads to a query. Kinds as of FORWARD.
-# why 16: with 32 a thread would have 256 sums at head dim 128, and above it 16 are too many.
-# why two classes: each of the others would be 0.4 MB of an architecture.
-# why 32 keys of "any": with 64 its code is twice as long, and spills at head dim 128 on sm_90.
+# (queries, keys) by class: a warp owns 16 queries, two threads per query. Kinds as in FORWARD.
+# why 16: with 32, a thread would have 256 accumulators at head dim 128; above 128 even 16 are too many.
+# why two classes: each further one would take 0.4 MB of an architecture.
+# why 32 keys for "any": with 64 its code is twice as long, and spills at head dim 128 on sm_90.
 TANGENT = {
     ("16-bit", "band"): {  # LARGE   MEDIUM
         (64, 64): ((128, 64), (128, 64)),
@@ -280,11 +285,11 @@ TANGENT = {
 
 # ---------------------------------------------------------------------- hessian
 
-# (queries, keys) of the passes by class: a warp owns 16 of the rows that a block owns. One kind, which serves
-# what only scales, caps and shifts scores: others would be a megabyte of an architecture.
-# why fewer of the streamed rows with wide heads: a thread holds 128 sums of keys there, and Q, dotQ and dO
-# come in two slots beside K, dotK, V and dotV.
-# why not float32 above 64: these leave 32 keys in 163 KiB, and none in 99.
+# (queries, keys) of the passes by class: a warp owns 16 of the rows of a block. One kind, for scale, softcap
+# and ALiBi: more kinds would take a megabyte of an architecture.
+# why fewer streamed rows with wide heads: a thread holds 128 accumulators of keys, and two slots of Q, dotQ
+# and dO lie in shared memory with K, dotK, V and dotV.
+# why not float32 above 64: only 32 keys would fit 163 KiB, and none 99 KiB.
 HESSIAN = {
     ("16-bit", "dq_dot"): {  # LARGE   MEDIUM
         (64, 64): ((128, 32), (128, 32)),

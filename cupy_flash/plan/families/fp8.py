@@ -1,4 +1,4 @@
-"""The mma.sync kernel of 8-bit floats: E4M3 products on tensor cores, sm_89 and sm_120, forward only."""
+"""The mma.sync kernel for float8 (E4M3), on sm_89 and sm_120, forward only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Tile(NamedTuple):
     Attributes
     ----------
     m, n : int
-        Queries and keys of a block.
+        Queries and keys per block.
     threads : int
     q_in_registers : int
-        1: a warp holds its part of Q in registers; 0: it reads it from shared memory again.
+        1: a warp keeps its rows of Q in registers; 0: it rereads them from shared memory.
     """
 
     m: int
@@ -35,9 +35,9 @@ class Tile(NamedTuple):
 
 
 # head_dim class -> cells for each of _MASKS. "band": causal, window, sinks, packed. "any": also softcap,
-# ALiBi, scale <= 0. Each was compiled without spilling, by both compilers.
-# why these: a warp has 32 queries where its sums leave registers, so that K and V are read half as often; two
-# blocks fit in the shared memory of a multiprocessor, but at 256, where O leaves through 64 KiB.
+# ALiBi, scale <= 0. All compile without spills, with both compilers.
+# why these: a warp has 32 queries where registers allow, so that K and V are read half as often; two blocks
+# fit in the shared memory of a multiprocessor, except at 256, where O is stored through 64 KiB.
 _FORWARD = {
     64: (Tile(128, 128, 128, 1), Tile(128, 64, 128, 1)),
     128: (Tile(128, 64, 128, 0), Tile(128, 64, 128, 0)),
@@ -46,7 +46,7 @@ _FORWARD = {
 
 
 def _forward(head_dim: int, mask: str, arch: Arch) -> Variant:
-    """The kernel of a class."""
+    """The kernel of a head dim class."""
     m, n, threads, q_in_registers = _FORWARD[head_dim][_MASKS.index(mask)]
     return Variant(
         "flash_forward_fp8.cu",
@@ -57,13 +57,13 @@ def _forward(head_dim: int, mask: str, arch: Arch) -> Variant:
         head_dim,
         (m, n),
         threads,
-        # O, of 16 bits, leaves through the place of Q. 128 bytes: what waits for the epilogue.
+        # O, of 16 bits, is stored through the memory of Q. 128 bytes: values parked for the epilogue.
         2 * m * head_dim + 2 * n * head_dim + 128,
         mask,
         macros=(
             ("CF_Q_IN_REGISTERS", str(q_in_registers)),
-            # why: sm_120 and sm_121 have products with a scale for each row and column, which others measured
-            # at twice the rate of those without.
+            # why: sm_120 and sm_121 have block-scaled products, which others measured at twice the rate of
+            # those without scales.
             ("CF_BLOCK_SCALE", str(int(arch.capability >= 120))),
             ("CF_MIN_BLOCKS", "2" if threads == 128 else "1"),
         ),
@@ -71,13 +71,13 @@ def _forward(head_dim: int, mask: str, arch: Arch) -> Variant:
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """What is compiled for an architecture."""
+    """The variants compiled for an architecture."""
     for mask in _MASKS:
         yield from (_forward(head_dim, mask, arch) for head_dim in _FORWARD)
 
 
 def _chosen(problem: Problem, arch: Arch) -> Variant | None:
-    """The kernel for a problem's head dims and scores; None if no class takes them."""
+    """The kernel for the head dims and options of a problem; None if no class fits."""
     p = problem
     mask = "any" if p.alibi or p.softcap or p.scale <= 0 else "band"
     widest = max(p.head_dim, p.head_dim_v)
@@ -85,7 +85,7 @@ def _chosen(problem: Problem, arch: Arch) -> Variant | None:
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why this kernel cannot answer a problem."""
+    """All reasons why this kernel does not support a problem."""
     p, reasons = problem, []
     if p.dtype != FLOAT8:
         return [f"multiplies {FLOAT8}, not {p.dtype}"]
@@ -118,7 +118,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
-    """The kernel for a problem that is not refused."""
+    """The plan for a problem that is not refused."""
     variant = _chosen(problem, arch)
     assert variant is not None
     blocks = problem.batch * problem.heads_q * blocks_of(problem.seqlen_q, variant.tile[0])

@@ -1,4 +1,4 @@
-"""Hopper's own kernels: FP16, BF16 and FP8 by TMA and wgmma, on sm_90 and nothing else."""
+"""Hopper kernels: FP16, BF16, FP8 and float32 (f16x3) by TMA and wgmma, on sm_90 only."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ NAME = "hopper"
 
 _DTYPES = ("f16", "bf16")
 _MASKS = ("band", "any")
-_EXPONENTIALS = {"band": 1, "any": 2, "spans": 1}  # in the code, of a pair: its weight, and softcap
+_EXPONENTIALS = {"band": 1, "any": 2, "spans": 1}  # in the code, per score: the weight, and softcap
 _STAGES = 2
 _SHARED_BYTES = 227 * 1024
 
 
-# (head_dim, head_dim_v) class -> (rows, keys, turns) of a block for each of _MASKS. "band": causal, window,
-# sinks, packed. "any": also softcap, ALiBi, scale <= 0, which cost registers.
-# why these: the most keys that neither spill nor make ptxas serialise the products, in multiples of 16, with
-# two stages in 227 KiB; but at head dim 128, where 176 keys would fit, 128, which leave room for two stages
-# of Q and reach less beyond the last key. 192 rows, three warpgroups of consumers,
-# where a row of O is short enough: K and V are then read from L2 by a third fewer blocks. No turns above 128:
-# the tensor cores are the limit by far, and nobody has to be told when to use them.
+# (head_dim, head_dim_v) class -> (queries, keys, turns) per block, for each of _MASKS. "band": causal,
+# window, sinks, packed. "any": also softcap, ALiBi, scale <= 0, which need more registers.
+# why these: the most keys, in multiples of 16, that neither spill nor make ptxas serialise wgmma, with two
+# stages in 227 KiB. At head dim 128, 176 keys would fit; 128 leave room for two stages of Q, and waste less
+# beyond the last key. 192 queries (three consumer warpgroups) where a row of O is short enough: a third fewer
+# blocks then read K and V from L2. turns (the warp scheduler barrier) only up to 128: above, tensor cores are
+# the bottleneck by far, and warpgroups need not be scheduled.
 _FORWARD = {
     (64, 64): ((192, 128, True), (192, 112, True)),
     (96, 96): ((192, 112, True), (192, 96, True)),
@@ -43,57 +43,60 @@ _FORWARD = {
     (256, 256): ((128, 80, False), (128, 80, False)),
 }
 
-# Head dims above those: flash_forward_wide_sm90, and slots of its ring, as many as fit. Kind "band", 64
-# queries and keys of a block. why no clusters: two blocks that load each K and V together ran at 147
-# TFLOP/s, where one alone has 515 (an H200, bf16, 16 heads of 8192 queries and keys of head dim 512).
+# Larger head dims: class -> slots of the ring of flash_forward_wide_sm90, as many as fit. Kind "band", 64
+# queries and keys per block.
+# why no clusters: two blocks that load each K and V together ran at 147 TFLOP/s, one alone at 515 (an H200,
+# bf16, 16 heads of 8192 queries and keys of head dim 512).
 _FORWARD_WIDE = {(384, 384): 21, (512, 512): 19, (576, 512): 18}
 
-# Kind "spans": a band, and spans and blocks, of one head a tile. Of fewer classes, those that people train
-# with: other head dims take the next one, with zeros. The tiles of "band", so that causality has the same
-# bits however it is said.
+# Kind "spans": a band, spans and blocks; tiles of one head. Only the common classes for training: other head
+# dims use the next class, zero-padded.
+# why the tiles of "band": a causal mask then has the same bits as option and as spans.
 _SPANS = {classes: _FORWARD[classes][0] for classes in ((64, 64), (128, 128), (192, 128), (256, 256))}
 _REACH_THREADS = 256
-_REACH_WORD = 32  # tiles of queries, and blocks of keys, of a block of flash_reach
+_REACH_WORD = 32  # query tiles, and key blocks, per thread block of flash_reach
 
-# The same of 8-bit floats, and stages of V. Here products, exponentials and shared memory all take about the
-# same time at head dim 128, so that more keys, which read Q less often, are worth more than at 16 bits.
-# why these: multiples of 64, in which V^T is swizzled. 256 keys at 128 would fit and waste more of a causal
-# mask; at 256 O leaves registers for 128, and V has one stage so that V^T may have two.
+# The same for float8, and stages of V. At head dim 128 products, exponentials and shared memory all take
+# about the same time, so that more keys per block, which read Q less often, gain more than for 16 bits.
+# why these: multiples of 64, the swizzle unit of V^T. 256 keys at 128 would fit but waste more of a causal
+# mask; at 256 the registers left by O allow 128, and V has one stage so that V^T may have two.
 _FP8 = {
     (64, 64): (((192, 128), (192, 128)), 2),
     (128, 128): (((128, 192), (128, 128)), 2),
     (256, 256): (((128, 128), (128, 64)), 1),
 }
 
-# The same for the backward pass, whose block owns keys.
-# why these: dK and dV of 64 keys fill half of a consumer's registers at head dim 128, and wider ones do not
-# fit but for those of 192 and 128. As many queries as they leave room for: the more, the fewer operands are
-# read.
+# The same for the backward pass, where a block owns keys.
+# why these: at head dim 128, dK and dV of 64 keys fill half of a consumer's registers; of the wider classes
+# only (192, 128) fits. As many queries as registers allow: more queries read fewer operands.
 _BACKWARD = {
     (64, 64): ((128, 128), (64, 128)),
     (96, 96): ((64, 128), (64, 128)),
     (128, 128): ((80, 128), (64, 128)),
     (192, 128): ((64, 128), (64, 128)),
 }
-# Kind "spans": see _SPANS. why 64 queries at head dim 128: beside 80 there is no place for what helpers tell
-# of a partial tile.
+# Kind "spans": see _SPANS.
+# why 64 queries at head dim 128: with 80 there is no room for the bits of partial tiles that helper warps
+# pass on.
 _BACKWARD_SPANS = {(64, 64): (128, 128), (128, 128): (64, 128)}
-# Scales for which a backward kernel of kind "band" can hold LSE / scale in its four numbers of 16 bits.
+# Scales for which a backward kernel of kind "band" can represent LSE / scale in its four 16-bit numbers.
 _SCALES = (2.0**-20, 2.0**20)
-# Wider: flash_backward_wide_sm90, dK and dV, whose warpgroups share the keys of a block; then
-# flash_backward_wide_dq_sm90, dQ, whose block owns queries. why two: additions to dQ would be L2's limit.
+# Larger head dims: flash_backward_wide_sm90 computes dK and dV, its warpgroups sharing the keys of a block;
+# then flash_backward_wide_dq_sm90 computes dQ, its blocks owning queries.
+# why two: atomic additions to dQ would be limited by L2.
 _BACKWARD_WIDE = {(256, 256): ((64, 64), (128, 64))}
 
 _IN_TURNS = "dq        summed in turns, by the blocks of the first keys first: the same bits every run"
 _IN_WAVES = "dq        summed in turns, in waves of {wave} blocks of a head: the same bits every run"
-# So many heads of q, of all batches, take turns in waves. why: counted, waves are ahead up to here, at 1024
-# to 65536 keys, and behind of more; on an H200 the two were not timed against each other.
+# Up to this many query heads in the whole batch, sums are ordered in waves.
+# why: by counting, waves win up to here, for 1024 to 65536 keys, and lose for more heads; the two were not
+# timed against each other on an H200.
 _FEW_HEADS = 24
 _SECTION_BYTES = 16 << 20  # kL2SectionBytes of hopper/consumers.cuh
 
 
 def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:
-    """The smallest classes of a table that take a problem's head dims; None if there are none."""
+    """The smallest classes of a table that fit the head dims of a problem; None if there are none."""
     fitting = ((d, v) for d, v in table if problem.head_dim <= d and problem.head_dim_v <= v)
     return next(fitting, None)
 
@@ -102,11 +105,11 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     """The forward kernel of these classes."""
     cell = _SPANS[classes] if mask == "spans" else _FORWARD[classes][_MASKS.index(mask)]
     (d, v), (m, n, turns) = classes, cell
-    # 1024 bytes: the barriers, after tiles that start at multiples of as much.
+    # 1024 bytes: the barriers; the tiles before them are aligned to as much.
     keys_bytes, q_bytes = 2 * _STAGES * n * (d + v) + 1024, 2 * m * d
-    # why: Q of the next tile then need not wait for O of this one, which leaves through its memory.
+    # why two: the next Q need not wait for the store of O, which uses the memory of its Q.
     q_stages = 2 if keys_bytes + 2 * q_bytes <= _SHARED_BYTES else 1
-    # Two copies of each product: in the loop, and of the first S and the last P V outside.
+    # Each product appears twice in the code: in the loop, and for the first S and the last P V outside it.
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
     return Variant(
         "flash_forward_sm90.cu",
@@ -129,11 +132,11 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _forward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
-    """The same of head dims above 256, where both warpgroups have half of the columns of O."""
+    """The forward kernel of head dims above 256; each of two warpgroups has half of the columns of O."""
     (d, v), (m, n), slots = classes, (64, 64), _FORWARD_WIDE[classes]
-    # Q, the ring, P. 1024 bytes: the barriers, and factors of rows.
+    # Q, the ring buffer, P. 1024 bytes: the barriers, and rescale factors of rows.
     shared_bytes = 2 * (m * d + slots * n * 64 + m * n) + 1024
-    # S, and O += P V of the one warpgroup, in the loop and outside; that of the other in its loop.
+    # S and O += P V of one warpgroup, inside and outside the loop; O += P V of the other inside its loop.
     products = 2 * (d // 16) + 3 * (v // 128) * (n // 16)
     return Variant(
         "flash_forward_wide_sm90.cu",
@@ -154,23 +157,22 @@ def _forward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _reach(tile: tuple[int, int], of_keys: bool = False) -> Variant:
-    """The kernel that finds out which tiles spans and blocks leave. why f16: one is for all dtypes."""
+    """The kernel that classifies tiles under spans and blocks. why f16: one variant serves all dtypes."""
     bounds = 4 * 4 * 2 * _REACH_WORD
     step, params = ("of_keys", "BackwardParams") if of_keys else ("", "ForwardParams")
     return Variant("flash_reach.cu", step, params, "f16", 256, 256, tile, _REACH_THREADS, bounds, "spans")
 
 
 def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
-    """The same of 8-bit floats. Its loop holds one copy of each product."""
+    """The forward kernel for float8. Its code has each product once."""
     (d, v), (tiles_of_kinds, stages_v) = classes, _FP8[classes]
     m, n = tiles_of_kinds[_MASKS.index(mask)]
-    # O, of 16 bits, leaves through the place of Q. V comes in stages_v stages, and V^T in _STAGES.
+    # O, of 16 bits, is stored through the memory of Q. V has stages_v stages, and V^T _STAGES.
     keys_bytes = _STAGES * n * d + (stages_v + _STAGES) * n * v + 1024
-    # why not beside three warpgroups of consumers: of the 32 registers that they leave the others, 8 bytes
-    # are missing.
+    # why not with three consumer warpgroups: the other warps then have 32 registers, and spill 8 bytes.
     two_fit = keys_bytes + 2 * max(m * d, 2 * m * v) <= _SHARED_BYTES
     q_stages = 2 if two_fit and m == 128 else 1
-    part = min(v, 128)  # columns of O that are summed at a time
+    part = min(v, 128)  # columns of O that are accumulated at a time
     shapes = Counter({f"64x{n}x32": d // 32}) + Counter({f"64x{part}x32": n // 32 * (v // part)})
     return Variant(
         "flash_forward_fp8_sm90.cu",
@@ -195,27 +197,27 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
-    """The kernel between the passes delta and dq_convert of flash_backward.cu."""
+    """The backward kernel, run between the passes delta and dq_convert of flash_backward.cu."""
     spans = mask == "spans"
     (d, v), (m, n) = classes, _BACKWARD_SPANS[classes] if spans else _BACKWARD[classes][_MASKS.index(mask)]
-    # why one stage of dO above: two do not fit. And why 64 bytes of K: see DQHalf in the kernel.
+    # why one stage of dO above 128: two do not fit. why 64 bytes of K: see DQHalf in the kernel.
     do_stages, span_of_k = (1, 64) if d > 128 else (_STAGES, 0)
     tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
-    # LSE and delta: 16 columns of an operand, which S and dP are a product longer for, or FP32.
+    # LSE and delta: as 16 extra operand columns, one more product for S and dP, or in FP32.
     subtracted = mask != "any" and d + v <= 256
     terms = 32 * m + 128 if subtracted else 8 * _STAGES * -(-m // 32) * 32
-    # FP32: dQ. 384 bytes: the barriers. 1024: what tiles are aligned to.
+    # dQ in FP32. 384 bytes: the barriers. 1024: the alignment of tiles.
     shared_bytes = tiles + 4 * m * d + -(-(terms + 384) // 1024) * 1024
-    if spans:  # a bit of each pair of a partial tile
+    if spans:  # a bit per pair of a partial tile
         shared_bytes += _STAGES * m * n // 8
-    # S and dP; dV and dK; dQ, of which each warpgroup has half of the queries or of the columns, or what it
-    # takes to have these in whole blocks.
+    # S and dP; dV and dK; dQ, where each warpgroup has half of the queries or of the columns, or more, so
+    # that these form whole column blocks.
     shapes = Counter({f"64x{m}x16": (d + v) // 16 + 2 * subtracted})
-    # Of 80 queries dQ is transposed.
+    # With 80 queries, dQ is computed transposed.
     of_dq = m if m % 64 else d if m == 128 else max(d // 2, 64)
     for columns, products in ((v, m // 16), (d, m // 16), (of_dq, n // 16)):
         shapes[f"64x{columns}x16"] += products
-    early_dp = d + v <= 256 and (mask != "any" or d < 128)  # kEarlyDP: dP runs while P is made
+    early_dp = d + v <= 256 and (mask != "any" or d < 128)  # kEarlyDP: dP overlaps with the exponentials of P
     return Variant(
         "flash_backward_sm90.cu",
         "",
@@ -233,9 +235,9 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
-    """The pass dK and dV of wide heads. S and dP are one product, each warpgroup's own."""
+    """The pass for dK and dV of wide heads: one warpgroup computes S and the other dP, by the same code."""
     d, (m, n) = classes[0], _BACKWARD_WIDE[classes][0]
-    pair_tiles = _STAGES + 1 + (mask == "any")  # P, dS; weights
+    pair_tiles = _STAGES + 1 + (mask == "any")  # P and dS; for "any" also weights
     tiles = 2 * (2 * n * d + 2 * _STAGES * m * d + pair_tiles * m * n)
     shapes = Counter({f"64x{m}x16": d // 16}) + Counter({f"64x{d // 2}x16": 2 * (m // 16)})
     return Variant(
@@ -254,7 +256,7 @@ def _backward_wide(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
 
 
 def _backward_wide_dq(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
-    """The pass dQ of wide heads: P is made while dP runs."""
+    """The pass for dQ of wide heads; the exponentials of P overlap with dP."""
     (d, v), (m, n) = classes, _BACKWARD_WIDE[classes][1]
     shapes = Counter({f"64x{n}x16": (d + v) // 16}) + Counter({f"64x{d}x16": n // 16})
     return Variant(
@@ -274,20 +276,20 @@ def _backward_wide_dq(dtype: str, classes: tuple[int, int], mask: str) -> Varian
 
 
 def _dq_convert(of: Variant, arch: Arch) -> Variant:
-    """The pass that rounds what a backward kernel sums: the flash family's, for the tiles of these sums."""
+    """The pass that rounds the dQ accumulator: that of the flash family, with the tiles of this kernel."""
     found = flash.backward("dq_convert", of.dtype, (of.head_dim, of.head_dim_v), "band", arch)
     assert found is not None
     return replace(found, tile=(of.tile[0], of.tile[0]))
 
 
 def variants(arch: Arch) -> Iterator[Variant]:
-    """What is compiled for an architecture."""
+    """The variants compiled for an architecture."""
     for dtype, mask in product(_DTYPES, _MASKS):
         yield from (_forward(dtype, classes, mask) for classes in _FORWARD)
         for classes in _BACKWARD:
             made = _backward(dtype, classes, mask)
             yield made
-            if made.tile[0] % 32:  # the flash family has no such tiles
+            if made.tile[0] % 32:  # the flash family does not have these tiles
                 yield _dq_convert(made, arch)
         if mask == "band":
             yield from (_forward_wide(dtype, classes, mask) for classes in _FORWARD_WIDE)
@@ -313,7 +315,7 @@ def _mask(problem: Problem) -> str:
 
 
 def _chosen(problem: Problem) -> Variant | None:
-    """The kernel for a problem's head dims and scores; None if no class takes them."""
+    """The kernel for the head dims and options of a problem; None if no class fits."""
     if problem.dtype == "float32":
         return f16x3.chosen(problem)
     mask = _mask(problem)
@@ -324,11 +326,11 @@ def _chosen(problem: Problem) -> Variant | None:
         table = _SPANS if mask == "spans" else _FORWARD
         makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((table, _forward),)
         if not _classes(table, problem):
-            makers, mask = ((_FORWARD_WIDE, _forward_wide),), "band"  # others are refused
+            makers, mask = ((_FORWARD_WIDE, _forward_wide),), "band"  # `refusals` refuses other kinds
     elif mask == "spans" and _classes(_BACKWARD_SPANS, problem):
         makers = ((_BACKWARD_SPANS, _backward),)
     else:
-        mask = "band" if mask == "spans" else mask  # refused, but for its tile
+        mask = "band" if mask == "spans" else mask  # `refusals` refuses it; only the tile matters
         makers = ((_BACKWARD, _backward), (_BACKWARD_WIDE, _backward_wide))
     for table, make in makers:
         if classes := _classes(table, problem):
@@ -337,12 +339,12 @@ def _chosen(problem: Problem) -> Variant | None:
 
 
 def foreign(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason that is not how arrays lie."""
+    """All reasons against a problem that do not depend on strides and alignment."""
     return refusals(problem._replace(aligned=True, boxes=True), arch)
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why these kernels cannot answer a problem."""
+    """All reasons why these kernels do not support a problem."""
     p, reasons = problem, []
     if p.direction not in ("forward", "backward"):
         return [f"has no kernel for direction {p.direction}"]
@@ -402,10 +404,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
 
 
 def _forward_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
-    """Persistent blocks load the keys of the next tile during the end of this one.
+    """Plan persistent blocks, which load the keys of the next tile during the end of this one.
 
-    Tiles of equal work are assigned in advance. With a band or packed sequences their work differs, and
-    a block that is done takes the next one.
+    Tiles of equal work are assigned statically. With a band or packed sequences the work differs, and an idle
+    block takes the next tile from a counter.
     """
     if variant.mask == "spans":
         return _spans_plan(problem, arch, variant)
@@ -425,7 +427,7 @@ def _skips(tile: tuple[int, int]) -> str:
 
 
 def _reach_launches(p: Problem, of: Variant) -> tuple[Launch, ...]:
-    """What finds out the tiles that a kernel of kind spans skips."""
+    """The launches that classify the tiles for a kernel of kind "spans"."""
     (m, n), words_of = of.tile, _REACH_WORD
     each = (blocks_of(blocks_of(p.seqlen_q, m), words_of), blocks_of(blocks_of(p.seqlen_k, n), words_of))
     backward = p.direction == "backward"
@@ -433,9 +435,9 @@ def _reach_launches(p: Problem, of: Variant) -> tuple[Launch, ...]:
 
 
 def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
-    """A first kernel classifies the tiles of spans and blocks, with two bits each; empty ones are skipped.
+    """Plan a kernel that classifies tiles in two bits each, and the forward kernel, which skips empty ones.
 
-    A block that is done takes the next tile, as with a band. why of one head: spans may differ between heads.
+    An idle block takes the next tile, as with a band. why tiles of one head: spans may differ between heads.
     """
     (m, n), p = variant.tile, problem
     pairs, of_queries = p.batch * p.heads_q, blocks_of(p.seqlen_q, m)
@@ -450,7 +452,7 @@ def _spans_plan(problem: Problem, arch: Arch, variant: Variant) -> Plan:
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
-    """The kernels for a problem that is not refused."""
+    """The plan for a problem that is not refused."""
     variant = _chosen(problem)
     assert variant is not None
     n, p = variant.tile[1], problem
@@ -485,7 +487,8 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if not problem.deterministic:
         notes = (_skips(variant.tile),) if spans else ()
         return Plan(arch.name, NAME, tuple(launches), *workspace, zeroed=flash.ZEROED, notes=notes)
-    # The first block to add to a tile of sums stores; of tiles that none adds to dq_convert makes zeros.
+    # why not zeroed: the first block to add to a tile stores instead, and dq_convert writes zeros for tiles
+    # that no block adds to.
     zeroed = tuple(name for name in flash.ZEROED if name != "dq_accumulator")
     in_turns = tuple(launch._replace(wave=wave) for launch in launches)
     note = _IN_WAVES.format(wave=wave) if wave else _IN_TURNS
@@ -493,21 +496,22 @@ def plan(problem: Problem, arch: Arch) -> Plan:
 
 
 def _wave(p: Problem, arch: Arch) -> int:
-    """Blocks of a head that run at once and take turns in an order of their own; 0: one order for all.
+    """Blocks of a head that run at once and add in an order of their own; 0: one order for all blocks.
 
-    The blocks of a wave begin apart, and wait for nobody, but each tile of dQ has two sums. Under one order
-    the first blocks of a head wait for each other; of many heads, few blocks of each run at once.
+    Blocks of a wave start at different tiles and never wait, but each tile of dQ needs two accumulators. With
+    one order, the first blocks of a head wait for each other; with many heads, few blocks of a head run at
+    once.
     """
     heads = p.batch * p.heads_k
     if p.left is not None or p.batch * p.heads_q > _FEW_HEADS:
         return 0
-    # As keys_in_sections of seqlen.cuh has them.
+    # Must match keys_in_sections in seqlen.cuh.
     elements = _SECTION_BYTES // ITEM_BYTES[p.dtype]
     section = max(elements // (p.head_dim + p.head_dim_v) // max(p.seqlen_q, 1), 1)
     return max(1, arch.multiprocessors // min(section, heads))
 
 
 def _reach_of_keys(p: Problem, tile: tuple[int, int]) -> tuple[str, str, tuple[int, ...]]:
-    """Two bits of each tile of queries, for each block of keys."""
+    """The workspace part with two bits per query tile, for each key block."""
     words = blocks_of(blocks_of(p.seqlen_q, tile[0]), _REACH_WORD)
     return "reach", "int32", (p.batch, p.heads_q, blocks_of(p.seqlen_k, tile[1]), 2 * words)

@@ -1,4 +1,4 @@
-"""Whose order of additions the bits of a problem follow, where `reproducible` promises them."""
+"""Which family's summation order `reproducible` guarantees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["refusals"]
 
 
 def refusals(family: str, problem: Problem, arch: Arch) -> list[str]:
-    """Why a family may not stand in for one before it, which computes such a problem of other arrays."""
+    """Why a family may not replace a preferred one that computes such problems for contiguous arrays."""
 
     def computed_by(before: ModuleType) -> bool:
         return before.NAME in arch.families and not before.foreign(problem, arch)

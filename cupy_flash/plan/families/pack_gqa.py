@@ -1,9 +1,9 @@
-"""Whether a tile of queries should be of one head, or of all heads of q that share a head of k and v.
+"""Choose whether a tile has queries of one head, or of all heads of a group (packed GQA).
 
-A kernel whose tensor maps have an axis for the heads of a group (flash_forward_sm90) can number the rows of
-its tiles either way. Grouped, a tile covers fewer queries: short sequences fill it, fewer keys lie in blocks
-that a band only crosses, and K and V are read once for all of the heads. The rows of a query are a power of
-two, so that groups of 3, 5, 6, 7, ... heads leave some empty.
+Kernels whose tensor maps have an axis for the heads of a group (flash_forward_sm90) support both. Packed, a
+tile covers fewer queries: short sequences fill it, fewer keys lie in blocks that the band only crosses, and K
+and V are read once for all heads of the group. The rows per query are a power of two, so groups of 3, 5, 6,
+7, ... heads leave some rows empty.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from ..launch import blocks_of
 
 __all__ = ["Rows", "bits_of", "cost", "numbered", "rows_of_tiles"]
 
-# What a tile costs beside its blocks of keys, in blocks: its first S and its last O += P V, which nothing
-# covers. Counts of it were between 0.5 and 1.8; not fitted to a measurement yet.
+# Cost of a tile in addition to its key blocks, in key blocks: its first S and last O += P V, which overlap
+# with nothing. Counts gave 0.5 to 1.8; not fitted to measurements yet.
 _TILE_COST = 1.0
-# why: a model that nobody has measured decides only where it sees a twentieth of the time, or as much time
-# with a tenth fewer tiles to read K and V for.
+# why: this unmeasured model decides only for a twentieth less time, or for a tenth fewer tiles, which read K
+# and V, in no more time.
 _LESS_TIME, _FEWER_TILES = 0.95, 0.9
-# Tiles that are looked at where there are more, spread by the golden ratio: evenly, and in step with no edge.
+# Most tiles that `cost` evaluates; more are sampled by the golden ratio, which is even but not periodic.
 _SAMPLES, _GOLDEN = 128, 0.6180339887498949
 
 
 class Rows(NamedTuple):
-    """How rows of tiles are numbered, and what it costs.
+    """A numbering of the rows of tiles, and its cost.
 
     Attributes
     ----------
     head_bits : int
-        Row r is query r >> head_bits and head r % 2**head_bits of a group; 0: tiles of one head.
+        Row r is query r >> head_bits and head r % 2**head_bits of a group; 0: a tile has rows of one head.
     tiles : int
-        Of the whole problem; where sequences are packed, the most that there can be.
+        Tiles of the whole problem; for packed sequences an upper bound.
     cost : float
-        Time in blocks of keys, as of `cost`.
+        Time in key blocks, as returned by `cost`.
     """
 
     head_bits: int
@@ -45,17 +45,17 @@ class Rows(NamedTuple):
 
 
 def bits_of(group: int) -> int:
-    """How many bits of a row's number say which head of a group it is of."""
+    """Bits of a row number that select the head of a group."""
     return max(group - 1, 0).bit_length()
 
 
 def _lengths(p: Problem) -> tuple[int, int]:
-    """Queries and keys of a sequence; of packed ones, whose lengths only the GPU knows, mean and longest."""
+    """Queries and keys of a sequence; if packed, the mean and the longest, as only the GPU knows lengths."""
     return (max(1, blocks_of(p.rows_q, p.batch)) if p.packed and p.batch else p.seqlen_q), p.seqlen_k
 
 
 def _blocks(p: Problem, first: int, last: int, queries: int, keys: int, n: int) -> int:
-    """Blocks of n keys that hold one for a query of first .. last."""
+    """Number of blocks of n keys that a query in [first, last] attends to."""
     offset = p.offset + (keys - queries if p.offset_from_end else 0)
     begin = 0 if p.left is None else min(max(first + offset - p.left, 0), keys)
     end = keys if p.right is None else min(max(last + offset + p.right + 1, 0), keys)
@@ -63,7 +63,7 @@ def _blocks(p: Problem, first: int, last: int, queries: int, keys: int, n: int) 
 
 
 def cost(p: Problem, head_bits: int, tile: tuple[int, int], multiprocessors: int) -> float:
-    """Time of a problem in blocks of keys on one multiprocessor.
+    """The time of a problem, in key blocks on one multiprocessor.
 
     Parameters
     ----------
@@ -89,19 +89,19 @@ def cost(p: Problem, head_bits: int, tile: tuple[int, int], multiprocessors: int
         return 0.0
     if p.left is None and p.right is None:
         return blocks_of(groups * tiles, multiprocessors) * costs[0]
-    # why: tiles of unlike work are given out one by one, the longest first, and end at nearly the same time.
+    # why: tiles of unequal work are scheduled dynamically, longest first, and end at nearly the same time.
     return max(groups * tiles * sum(costs) / len(costs) / multiprocessors, max(costs))
 
 
 def numbered(p: Problem, head_bits: int, tile: tuple[int, int], multiprocessors: int) -> Rows:
-    """Rows numbered in one of the two ways; parameters as of `cost`."""
+    """Rows with a given head_bits; parameters as in `cost`."""
     groups = p.batch * (p.heads_k if head_bits else p.heads_q)
     tiles = groups * blocks_of(p.seqlen_q << head_bits, tile[0])
     return Rows(head_bits, tiles, cost(p, head_bits, tile, multiprocessors))
 
 
 def rows_of_tiles(p: Problem, tile: tuple[int, int], multiprocessors: int) -> tuple[Rows, str]:
-    """Choose how rows are numbered.
+    """Choose the numbering of rows.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def rows_of_tiles(p: Problem, tile: tuple[int, int], multiprocessors: int) -> tu
     -------
     rows : Rows
     line : str
-        About the choice, for people; "" if a head of k serves one head of q.
+        Remark on the choice, for `explain`; "" without GQA.
     """
     group = p.heads_q // p.heads_k if p.heads_k else 1
     bits = bits_of(group)

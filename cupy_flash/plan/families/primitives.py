@@ -1,4 +1,4 @@
-"""The kernel that `cupy-flash check` compares with known numbers: compiled with all others, never planned."""
+"""The kernel that `cupy-flash check` compares with known numbers; compiled like all others, never planned."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _THREADS, _SHARED_BYTES = 128, 11264
 
 @dataclass(frozen=True, slots=True)
 class _OfNoProblem(Variant):
-    """The one variant of its source."""
+    """The only variant of its source, named after it."""
 
     @property
     def name(self) -> str:
-        """That of the source."""
+        """The name of the source."""
         return KERNEL
 
 
 def capability(target: str) -> int:
-    """Whose primitives the kernel of a target runs: compute capability x 10."""
+    """Compute capability x 10 of the primitives that the kernel of a target runs."""
     return int(target.removeprefix("sm_").rstrip("af"))
 
 

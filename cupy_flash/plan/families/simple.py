@@ -23,11 +23,11 @@ HEAD_DIMS = (64, 128, 256, 512)
 _SAME_BITS = (
     "bits      are those of every GPU and of the simulator: IEEE operations in one order, no tensor cores"
 )
-# Of the sums of what a score function learns: a slice is a block's, and has its own of every element.
+# Sums for the learned arguments of a score function: each slice has one block and a sum per element.
 _MOST_SLICES, _SLICES_BYTES = 256, 64 << 20
 
-# (queries, keys, shared bytes) for each head dim class, for float and for double accumulators; a single entry
-# serves every head dim. For any architecture and any strides; at most 48 KiB, so that nothing has to opt in.
+# (queries, keys, shared bytes) per head dim class, for float and for double accumulators; a single entry
+# serves every head dim. At most 48 KiB, which needs no opt-in on any architecture.
 _TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]]] = {
     "forward": (
         ((64, 64, 35840), (64, 64, 35840), (64, 64, 35840), (32, 64, 25088)),
@@ -45,7 +45,8 @@ _TILES: dict[str, tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, 
     "dbias": (((64, 64, 35840),), ((64, 32, 33792),)),
     "dsinks": (((1, 1, 1024),), ((1, 1, 2048),)),
 }
-# Second order: as of the passes that are differentiated, or smaller: registers hold more tiles of scores.
+# Second order: the tiles of the differentiated passes, or smaller, because registers hold more tiles of
+# scores.
 _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")} | {
     "jvp": (
         ((64, 64, 35840), (64, 32, 25600), (32, 64, 25088), (32, 64, 25088)),
@@ -61,22 +62,22 @@ _TILES |= {f"{step}_dot": _TILES[step] for step in ("delta", "dbias", "dsinks")}
     ),
 }
 
-# Statistics: sums over the weights, which take any head dim.
+# Statistics: sums over the weights, for any head dim.
 _OF_STATISTICS = ("by_key", "by_query")
 _TILES |= {"by_key": (((64, 64, 35840),), ((32, 64, 33792),)), "by_query": _TILES["dbias"]}
 
-# Gradients of the arguments of a score function: compiled for functions only.
+# Gradients of the learned arguments of a score function; compiled only with a function.
 _OF_ARGUMENTS = ("args_sum", "args_unite")
 _TILES |= {"args_sum": _TILES["dbias"], "args_unite": (((1, 1, 0),), ((1, 1, 0),))}
-# The passes that compute scores, and so a score function.
+# Passes that compute scores, and so call the score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
 _OF_SECOND_ORDER = ("jvp", "dq_dot", "dkv_dot", "dbias_dot")
-# Those that are compiled for the same bits on every GPU, too.
+# Passes that are also compiled for the same bits on every GPU.
 _FIRST_ORDER = ("forward", "delta", "dq", "dkv", "dbias", "dsinks")
 
-# Bytes by target, the more of both compilers. dK and dV of 512: sums of 16 keys are 128 registers of a thread
-# there, and a block owns no fewer keys. dkv_dot of 64: what blocks ask of a pair; half the keys would read
-# all else twice as often.
+# Spilled bytes by target, the larger of both compilers. dK and dV of 512: accumulators of 16 keys take 128
+# registers of a thread, and a block cannot own fewer keys. dkv_dot of 64: the checks of a BlockMask per pair;
+# with half the keys, everything else would be read twice as often.
 _SPILLED = {
     **dict.fromkeys(
         (("dkv", "f64", 512), ("dkv", "ieee64", 512)),
@@ -96,7 +97,7 @@ _SPILLED = {
 
 
 def _variant(step: str, dtype: str, widest: int, function: Body | None = None) -> Variant:
-    """The kernel of a pass that takes head dims of so much, at most 512."""
+    """The kernel of a pass for head dims up to `widest`, at most 512."""
     rows = _TILES[step][dtype in ("f64", "ieee64")]
     classes = HEAD_DIMS[-len(rows) :]
     row = next(n for n, largest in enumerate(classes) if widest <= largest)
@@ -111,15 +112,15 @@ def _variant(step: str, dtype: str, widest: int, function: Body | None = None) -
 def of_function(
     function: Body, dtype: str, head_dim: int, _arch: Arch, second_order: bool = False
 ) -> list[Variant]:
-    """What is compiled for a score function: the passes that compute scores, and those of its arguments."""
-    # why what may be learned: torch says in each call which arguments are.
+    """The variants compiled for a score function: passes that compute scores, and those for its arguments."""
+    # why all that may be learned: in torch, each call decides which arguments are.
     steps = _WITH_SCORES + _OF_ARGUMENTS * reads_what_may_be_learned(function)
     steps += _OF_SECOND_ORDER * second_order
     return [_variant(step, dtype, head_dim, function) for step in steps]
 
 
 def _kernel(step: str) -> tuple[str, str, str]:
-    """Source, pass and params of a step."""
+    """Source, pass and params struct of a step."""
     if step == "forward":
         return "simple_forward.cu", "", "ForwardParams"
     if step == "jvp":
@@ -134,7 +135,7 @@ def _kernel(step: str) -> tuple[str, str, str]:
 
 
 def variants(_arch: Arch) -> Iterator[Variant]:
-    """Everything of this family: the same for every architecture."""
+    """All variants of this family, the same for every architecture."""
     steps = [step for step in _TILES if step not in _OF_ARGUMENTS]
     for step, dtype, head_dim in product(steps, SHORT.values(), HEAD_DIMS):
         yield _variant(step, dtype, head_dim)
@@ -155,7 +156,7 @@ def _steps(problem: Problem) -> list[str]:
 
 
 def refused_of_function(problem: Problem) -> list[str]:
-    """What no kernel does for a score function."""
+    """Reasons why no kernel supports a score function."""
     function = problem.function
     if function is None:
         return []
@@ -172,7 +173,7 @@ def _computed_in(problem: Problem) -> str:
 
 
 def _without_same_bits(problem: Problem) -> list[str]:
-    """What has no kernel whose bits are those of every architecture."""
+    """Reasons why there is no kernel with the same bits on every architecture."""
     reasons = []
     if problem.dtype not in SAME_BITS:
         reasons.append(f"has the same bits on every device for float32 and float64, not {problem.dtype}")
@@ -182,7 +183,7 @@ def _without_same_bits(problem: Problem) -> list[str]:
 
 
 def _not_counted(problem: Problem) -> list[str]:
-    """What of statistics has no kernel."""
+    """Reasons why there is no kernel for some statistics."""
     reasons = []
     if problem.cache is not None:
         reasons.append("counts no weights over a cache")
@@ -194,7 +195,7 @@ def _not_counted(problem: Problem) -> list[str]:
 
 
 def refusals(problem: Problem, _arch: Arch) -> list[str]:
-    """Every reason why these kernels cannot answer a problem."""
+    """All reasons why these kernels do not support a problem."""
     reasons = _not_counted(problem) if problem.direction == "statistics" else []
     if problem.dtype not in SHORT:
         return [*reasons, f"computes with 16-bit and wider inputs, not {problem.dtype}"]
@@ -216,7 +217,7 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
 
 
 def _blocks(problem: Problem, variant: Variant) -> int:
-    """Blocks of one kernel, all on the x axis; the formulas stand in the banners of the .cu files."""
+    """Number of blocks of one kernel, all along x; the banners of the .cu files have the formulas."""
     p, (m, n), step = problem, variant.tile, variant.step.removesuffix("_dot")
     if step == "dkv":
         return p.batch * p.heads_k * blocks_of(p.seqlen_k, n)
@@ -241,46 +242,46 @@ def _launches(problem: Problem, steps: Iterable[str]) -> list[Launch]:
 
 
 def delta(problem: Problem) -> Variant:
-    """The pass of delta, for families that have none."""
+    """The kernel for delta, for families without one."""
     return _variant("delta", _computed_in(problem), max(problem.head_dim, problem.head_dim_v))
 
 
 def sink_gradients(problem: Problem) -> list[Launch]:
-    """The launches of dsinks, for families that have none: they need delta."""
+    """The launches for dsinks, for families without such a kernel; they need delta."""
     return _launches(problem, ["dsinks"] * problem.sinks)
 
 
 def argument_gradients(problem: Problem) -> list[Launch]:
-    """The launches of the gradients of what a score function learns, for families that have none."""
+    """The launches for gradients of learned arguments, for families without such kernels."""
     return _launches(problem, _OF_ARGUMENTS * bool(problem.learned_elements))
 
 
 def argument_sums(problem: Problem) -> list[tuple[str, str, tuple[int, ...]]]:
-    """The part of the workspace that they add in, zero at first."""
+    """The part of the workspace that these kernels add to; it must be zeroed."""
     if not problem.learned_elements:
         return []
     return [("argument_sums", "float64", (_slices(problem), problem.learned_elements))]
 
 
 def _slices(problem: Problem) -> int:
-    """Blocks that add at the same time. why of the problem alone: the order of sums depends on it."""
+    """Number of blocks that add at once; it depends on the problem alone, as it fixes the summation order."""
     p = problem
     tiles = p.batch * p.heads_q * blocks_of(p.seqlen_q, _TILES["args_sum"][0][0][0])
     return max(1, min(tiles, _MOST_SLICES, _SLICES_BYTES // (8 * p.learned_elements)))
 
 
 def around_hessian(problem: Problem) -> tuple[list[Launch], list[Launch]]:
-    """What comes before and after the passes of H that have products, for families that have only these."""
+    """The launches before and after the hvp passes with products, for families that have only these."""
     return _launches(problem, ["delta_dot"]), _launches(problem, ["dsinks_dot"] * problem.sinks)
 
 
 def hessian_workspace(problem: Problem) -> tuple[tuple[Part, ...], int]:
-    """What the first pass of H leaves to the others; its size in all."""
+    """The workspace that the first hvp pass writes for the others, and its bytes."""
     return laid_out(*((name, problem.accumulator, rows_of(problem)) for name in ("delta", "delta_dot")))
 
 
 def plan(problem: Problem, arch: Arch) -> Plan:
-    """The kernels for a problem that is not refused."""
+    """The plan for a problem that is not refused."""
     launches = tuple(_launches(problem, _steps(problem)))
     notes = (_SAME_BITS,) if problem.reproducible == "device" else ()
     if problem.direction in ("forward", "jvp", "statistics"):

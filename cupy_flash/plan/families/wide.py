@@ -1,4 +1,4 @@
-"""The mma.sync kernels of head dims above 256: which there are, and what they refuse; part of `flash`."""
+"""The mma.sync kernels for head dims above 256, and what they refuse; part of `flash`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = [
     "refusals",
 ]
 
-PROMISED = "promised order of additions"  # what reproducible= asks for
+PROMISED = "promised order of additions"  # what reproducible= needs
 _DTYPES = ("f16", "bf16")
-_LEAST = 1e-20  # scale beside softcap or ALiBi
+_LEAST = 1e-20  # smallest scale with softcap or ALiBi
 
 
 def _classes(direction: str, arch: Arch) -> list[tuple[int, int]]:
-    """The classes above those of `flash_tiles.HEAD_DIMS` that an architecture has kernels of."""
+    """The classes above `flash_tiles.HEAD_DIMS` for which an architecture has kernels."""
     if direction == "forward":
         tables = flash_tiles.FORWARD_WIDE
         return [classes for classes, cells in tables.items() if cells[flash_tiles.column(arch)]]
@@ -34,19 +34,19 @@ def _classes(direction: str, arch: Arch) -> list[tuple[int, int]]:
 
 
 def _classes_of(problem: Problem, arch: Arch) -> tuple[int, int] | None:
-    """The first of them that takes a problem's head dims; None if none does."""
+    """The first of them that fits the head dims of a problem; None if none does."""
     wide = _classes(problem.direction, arch)
     return next(((d, v) for d, v in wide if problem.head_dim <= d and problem.head_dim_v <= v), None)
 
 
 def _forward(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None:
-    """The forward kernel of head dims above 256; None if the architecture has none."""
+    """The forward kernel of a class above 256; None if the architecture has none."""
     cell = flash_tiles.FORWARD_WIDE[classes][flash_tiles.column(arch)]
     if cell is None or (arch.capability < 80 and dtype != "f16"):
         return None
     (d, v), n, threads = classes, 64, 256
     m, q_steps, slots, k_columns = cell
-    # Q, the ring, P; FP32: maxima of 16 rows of each warp, factors. 128 bytes: what is parked.
+    # Q, the ring buffer, P; in FP32: maxima of 16 rows per warp, rescale factors. 128 bytes: parked values.
     tiles = 2 * (m * (d - 16 * q_steps) + slots * max(n * k_columns, 16 * v) + m * n)
     shared_bytes = tiles + blocks_of(4 * (threads // 2 + m), 128) * 128 + 128
     return Variant(
@@ -70,19 +70,19 @@ def _forward(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None
 
 
 def _backward(step: str, dtype: str, classes: tuple[int, int]) -> Variant:
-    """A pass of head dims above 256, "dkv" or "dq"."""
+    """A backward pass of a class above 256, "dkv" or "dq"."""
     m, n = flash_tiles.BACKWARD_WIDE[classes][step]
     warps, threads = 8, 256
-    # Two stages of 64 columns of two matrices, of each warp; what warps have of S and dP.
+    # Two stages of 64 columns of two matrices per warp; partial S and dP of the warps.
     streams, parts = warps * 2 * 2 * 2 * 64 * min(m, n), warps * 2 * 4 * m * n
-    # P and dS, and LSE and delta of two stages.
+    # P and dS, and two stages of LSE and delta.
     own = 2 * (2 * m * n) + 2 * 2 * 4 * m if step == "dkv" else 2 * m * n
     kernel = ("flash_backward_wide.cu", step, "BackwardParams")
     return Variant(*kernel, dtype, *classes, (m, n), threads, streams + parts + own, "band")
 
 
 def forward_variants(arch: Arch) -> Iterator[Variant]:
-    """What is compiled of the forward pass for an architecture."""
+    """The forward variants compiled for an architecture."""
     for dtype, classes in product(_DTYPES, flash_tiles.FORWARD_WIDE):
         variant = _forward(dtype, classes, arch)
         if variant is not None:
@@ -90,14 +90,14 @@ def forward_variants(arch: Arch) -> Iterator[Variant]:
 
 
 def backward_variants(arch: Arch) -> Iterator[Variant]:
-    """The same of gradients."""
+    """The backward variants compiled for an architecture."""
     if arch.capability >= 80:
         for dtype, classes, step in product(_DTYPES, flash_tiles.BACKWARD_WIDE, ("dkv", "dq")):
             yield _backward(step, dtype, classes)
 
 
 def passes(problem: Problem, arch: Arch) -> list[Variant]:
-    """The kernels in order, of a problem that is not refused; of gradients those after delta."""
+    """The kernels in order, for a problem that is not refused; for gradients those after delta."""
     classes, dtype = _classes_of(problem, arch), SHORT[problem.dtype]
     assert classes is not None
     if problem.direction == "forward":
@@ -108,25 +108,25 @@ def passes(problem: Problem, arch: Arch) -> list[Variant]:
 
 
 def beyond(problem: Problem, most: tuple[int, int] | None) -> str:
-    """What to say of head dims that there is no kernel for; most: the widest that there are."""
+    """The reason against unsupported head dims; `most` is the widest class that there is."""
     line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
     return line if most is None else f"{line} ({problem.direction}: above {most[0]}, {most[1]} of v)"
 
 
 def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
-    """What to say of options that the kernels of head dims above 256 lack."""
+    """The reason against options that the kernels for head dims above 256 do not support."""
     widest = max(problem.head_dim, problem.head_dim_v)
     return f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"
 
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
-    """Every reason why there is no kernel for head dims above 256."""
+    """All reasons why there is no kernel for head dims above 256."""
     p, wide = problem, _classes(problem.direction, arch)
     taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
     if p.dtype not in taken or _classes_of(p, arch) is None:
         return [beyond(p, max(wide) if wide and p.dtype in taken else None)]
     inside = {
-        # why one of keys is taken: gathering a cache leaves one, of pages and padding.
+        # why a mask of keys is supported: gathering a cache with pages or padding makes one
         "mask": p.mask and p.direction != "forward",
         "mask that differs from query to query": p.mask and p.direction == "forward" and p.mask[2] > 1,
         "bias": p.bias,
@@ -137,7 +137,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         "softcap": p.softcap and p.direction != "forward",
         "dropout": p.dropout,
         "scale <= 0": p.scale <= 0 and p.direction == "forward",
-        # why: its softcap and ALiBi are divided by the scale, in float32.
+        # why: the kernel divides softcap and ALiBi by the scale, in float32
         f"softcap or ALiBi beside a scale of {p.scale}": (
             (p.softcap or p.alibi) and p.direction == "forward" and not _LEAST <= abs(p.scale) <= 1 / _LEAST
         ),
