@@ -45,7 +45,7 @@ class Guarded:
         _same_bytes(self.buffer, self.before, "an input or its guard zone was written", self.xp)
 
     def check_written(self) -> None:
-        """Raise an AssertionError if an element of the view is still `DEAD`, or a guard was written."""
+        """Raise an AssertionError if an element of the view is still ``DEAD``, or a guard was written."""
         self.check_guards()
         left = (self.view == self.view.dtype.type(DEAD)).sum()
         if int(left):
@@ -78,7 +78,7 @@ def hostile(array: Any, *, style: str = "padded", xp: Any = np) -> Guarded:
 
 
 def dead(shape: tuple[int, ...], dtype: Any, *, style: str = "padded", xp: Any = np) -> Guarded:
-    """Make an output array, filled with `DEAD`, inside a larger buffer full of NaN.
+    """Make an output array, filled with ``DEAD``, inside a larger buffer full of NaN.
 
     Parameters
     ----------
