@@ -1,4 +1,4 @@
-"""check: after an install, whether what is here computes what it must: a screen, or a report."""
+"""check: compare the results of this installation with FP64, and print a summary or a report."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def check(
     cases: Sequence[Case] | None = None,
     with_speed: bool = True,
 ) -> Found:
-    """Check the installation on the device that is there.
+    """Check the installation on a device of this machine.
 
     Parameters
     ----------
     device : {"auto", "gpu", "cpu"}
-        "auto" is a GPU if CuPy or torch reaches one, else the CPU.
+        "auto" is a GPU if CuPy or torch can use one, else the CPU.
     quick : bool
-        The most common cases, and a tenth of the time for speed.
+        Run the most common cases only, and a tenth of the time for speed.
     seed : int
-        What cases draw their data from.
+        Seed of the random data.
     cases : sequence of Case, optional
-        Instead of the primitives and the table.
+        Cases to run instead of the primitives and the table.
     with_speed : bool
-        Time the standard calls, too.
+        Also time the standard calls.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def check(
         notes.append("there is a GPU, but neither CuPy nor torch with CUDA reaches it: the CPU is checked")
     start = time.perf_counter()
     before = set(on_demand.MADE)
-    policy = on_demand.policy("allow")  # of score functions, whose kernels no package has
+    policy = on_demand.policy("allow")  # no package has kernels of score functions
     try:
         outcomes = run_cases(
             chosen, places, seed, lambda n, case: _progress(f"{n + 1} of {len(chosen)}: {case}")
@@ -83,7 +83,7 @@ def check(
 
 
 def _where(places: Sequence[Place], facts: dict[str, Any]) -> str:
-    """The device and whose arrays, for people."""
+    """Short description of the device and the libraries of the arrays."""
     place, libraries = places[0], " and ".join(place.library for place in places)
     title = place.title
     if not place.on_gpu:
@@ -93,6 +93,6 @@ def _where(places: Sequence[Place], facts: dict[str, Any]) -> str:
 
 
 def _progress(text: str) -> None:
-    """Progress on one line of a terminal, which each call overwrites."""
+    """Show progress on one line of a terminal, which each call overwrites."""
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"{_CLEAR}{text[:79]}", end="", file=sys.stderr, flush=True)

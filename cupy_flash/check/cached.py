@@ -1,4 +1,4 @@
-"""The calls of a check over a KV cache."""
+"""Cases of a check: calls over a KV cache."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from .places import Place
 __all__ = ["Cached"]
 
 PARTS = ("scale", "zero", "block_scale")
-# What a feature of NVFP4 may be, in units of its block scale.
+# The values of a 4-bit code of NVFP4, in units of the block scale.
 E2M1 = np.array([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cached:
-    """A call of attention_with_kv_cache.
+    """A case that calls attention_with_kv_cache.
 
     Attributes
     ----------
     stored : {"same", "int8", "float8", "int4", "nvfp4"}
-        How the cache is.
+        Dtype of the cache; "same" is that of q.
     room : int
-        Keys that a sequence has room for.
+        Capacity of a sequence, in keys.
     lengths : tuple of int
         Keys in use of each sequence, before the call.
     page : int
-        Keys of a page; 0 for a cache in one piece.
+        Keys per page; 0 for a cache without pages.
     new : int
         Keys to append.
     rotary : int
         Features to rotate: the first ones, or of latents the last, which are not values.
     prefix : int
-        Keys that all sequences share, in front of those of the cache, which is in one piece then.
+        Keys of a shared prefix before those of the cache, which has no pages then.
     latent : bool
         Whether values are the first columns of keys.
     """
@@ -77,7 +77,7 @@ class Cached:
         return ", ".join(words)
 
     def inputs(self, rng: np.random.Generator) -> dict[str, Any]:
-        """Make all arrays of the call, a name for each."""
+        """Make all arrays of the call, by name."""
         dtype, batch = numpy_dtype(self.dtype), len(self.lengths)
         heads_q, heads_k = self.heads
         pages = self.room // self.page if self.page else 0
@@ -98,7 +98,7 @@ class Cached:
             table = rng.permutation(slots)[: batch * pages]
             made["block_table"] = table.reshape(batch, pages).astype(np.int32)
         if self.rotary:
-            # why quarter turns: rotated numbers are exact, so that no rounding decides between two
+            # why quarter turns: rotated numbers are exact, so that rounding cannot differ
             turns = rng.integers(0, 4, (self.room + 1, self.rotary // 2)) * (np.pi / 2)
             made["rotary_cos"] = np.rint(np.cos(turns)).astype(np.float32)
             made["rotary_sin"] = np.rint(np.sin(turns)).astype(np.float32)
@@ -107,9 +107,9 @@ class Cached:
         return made
 
     def _cache(self, x: str, shape: tuple[int, ...], rng: np.random.Generator) -> dict[str, Any]:
-        """A cache and its scales; what 4-bit codes stand for are numbers of every dtype of q."""
+        """Make a cache and its scales; dequantised 4-bit codes are exact in every dtype of q."""
         name, heads, acc = f"{x}_cache", shape[1], accumulator(self.dtype)
-        # why powers of two for values: `error_budget_with_kv_cache` judges in the unit of what is stored
+        # why powers of two for values: `error_budget_with_kv_cache` divides results by the scale
         scale = np.exp2(rng.integers(-2, 2, heads)) if x == "v" else rng.uniform(0.5, 1.0, heads)
         if self.stored == "same":
             return {name: rng.standard_normal(shape).astype(numpy_dtype(self.dtype))}
@@ -121,7 +121,7 @@ class Cached:
             return {name: codes, f"{x}_scale": scale.astype(acc)}
         if self.stored == "nvfp4":
             floats = rng.choice(E2M1, shape)
-            floats[..., ::16] = 6.0  # the largest of each group makes its block scale
+            floats[..., ::16] = 6.0  # the largest of each group sets its block scale
             made = quantized.nvfp4((floats / 4).astype(np.float32))
         else:
             floats = rng.integers(0, 16, shape) - rng.integers(4, 12, (*shape[:-1], 1))
@@ -133,7 +133,7 @@ class Cached:
         return {name: made.codes, **{f"{x}_{part}": unit for part, unit in parts if unit is not None}}
 
     def run(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the library; the caches after the call are results, if keys were appended."""
+        """Call the library; if keys are appended, the caches after the call are results, too."""
         flat = dict(given)
         caches = {"k_cache": flat["k_cache"], "v_cache": flat["v_cache"]}
         for x in "kv":
@@ -153,9 +153,9 @@ class Cached:
     def judge(
         self, host: Mapping[str, Any], results: Mapping[str, np.ndarray], place: Place
     ) -> list[Verdict]:
-        """Compare what was returned and what was stored with FP64."""
+        """Compare the results, and the stored keys and values, with FP64."""
         arrays, verdicts = dict(host), []
-        for x in "kv" if self.prefix else "":  # as if it lay before every sequence
+        for x in "kv" if self.prefix else "":  # the reference has the prefix in front of every sequence
             prefix, cache = arrays.pop(f"prefix_{x}"), host[f"{x}_cache"]
             shared = np.broadcast_to(prefix, (len(cache), *prefix.shape))
             arrays[f"{x}_cache"] = np.concatenate([shared, cache], axis=2)

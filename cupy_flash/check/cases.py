@@ -1,4 +1,4 @@
-"""The calls of a check: what they are given, how they are made, and how FP64 judges what they return."""
+"""Cases of a check: their inputs, their calls, and the comparison of their results with FP64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.random import default_rng  # here: NumPy loads it at first use, and an interrupt then gets lost
+from numpy.random import default_rng  # why at import: NumPy loads it lazily, which can lose a Ctrl-C
 
 from .. import api, blocks, functions, spans, testing, varlen
 from ..call.arrays import numpy_dtype
@@ -19,23 +19,23 @@ from .places import Place
 __all__ = ["Case", "Dense", "Packed", "drawing"]
 
 FLOAT8 = "float8_e4m3fn"
-# A score per head and distance, and every third key of the past.
+# A score with a table per head and distance, and a mask that hides keys of the past at regular distances.
 BY_DISTANCE = functions.score(lambda s, _b, h, i, j, table: s + table[h, abs(i - j)])
 STRIDED = functions.mask(lambda _b, h, i, j: (j <= i) & ((i - j) % (h + 2) != 1))
 
 
 class Case(Protocol):
-    """One call, and its gradients if it has them."""
+    """One call of the library, and its backward call if it has one."""
 
     @property
     def kind(self) -> str:
         """One of "primitive", "forward", "backward", "decode", "second order"."""
 
     def inputs(self, rng: np.random.Generator) -> dict[str, Any]:
-        """Everything that the call is given, as arrays of NumPy."""
+        """Make the inputs, as NumPy arrays."""
 
     def run(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Results by name, of inputs on some device."""
+        """Call the library with inputs on the device; return results by name."""
 
     def judge(
         self, host: Mapping[str, Any], results: Mapping[str, np.ndarray], place: Place
@@ -44,12 +44,12 @@ class Case(Protocol):
 
 
 def drawing(case: Case, seed: int) -> np.random.Generator:
-    """What a case draws its data from: the seed, and what the case is."""
+    """The random generator of a case, seeded by the seed and the description of the case."""
     return default_rng((seed, zlib.crc32(str(case).encode())))
 
 
 def precision_of(dtype: str, asked: str | None, place: Place) -> str | None:
-    """The precision to allow for in the error budget: what is asked for, or the default of a GPU."""
+    """The precision for the error budget: the one of the call, or the default of the device."""
     if dtype == FLOAT8:
         return "e4m3" if place.on_gpu else None
     return asked or ("tf32x3" if dtype == "float32" and place.on_gpu else None)
@@ -61,22 +61,24 @@ def accumulator(dtype: str) -> str:
 
 
 def named(options: Mapping[str, Any]) -> list[str]:
-    """Options as words; those that are only on are their names."""
+    """Describe options for the name of a case: "name" if True, else "name=value"."""
     return [name if value is True else f"{name}={value}" for name, value in options.items() if name != "seed"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dense:
-    """A call of attention, and of attention_backward.
+    """A case that calls attention, and attention_backward if kind is "backward".
 
     Attributes
     ----------
-    heads, lengths, head_dims : (int, int)
-        Of q and of k; head_dims of q and of v.
+    heads, lengths : (int, int)
+        Heads and lengths of q and of k.
+    head_dims : (int, int)
+        Head dims of q and of v.
     arrays : tuple of str
-        Which of bias, mask, spans, blocks, score, mask function, sinks, alibi_slopes are given.
+        Array options: any of bias, mask, spans, blocks, score, mask function, sinks, alibi_slopes.
     options : dict
-        The other options.
+        All other options.
     """
 
     kind: str = "forward"
@@ -109,12 +111,12 @@ class Dense:
         if self.dtype == FLOAT8:
             for name in "qkv":
                 made[f"{name}_scale"] = np.exp2(rng.uniform(-1, 1, heads_k)).astype(np.float32)
-            # why: a dtype of the result that every library has
+            # why float16: every library has this dtype
             made["out"] = np.zeros((1, heads_q, queries, dim_v), np.float16)
         return made | self._extra(rng)
 
     def _extra(self, rng: np.random.Generator) -> dict[str, Any]:
-        """The arrays among the options."""
+        """Make the array options."""
         heads, (queries, keys) = self.heads[0], self.lengths
         acc = accumulator(self.dtype)
         makers: dict[str, Callable[[], dict[str, Any]]] = {
@@ -156,7 +158,7 @@ class Dense:
 
 
 def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The inputs but q, k and v; and these, quantised if they have scales: uint8 are the bits of float8."""
+    """Split off q, k and v, as QuantizedArray if they have scales; uint8 holds the bits of float8."""
     rest = dict(given)
     qkv = [rest.pop(name) for name in "qkv"]
     scales = [rest.pop(f"{name}_scale", None) for name in "qkv"]
@@ -167,12 +169,12 @@ def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """A call of attention_varlen, and of attention_varlen_backward.
+    """A case that calls attention_varlen, and attention_varlen_backward if kind is "backward".
 
     Attributes
     ----------
-    lengths : tuple of ((int, ...), (int, ...))
-        Queries and keys of each sequence.
+    lengths : ((int, ...), (int, ...))
+        Numbers of queries and of keys, for each sequence.
     """
 
     kind: str = "forward"

@@ -1,4 +1,4 @@
-"""Where the arrays of a check live: CuPy's or torch's on a GPU, or NumPy's on the CPU or a simulated GPU."""
+"""Places for the arrays of a check: CuPy or torch on a GPU, NumPy on the CPU or a simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..dispatch.backends import driver_of
 __all__ = ["Place", "as_tensor", "find", "first_line", "torch_gpu", "torch_module"]
 
 CPU = ("cpu", 0)
-ROWS, MOST_CALLS = 5, 200  # rows of calls that are timed, and calls of a row
-FLOAT8 = "float8_e4m3fn"  # uint8 stands for its bits, in every library
+ROWS, MOST_CALLS = 5, 200  # timed runs, and the most calls of a run
+FLOAT8 = "float8_e4m3fn"  # passed as uint8 bits, which every library has
 
 
 class Place(NamedTuple):
@@ -27,15 +27,15 @@ class Place(NamedTuple):
     ----------
     library : str
     title : str
-        The device, for people.
+        Short description of the device for messages.
     on_gpu : bool
-        Whether kernels run there: on a GPU, or in the simulator.
+        Whether CUDA kernels compute: on a GPU, or in the simulator.
     array : callable
-        Puts a NumPy array there.
+        Copies a NumPy array to the device.
     synchronize : callable
-        Waits until everything enqueued is done.
+        Waits until all enqueued work is done.
     ordinal : int, optional
-        Of the GPU.
+        CUDA device number; None without a GPU.
     """
 
     library: str
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     ordinal: int | None = None
 
     def put(self, x: Any) -> Any:
-        """The same with arrays there: an array, a tuple of them, or a mapping; the rest as it is."""
+        """Copy arrays to the device, also in tuples and mappings; return other values unchanged."""
         if isinstance(x, np.ndarray):
             return self.array(x.view(np.uint8) if x.dtype.name == FLOAT8 else x)
         if isinstance(x, Mapping):
@@ -57,7 +57,7 @@ class Place(NamedTuple):
         return x
 
     def seconds(self, call: Callable[[], Any], at_least: float) -> float:
-        """Seconds of a call among others in a row, the median of up to five rows."""
+        """Seconds per call of back-to-back calls, the median of up to five runs."""
         call()
         self.synchronize()
         begun = start = time.perf_counter()
@@ -66,7 +66,7 @@ class Place(NamedTuple):
         count = int(at_least / ROWS / max(time.perf_counter() - start, 1e-6))
         count = min(max(count, 1), MOST_CALLS)
         rows: list[float] = []
-        # why a limit: a busy machine may take far longer than that one call has
+        # why a limit: on a busy machine a run may take far longer than the first call predicts
         while not rows or (len(rows) < ROWS and time.perf_counter() - begun < 2 * at_least):
             start = time.perf_counter()
             for _ in range(count):
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
 
 def find(wanted: str = "auto") -> tuple[list[Place], list[str]]:
-    """The places to check, and sentences about those that could not be taken.
+    """Find the places to check, and say why others cannot be used.
 
     Parameters
     ----------
@@ -86,8 +86,10 @@ def find(wanted: str = "auto") -> tuple[list[Place], list[str]]:
     Returns
     -------
     list of Place
-        A case runs at the first that holds its arrays. Empty if a GPU is wanted, and no library reaches one.
+        A case runs at the first place that can hold its arrays. Empty if a GPU is wanted, but no library can
+        use one.
     list of str
+        Reasons why a library cannot use a GPU.
     """
     said: list[str] = []
     found: list[Place] = []
@@ -96,7 +98,7 @@ def find(wanted: str = "auto") -> tuple[list[Place], list[str]]:
         for make in (_cupy, _torch):
             try:
                 place = make()
-            except Exception as error:  # why any: a broken driver or package shows in many ways
+            except Exception as error:  # why any: a broken driver or package raises all kinds
                 name = make.__name__.strip("_")
                 said.append(f"{name} does not reach a GPU: {type(error).__name__}: {first_line(error)}")
                 continue
@@ -105,7 +107,7 @@ def find(wanted: str = "auto") -> tuple[list[Place], list[str]]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without its hints."""
+    """The first line of an error's message, without reasons and hints."""
     return str(error).partition("\n")[0]
 
 
@@ -122,7 +124,7 @@ def _cupy() -> Place | None:
 
     ordinal = int(cupy.cuda.Device().id)
     found = _device(ordinal, "cupy")
-    # why: a kernel that fails does so here, not in what comes after
+    # why synchronise the device: a failed kernel raises here, and not in a later call
     return Place("cupy", f"{found.name} ({found.arch})", True, cupy.asarray,
                  cupy.cuda.runtime.deviceSynchronize, ordinal)  # fmt: skip
 
@@ -145,22 +147,22 @@ def _device(ordinal: int, library: str) -> Device:
 
 
 def as_tensor(torch: Any, x: np.ndarray) -> Any:
-    """A tensor over a NumPy array; torch does not know the dtypes that ml_dtypes adds to NumPy."""
+    """View a NumPy array as a tensor; torch cannot convert the bfloat16 of ml_dtypes itself."""
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
 
 
 def torch_module() -> Any:
-    """The module torch, or None."""
+    """Import torch; return None if it does not import."""
     try:
         import torch
-    except Exception:  # why any: a broken installation is no matter of ours, and shows in many ways
+    except Exception:  # why any: a broken torch raises all kinds, and is not a fault of this installation
         return None
     return torch
 
 
 def torch_gpu() -> Any:
-    """The module torch if it has CUDA and sees a GPU, or None."""
+    """The module torch if it can use a GPU, or None."""
     torch = torch_module()
     return torch if torch is not None and torch.cuda.is_available() else None

@@ -1,7 +1,7 @@
-"""The primitives of a check: single instructions, on numbers whose result is known without a GPU.
+"""Primitives of a check: single GPU instructions, on inputs with results that NumPy computes exactly.
 
-Sums of products are of integers, so that every order of additions gives the same bits. Row t of the arrays
-is what thread t of ``kernels_cu/check_primitives.cu`` takes and finds, which has them under the same numbers.
+Products sum integers, so that every order of additions gives the same bits. Row t of an array belongs to
+thread t of ``kernels_cu/check_primitives.cu``, which numbers the primitives in the same way.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from .places import Place
 
 __all__ = ["PRIMITIVES", "Primitive", "of_driver", "primitives_of"]
 
-THREADS, GIVEN, FOUND = 128, 32, 32  # of the kernel: threads, and words of their rows
+THREADS, GIVEN, FOUND = 128, 32, 32  # threads of the kernel, and words per thread of inputs and results
 WARPS = 4
 ROW = np.arange(THREADS)
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
-# Of ex2 and rcp, as PTX states it, with the rounding of the result.
+# Relative error of ex2 and rcp by the PTX specification, plus the rounding of the result.
 _APPROXIMATION = 2.0**-22 + 2.0**-24
 
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """What a primitive is given and must find, as words. why no tuple: a place would take its arrays."""
+    """Inputs and expected results of a primitive. why no tuple: `Place.put` would copy its arrays."""
 
-    given: np.ndarray  # (THREADS, GIVEN)
-    wanted: np.ndarray  # (THREADS, FOUND) or the first words of each row
+    given: np.ndarray  # uint32 (THREADS, up to GIVEN)
+    wanted: np.ndarray  # uint32 (THREADS, up to FOUND)
     approximate: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """One of them, as a case of a check.
+    """One primitive, as a case of a check.
 
     Attributes
     ----------
     number : int
-        In the kernel.
+        Its number in the kernel.
     title : str
-        As PTX has it, with its types.
+        PTX name with types.
     numbers : callable
-        Makes them of a random generator.
+        Makes `Numbers` from a random generator.
     since : int
-        Capability x 10 of the first architecture whose kernels use it.
+        Compute capability x 10 of the oldest architecture whose kernels use it.
     only : tuple of int
-        Those alone, if any are named.
+        If not empty, the only compute capabilities x 10 that have it.
     """
 
     number: int
@@ -72,11 +72,11 @@ class Primitive:
         return self.title
 
     def inputs(self, rng: np.random.Generator) -> dict[str, Any]:
-        """Make what it is given; what it must find stays on the host."""
+        """Make the inputs; the expected results stay on the host."""
         made = self.numbers(rng)
         given = np.zeros((THREADS, GIVEN), np.uint32)
         given[:, : made.given.shape[1]] = made.given
-        # why integers with a sign: every library has those
+        # why int32: every library has this dtype, but not uint32
         return {"given": given.view(np.int32), "found": np.zeros((THREADS, FOUND), np.int32),
                 "numbers": made}  # fmt: skip
 
@@ -102,7 +102,7 @@ class Primitive:
     def judge(
         self, host: Mapping[str, Any], results: Mapping[str, np.ndarray], place: Place
     ) -> list[Verdict]:
-        """Compare with what it must find."""
+        """Compare with the expected results."""
         del place
         made: Numbers = host["numbers"]
         found = results["found"].view(np.uint32)[:, : made.wanted.shape[1]]
@@ -119,7 +119,7 @@ class Primitive:
 
 
 def _within(found: np.ndarray, wanted: np.ndarray) -> Verdict:
-    """Approximations, whose special values are exact."""
+    """Compare approximations, but zeros and infinities exactly."""
     exact = (wanted == 0) | ~np.isfinite(wanted)
     if not np.array_equal(found[exact], wanted[exact]):
         return Verdict("found", "a zero or an infinity is another number")
@@ -129,7 +129,7 @@ def _within(found: np.ndarray, wanted: np.ndarray) -> Verdict:
 
 
 def primitives_of(places: Sequence[Place]) -> tuple[Primitive, ...]:
-    """Those that the kernels of the GPU that is there use; none of a CPU, and of a GPU without kernels."""
+    """The primitives of the kernels of this GPU; none for a CPU, or for a GPU without kernels."""
     if not places or not places[0].on_gpu:
         return ()
     place = places[0]
@@ -138,7 +138,7 @@ def primitives_of(places: Sequence[Place]) -> tuple[Primitive, ...]:
 
 
 def of_driver(driver: Driver | None, device: int) -> tuple[Primitive, ...]:
-    """Those of a device."""
+    """The primitives of the kernels of a device."""
     try:
         row = architecture("" if driver is None else driver.arch(device))
     except UnsupportedError:
@@ -147,11 +147,11 @@ def of_driver(driver: Driver | None, device: int) -> tuple[Primitive, ...]:
     return tuple(x for x in PRIMITIVES if own >= x.since and (not x.only or own in x.only))
 
 
-# ---- numbers of each
+# ---- inputs and expected results of each primitive
 
 
 def _words(*columns: np.ndarray) -> np.ndarray:
-    """Rows of words of such columns: (THREADS,) or (THREADS, n), of 4 or 8 bytes."""
+    """Concatenate columns (THREADS,) or (THREADS, n) of 4- or 8-byte items to rows of words."""
     shaped = (np.ascontiguousarray(x.reshape(THREADS, -1)) for x in columns)
     return np.concatenate([x.view(np.uint32) for x in shaped], axis=1)
 
@@ -162,7 +162,7 @@ def _random(rng: np.random.Generator, words: int) -> np.ndarray:
 
 def _functions(rng: np.random.Generator) -> Numbers:
     x = rng.uniform(-100, 100, THREADS).astype(np.float32)
-    x[:4] = 0, -np.inf, np.inf, -130  # the last one's power is no normal number, and becomes 0
+    x[:4] = 0, -np.inf, np.inf, -130  # 2**-130 is subnormal, and is flushed to 0
     y = (np.exp2(rng.uniform(-90, 90, THREADS)) * rng.choice((-1, 1), THREADS)).astype(np.float32)
     y[:2] = 0, np.inf
     with np.errstate(divide="ignore"):
@@ -189,20 +189,20 @@ def _integers(rng: np.random.Generator) -> Numbers:
 
 
 def _floats(rng: np.random.Generator) -> np.ndarray:
-    """Pairs of numbers of any size that halves have, ties among them."""
+    """Pairs of float32 in the range of float16, including ties."""
     x = (rng.standard_normal((THREADS, 2)) * np.exp2(rng.integers(-20, 12, (THREADS, 2)))).astype(np.float32)
     x[::4] = rng.integers(-4096, 4096, (THREADS // 4, 2)) + 0.5
     return x
 
 
 def _bfloat16(x: np.ndarray) -> np.ndarray:
-    """Bits of the nearest bfloat16; of two the even one."""
+    """Bits of the nearest bfloat16, ties to even."""
     bits = x.astype(np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
 
 
 def _e4m3(x: np.ndarray) -> np.ndarray:
-    """Bits of the nearest e4m3, at most 448."""
+    """Bits of the nearest e4m3, saturated at 448."""
     sizes = nearest(np.minimum(np.abs(x.astype(float)), 448), E4M3[:127])
     return (np.searchsorted(E4M3[:127], sizes) | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
@@ -231,7 +231,7 @@ def _matrices(rng: np.random.Generator) -> np.ndarray:
 
 
 def _in_registers(x: np.ndarray) -> np.ndarray:
-    """Word j of lane l: elements 2 (l % 4) and + 1 of row l / 4 of matrix j."""
+    """Matrices as in registers: word j of lane l has elements 2 (l % 4) and + 1 of row l / 4 of matrix j."""
     words = np.ascontiguousarray(x).view(np.uint32).reshape(WARPS, 4, 32)
     turned: np.ndarray = words.swapaxes(1, 2).reshape(THREADS, 4)
     return turned
@@ -258,7 +258,7 @@ def _copies(rng: np.random.Generator) -> Numbers:
     return Numbers(given, np.where(kept, given.view(np.uint8), 0).astype(np.uint8).view(np.uint32))
 
 
-# Elements of products: how integers are written, and how many are in a word.
+# Element types of products: conversion from integers, and elements per word.
 _WRITTEN: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
     "f16": (lambda x: x.astype(np.float16), 2),
     "bf16": (_bfloat16, 2),
@@ -272,7 +272,7 @@ def _operands(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.nda
 
 
 def _of_a(a: np.ndarray, of_word: int, registers: int) -> np.ndarray:
-    """Elements of a (warps, 16, k) in the registers of each thread, as prim/warp.cuh states it."""
+    """Elements of a (warps, 16, k) in the registers of each thread, in the layout of prim/warp.cuh."""
     i, e = np.arange(registers)[:, None], np.arange(of_word)
     row = G[:, None, None] + 8 * (i % 2)
     k = of_word * (T[:, None, None] + 4 * (i // 2)) + e
@@ -280,27 +280,27 @@ def _of_a(a: np.ndarray, of_word: int, registers: int) -> np.ndarray:
 
 
 def _of_b(b: np.ndarray, of_word: int, registers: int) -> np.ndarray:
-    """The same of b, (warps, 8, k): a row for each column of the product."""
+    """Elements of b (warps, 8, k), one row per column of the product, in registers as in `_of_a`."""
     i, e = np.arange(registers)[:, None], np.arange(of_word)
     k = of_word * (T[:, None, None] + 4 * i) + e
     return b[:, G[:, None, None], k].reshape(THREADS, registers * of_word)
 
 
 def _of_d(d: np.ndarray) -> np.ndarray:
-    """Elements of d (warps, 16, columns), a multiple of 8 of them, of each thread."""
+    """Elements of d (warps, 16, a multiple of 8 columns) in the registers of each thread."""
     i = np.arange(d.shape[2] // 2)
     return d[:, G[:, None] + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * T[:, None] + i % 2].reshape(THREADS, -1)
 
 
 def _product(element: str, depth: int) -> Callable[[np.random.Generator], Numbers]:
-    """mma.m16n8k<depth>: d += a b, another one for each warp."""
+    """mma.m16n8k<depth>: d += a b, with different operands for each warp."""
     written, of_word = _WRITTEN[element]
     registers = depth // of_word // 4  # of b
 
     def numbers(rng: np.random.Generator) -> Numbers:
         a, b, c = _operands(rng, (WARPS, 16, depth), (WARPS, 8, depth), (WARPS, 16, 8))
         if element != "e4m3":
-            c *= 4099  # more bits than sums in halves would keep
+            c *= 4099  # more bits than a float16 accumulator would keep
         given = np.zeros((THREADS, 10), np.uint32)
         given[:, : 2 * registers] = _words(written(_of_a(a, of_word, 2 * registers)))
         given[:, 4 : 4 + registers] = _words(written(_of_b(b, of_word, registers)))
@@ -311,7 +311,7 @@ def _product(element: str, depth: int) -> Callable[[np.random.Generator], Number
 
 
 def _scaled_product(rng: np.random.Generator) -> Numbers:
-    """mma.m16n8k32 with a power of two for each row and column; other bytes and lanes hold NaN."""
+    """mma.m16n8k32 with a power of two per row and column; unused bytes and lanes of scales hold NaN."""
     made = _product("e4m3", 32)(rng)
     a, b = (127 + rng.integers(-4, 5, (WARPS, extent)) for extent in (16, 8))
     scales = np.full((WARPS, 32, 2, 4), 255, np.uint8)
@@ -326,13 +326,13 @@ def _scaled_product(rng: np.random.Generator) -> Numbers:
 
 def _to_tf32(rng: np.random.Generator) -> Numbers:
     x = _floats(rng)[:, 0].copy()
-    # ties, which go away from zero: the highest of the 13 bits that are lost
+    # ties, which round away from zero: of the 13 lost bits only the highest is set
     x[::3] = (x[::3].view(np.uint32) & 0xFFFFE000 | 0x1000).view(np.float32)
     return Numbers(_words(x), _words(x.view(np.uint32) + 0x1000 & 0xFFFFE000))
 
 
 def _of_many_bits(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Operands whose products and sums need 52 bits, and no more."""
+    """Scale operands so that products and sums need 52 bits, and no more."""
     return a * 2**24 + 1, b * 2**20 + 1, c * 2**48 + 3
 
 
@@ -345,7 +345,7 @@ def _doubles(rng: np.random.Generator) -> Numbers:
 
 
 def _small_doubles(rng: np.random.Generator) -> Numbers:
-    """mma.m8n8k4: words of a and d of which the first numbers alone are taken."""
+    """mma.m8n8k4 of doubles, which uses only the first elements of a, b and d."""
     a, b, c = _of_many_bits(*_operands(rng, (WARPS, 8, 4), (WARPS, 8, 4), (WARPS, 8, 8)))
     d = a @ b.swapaxes(1, 2) + c
     given = np.zeros((THREADS, 8))
@@ -378,7 +378,7 @@ def _bulk_copies(rng: np.random.Generator) -> Numbers:
 
 
 def _warpgroup_product(element: str) -> Callable[[np.random.Generator], Numbers]:
-    """wgmma.m64n16 of tiles of 128 bytes along k."""
+    """wgmma.m64n16 with tiles of 128 bytes along k."""
     written, of_word = _WRITTEN[element]
 
     def numbers(rng: np.random.Generator) -> Numbers:
@@ -390,7 +390,7 @@ def _warpgroup_product(element: str) -> Callable[[np.random.Generator], Numbers]
 
 
 def _product_of_registers(rng: np.random.Generator) -> Numbers:
-    """wgmma.m64n64k16 with a in registers, and a row of b for each k."""
+    """wgmma.m64n64k16 with a in registers, and b row-major, one row per k."""
     a, b = _operands(rng, (WARPS, 16, 16), (16, 64))
     given = np.zeros((THREADS, 20), np.uint32)
     given[:, :4] = _words(_of_a(a, 2, 4).astype(np.float16))

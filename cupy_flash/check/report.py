@@ -1,4 +1,4 @@
-"""What a check found: one screen, and a report for an issue, as Markdown or JSON, without names and paths."""
+"""The result of a check: a summary on one screen, and a report for an issue without names and paths."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WRONG_PRIMITIVE = (
     "a primitive is wrong, and with it every kernel that is made of it: python -m cupy_flash check --report, "
     "as an issue"
 )
-# A path of any system; what it leads to is kept if it has an ending, as kernels have.
+# A path of any operating system.
 _PATH = re.compile(r"(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:;,'\"()<>]+){2,}[/\\]?")
 
 
 def without_paths(text: str) -> str:
-    """Text with the last name of each path only, and that only if it has an ending."""
+    """Replace each path by its last name, if that has a known suffix, or by dots."""
 
     def name(found: re.Match[str]) -> str:
         last = re.split(r"[/\\]", found[0].rstrip("/\\"))[-1].rstrip(".")
@@ -38,25 +38,25 @@ def without_paths(text: str) -> str:
 
 
 class Found(NamedTuple):
-    """What a check found.
+    """The result of a check.
 
     Attributes
     ----------
     facts : dict
-        As of `info.facts`.
+        Result of `info.facts`.
     where : str
-        What was checked, for people; "" if there was nothing.
+        Short description of the device; "" if nothing was checked.
     gpu : dict or None
-        The GPU, if it was one.
+        The checked GPU, a row of the facts; None for the CPU.
     notes : tuple of str
-        What was looked for besides.
+        Sentences about devices that were not checked, and compiled kernels.
     problems : tuple of str
-        Of the installation.
+        Problems of the installation.
     outcomes : tuple of Outcome
     timings : tuple of Timing
     seed : int
     seconds : float
-        Of the cases.
+        Time of the cases.
     """
 
     facts: dict[str, Any]
@@ -71,14 +71,14 @@ class Found(NamedTuple):
 
     @property
     def status(self) -> int:
-        """The exit status: 0 all right, 1 something is wrong, 2 nothing could be checked."""
+        """Exit status: 0 all right, 1 something is wrong, 2 nothing could be checked."""
         if self.problems or self.of(WRONG) or any(x.failed for x in self.timings):
             return SOMETHING_WRONG
         return ALL_RIGHT if self.of(RIGHT) else NOTHING_CHECKED
 
     @property
     def verdict(self) -> str:
-        """The status in words, with what was counted."""
+        """The status in words, with counts."""
         parts = [f"{len(self.of(state))} {state}" for state in STATES if self.of(state)]
         if self.problems:
             count = len(self.problems)
@@ -87,13 +87,13 @@ class Found(NamedTuple):
         return f"{_VERDICTS[self.status]}: {', '.join(parts) or 'no case ran'}"
 
     def of(self, state: str) -> list[Outcome]:
-        """The cases that ended so."""
+        """The outcomes with this state."""
         return [x for x in self.outcomes if x.state == state]
 
     # ---- one screen
 
     def screen(self) -> str:
-        """What was found, a line for each thing that matters."""
+        """The summary, one line per fact."""
         versions = ", ".join(f"{name} {version}" for name, version in self.facts["versions"].items())
         lines = [f"versions  {versions}", f"checked   {self.where or 'nothing'}"]
         lines += [f"note      {note}" for note in self.notes]
@@ -113,7 +113,7 @@ class Found(NamedTuple):
         return "\n".join([*lines, f"verdict   {self.verdict}"])
 
     def _cubins(self) -> list[str]:
-        """A line for each set, state and origin, with the kernels of each target."""
+        """One line per set, state and origin, with the number of kernels of each target."""
         lines: dict[str, list[str]] = {}
         for row in self.facts["cubins"]:
             state = "damaged" if row["problem"] else "verified"
@@ -122,7 +122,7 @@ class Found(NamedTuple):
         return [f"{what}: {', '.join(targets)}" for what, targets in lines.items()] or ["none installed"]
 
     def _summary(self) -> list[str]:
-        """A line for each kind of call."""
+        """One line per kind of call."""
         lines = [f"{len(self.outcomes)} in {self.seconds:.1f} s, --seed {self.seed}, against FP64"]
         for kind in dict.fromkeys(x.kind for x in self.outcomes):
             own = [x for x in self.outcomes if x.kind == kind]
@@ -135,7 +135,7 @@ class Found(NamedTuple):
     # ---- for an issue
 
     def for_machines(self) -> dict[str, Any]:
-        """Everything as plain values, without names of users and hosts, and without paths."""
+        """All results as plain values for JSON, without names of users and hosts, and without paths."""
         facts = self.facts
         return {
             "verdict": self.verdict,
@@ -194,7 +194,7 @@ def _cell(text: str) -> str:
 
 
 def _finite(used: float | None) -> float | None:
-    """JSON has no infinity: a share of the budget that nothing can be compared with is none."""
+    """Round a share of the budget, with None for infinity, which JSON does not have."""
     return None if used is None or used == float("inf") else round(used, 4)
 
 

@@ -1,4 +1,4 @@
-"""Runs cases one after the other: what answered each, and how much of its error budget it uses."""
+"""Run cases: which kernels computed each, and how much of its error budget it uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT, WRONG, REFUSED, LEFT_OUT = STATES = ("right", "wrong", "refused", "left o
 
 
 class Outcome(NamedTuple):
-    """What became of a case.
+    """The result of a case.
 
     Attributes
     ----------
@@ -30,14 +30,14 @@ class Outcome(NamedTuple):
     kind : str
         One of "primitive", "forward", "backward", "decode", "second order".
     state : str
-        One of `STATES`: within the error budget; over it, or it ended in an error; the library refused it, or
-        there was no way to make its arrays.
+        One of `STATES`: "right" is within the error budget, "wrong" is over it or raised an error, "refused"
+        by the library, "left out" because its arrays could not be made or the device is lost.
     used : float or None
-        The largest share of its error budget that a result uses; None if nothing was compared.
+        The largest share of the error budget that a result uses; None if nothing was compared.
     kernels : tuple of str
-        What computed it.
+        Names of the kernels that computed it.
     says : str
-        Why it is not right.
+        Why it is not right; "" if it is.
     """
 
     case: str
@@ -56,10 +56,10 @@ def run_cases(
     Parameters
     ----------
     cases, places
-        A case runs at the first place that holds its arrays.
+        A case runs at the first place that can hold its arrays.
     seed : int
     tell : callable
-        Gets the number and the case that comes next.
+        Called with the index and the case before it runs.
     """
     found: list[Outcome] = []
     lost = ""
@@ -75,17 +75,17 @@ def run_cases(
 
 
 def _lost(places: Sequence[Place]) -> str:
-    """Why a device takes no more work, as after a kernel that failed; "" if it does."""
+    """Why a device accepts no more work, as after a failed kernel; "" if it does."""
     try:
         for place in places:
             place.synchronize()
-    except Exception as error:  # why any: each library has its own
+    except Exception as error:  # why any: each library has its own error
         return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
 
 def run_case(case: Case, places: Sequence[Place], seed: int) -> Outcome:
-    """Run a case, and compare what it returns with FP64."""
+    """Run a case, and compare its results with FP64."""
     name, kind = str(case), case.kind
     try:
         host = case.inputs(drawing(case, seed))
@@ -101,7 +101,7 @@ def run_case(case: Case, places: Sequence[Place], seed: int) -> Outcome:
         results = {n: testing.to_numpy(x) for n, x in results.items() if x is not None}
     except UnsupportedError as error:
         return Outcome(name, kind, REFUSED, says=_reasons(error))
-    except Exception as error:  # why any: a kernel that fails does so in its library's words
+    except Exception as error:  # why any: each library has its own error for a failed kernel
         says = f"{type(error).__name__}: {first_line(error)}"
         return Outcome(name, kind, WRONG, None, _computed(case), says)
     with np.errstate(all="ignore"):
@@ -113,12 +113,12 @@ def run_case(case: Case, places: Sequence[Place], seed: int) -> Outcome:
 
 
 def _computed(case: Case) -> tuple[str, ...]:
-    """The kernels that answered."""
+    """Names of the kernels that computed a case."""
     return (KERNEL,) if isinstance(case, Primitive) else memo.kernels()
 
 
 def _put(places: Sequence[Place], host: dict[str, Any]) -> tuple[Place, dict[str, Any]] | str:
-    """The arrays of a case at the first place that holds them, or why none does."""
+    """Copy the arrays of a case to the first place that can hold them, or say why none can."""
     reasons = []
     for place in places:
         try:
@@ -129,13 +129,13 @@ def _put(places: Sequence[Place], host: dict[str, Any]) -> tuple[Place, dict[str
 
 
 def _reasons(error: UnsupportedError) -> str:
-    """What a refusal says, on one line, without its hint."""
+    """The message of a refusal on one line, without its hint."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if not line.startswith("Try:"))
 
 
 def _numbers(verdicts: Sequence[Verdict]) -> str:
-    """The worst of each tensor that is wrong, with its error and what is allowed."""
+    """The worst verdict of each wrong tensor: its errors and the allowed errors."""
     worst: dict[str, Verdict] = {}
     for verdict in sorted(verdicts, key=lambda verdict: verdict.used):
         if not verdict.within:

@@ -1,4 +1,4 @@
-"""The calls of a check that differentiate twice: tangents of attention, and of its gradients."""
+"""Cases of a check for second order: tangents of attention, and of its gradients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["SecondOrder"]
 SHAPE, SHAPE_K = (1, 4, 130, 64), (1, 2, 130, 64)
 OF = "tangent of "
 OF_Q, OF_K = ("q", "do", "dq"), ("k", "v", "dk", "dv")
-# By how many unit roundoffs of its largest number a result may be off. No budget is derived for these: the
-# CPU core and kernels in the simulator, which multiply float32 as three TF32, used at most a third of it.
+# Allowed error of a result, in unit roundoffs times its largest element. No budget is derived for these:
+# the CPU core, and kernels in the simulator with float32 as three TF32 products, use at most a third of it.
 UNITS = {"float16": 16, "float32": 256, "float64": 128}
 
 
 @dataclass(frozen=True, eq=False)
 class SecondOrder:
-    """A call of `derivatives.jvp` and of `derivatives.hvp`, head dim 64."""
+    """A case that calls `derivatives.jvp` and `derivatives.hvp`, with head dim 64."""
 
     dtype: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class SecondOrder:
         return ", ".join([f"{self.kind} {self.dtype}", f"head dim {SHAPE[-1]}", *named(self.options)])
 
     def inputs(self, rng: np.random.Generator) -> dict[str, Any]:
-        """Make the arrays of both calls; dq, dk and dv are a direction."""
+        """Make the arrays of both calls; dq, dk and dv are the tangents."""
         shapes = dict.fromkeys(OF_Q, SHAPE) | dict.fromkeys(OF_K, SHAPE_K)
         return {name: rng.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
 
@@ -53,7 +53,7 @@ class SecondOrder:
     def judge(
         self, host: Mapping[str, Any], results: Mapping[str, np.ndarray], place: Place
     ) -> list[Verdict]:
-        """Compare with FP64, in units of the largest number of each result: the same wherever it ran."""
+        """Compare with FP64, relative to the largest element of each result, equally on every device."""
         del place
         rest = {name: x for name, x in host.items() if name != "do"} | self.options
         exact = testing.reference_jvp(**rest)._asdict() | testing.reference_hvp(host["do"], **rest)._asdict()

@@ -1,4 +1,4 @@
-"""The time of three standard calls, beside torch's scaled_dot_product_attention where torch is there."""
+"""Time of three standard calls, compared with torch's scaled_dot_product_attention if torch is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Timing", "speed_of"]
 
 
 class Shape(NamedTuple):
-    """Sizes of the standard calls: dense ones are causal, over as many keys as queries."""
+    """Shapes of the standard calls: dense ones are causal, with as many keys as queries."""
 
     dtype: str
     dense: tuple[int, int, int, int]  # batch, heads, length, head_dim
@@ -34,13 +34,13 @@ class Timing(NamedTuple):
     ----------
     call : str
     ms : float or None
-        Per call, of calls in a row.
+        Milliseconds per back-to-back call; None if ours raised an error.
     torch_ms : float or None
-        Of torch's, in the same run.
+        The same for torch, in the same run; None without torch, or if it raised an error.
     says : str
-        Why a time is missing.
+        Why a time is missing; "" if none is.
     failed : bool
-        Whether ours ended in an error that is neither a refusal nor a lack of memory.
+        Whether ours raised an error other than UnsupportedError or a lack of memory.
     """
 
     call: str
@@ -51,7 +51,7 @@ class Timing(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """The time of torch's attention divided by ours; above 1 we are faster."""
+        """Speedup over torch: its time divided by ours."""
         return self.torch_ms / self.ms if self.torch_ms and self.ms else None
 
 
@@ -62,9 +62,9 @@ def speed_of(place: Place, quick: bool, tell: Callable[[str], None]) -> list[Tim
     ----------
     place : Place
     quick : bool
-        A tenth of the time.
+        Measure for a tenth of the time.
     tell : callable
-        Gets the name of the call that comes next.
+        Called with the name of the next call.
     """
     shape = ON_CPU if place.ordinal is None else ON_GPU
     shape = SIMULATED if place.on_gpu and place.ordinal is None else shape
@@ -100,7 +100,7 @@ def _time(
         ms = 1e3 * place.seconds(ours(*map(place.put, host)), at_least)
     except (UnsupportedError, MemoryError) as error:
         return Timing(name, None, says=first_line(error))
-    except Exception as error:  # why any: a kernel that fails does so in its library's words
+    except Exception as error:  # why any: each library has its own error for a failed kernel
         no_memory = type(error).__name__ == "OutOfMemoryError"  # as of torch, a RuntimeError
         return Timing(name, None, says=first_line(error), failed=not no_memory)
     if torch is None:

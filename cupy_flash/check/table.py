@@ -1,4 +1,4 @@
-"""The cases of a check: those of --quick, and the others."""
+"""The cases of a check: COMMON for --quick, and OTHERS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BFLOAT16 = "bfloat16"
 
 
 def _dense(kind: str, dtype: str, dims: int | tuple[int, int], **options: Any) -> Dense:
-    """A case; heads, lengths and arrays among the options are its own."""
+    """Make a case; heads, lengths and arrays are its fields, the rest are options of the call."""
     own = {name: options.pop(name) for name in ("heads", "lengths", "arrays") if name in options}
     head_dims = dims if isinstance(dims, tuple) else (dims, dims)
     return Dense(kind=kind, dtype=dtype, head_dims=head_dims, options=options, **own)

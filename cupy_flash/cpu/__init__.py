@@ -1,4 +1,4 @@
-"""Tiled attention in NumPy: the same call without a GPU, in linear memory."""
+"""Tiled attention on the CPU, in linear memory: NumPy here, the compiled core in `core`."""
 
 from .backward import backward
 from .decode import decode

@@ -1,4 +1,4 @@
-"""Backward pass: the weights computed again from LSE, tile by tile, in NumPy.
+"""Backward pass in NumPy, tile by tile: weights are recomputed from LSE.
 
 Dao 2023, FlashAttention-2, Algorithm 2, with the query blocks outside and the key blocks inside,
 as in the forward pass.
@@ -33,16 +33,16 @@ Array = np.ndarray[Any, Any]
 
 
 def backward(problem: Problem, arrays: dict[str, Array]) -> None:
-    """Compute the gradients tile by tile; equal calls give equal bits.
+    """Compute the gradients tile by tile; equal calls return equal bits.
 
     Parameters
     ----------
     problem : Problem
         A backward problem.
     arrays : dict of str to array
-        do, q, k, v, o (batch, heads, seq, dim), lse and, if there, dlse (batch, heads, seqlen_q);
-        mask, bias, alibi_slopes, sinks, bound as in `forward`. Written: dq, dk, dv and, as the problem
-        wants them, dbias (like bias), dsinks (heads,) and dbound[...]. Any strides.
+        do, q, k, v, o (batch, heads, seq, dim), lse and optionally dlse (batch, heads, seqlen_q);
+        mask, bias, alibi_slopes, sinks, bound as in `forward`. Written: dq, dk, dv and, if the problem
+        asks for them, dbias (like bias), dsinks (heads,) and dbound[...]. Any strides.
     """
     p, acc = problem, np.dtype(problem.accumulator)
     if p.empty:
@@ -54,7 +54,7 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
     x = grouped_inputs(p, arrays)
     dbias = np.zeros(arrays["dbias"].shape, acc) if p.want_dbias else None
     dsinks = np.zeros((p.batch, p.heads_k, p.heads_q // p.heads_k)) if p.sinks else None
-    # As in the forward pass; and an lse of another problem gives inf - inf.
+    # As in the forward pass; also, an lse that does not belong to q and k can give inf - inf.
     with one_blas_thread(), np.errstate(all="ignore"):
         for box in tiles.boxes(p):
             _backward_box(scores, x, box, dbias if dbias is None else by_key_head(dbias, p.heads_k), dsinks)
@@ -70,7 +70,7 @@ def backward(problem: Problem, arrays: dict[str, Array]) -> None:
 def _backward_box(
     scores: Scores, x: dict[str, Array], box: tiles.Box, dbias: Array | None, dsinks: Array | None
 ) -> None:
-    """Write the gradients of one key head, and add to those that heads share."""
+    """Write the gradients of one key head, and add its share to dbias, dsinks and dbound."""
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
     finite_k = finite_rows(k)
@@ -114,13 +114,13 @@ def _backward_box(
         out = x["dq"][at]
         np.multiply(dq.reshape(out.shape), acc.type(p.scale), out=out, casting="same_kind")
         count(p, box, i0, i1)
-    # Here q carried its factor; without softcap that is all of the scale.
+    # q was scaled before the products: by all of the scale, or with softcap by scale / softcap.
     np.multiply(dk, acc.type(p.softcap or 1), out=x["dk"][box], casting="same_kind")
     x["dv"][box] = dv
 
 
 def add_to_dbias(dbias: Array, box: tiles.Box, block: tiles.Block, ds: Array) -> None:
-    """Add dS (batch, key heads, group, m, n), summed over the axes that bias broadcasts."""
+    """Add dS (batch, key heads, group, m, n) to dbias, summed over the broadcast axes of bias."""
     target = cut_out(dbias, box, slice(block.i0, block.i1), slice(block.j0, block.j1))
     summed = tuple(axis for axis, extent in enumerate(target.shape) if extent < ds.shape[axis])
     target += ds.sum(axis=summed, keepdims=True) if summed else ds

@@ -1,4 +1,4 @@
-"""Blocks in NumPy: which tiles they leave out, and which pairs of a tile they keep."""
+"""Block masks in NumPy: which tiles are skipped, and which pairs of a tile are visible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 
 class TileBlocks:
-    """The blocks of a problem, tile by tile; a tile is any range of queries and keys.
+    """The block mask of a problem, for tiles: any ranges of queries and keys.
 
     Parameters
     ----------
@@ -26,9 +26,9 @@ class TileBlocks:
         self._size, self._table, self._bits = (blocks.queries, blocks.keys), table, bits
 
     def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
-        """Return what is kept of a tile, or None if it is all, and whether nothing is.
+        """Return the visible pairs of a tile, or None if all are visible, and whether none is.
 
-        Kept is (batch, key heads, group or 1, m, n).
+        Visible pairs are a boolean array (batch, key heads, group or 1, m, n).
         """
         (rows, columns), table = self._size, self._table
         codes = table[
@@ -42,7 +42,7 @@ class TileBlocks:
             return None, True
         if (codes == WHOLE).all():
             return None, False
-        # Of each different code its pairs, then of each place those of its code.
+        # Expand each distinct code to its pairs, then gather these for every block of the tile.
         found, at = np.unique(codes, return_inverse=True)
         pairs = np.zeros((len(found), rows, columns), np.bool_)
         pairs[found == WHOLE] = True

@@ -1,4 +1,4 @@
-"""choose, on the CPU: the compiled core where it can answer, else NumPy, and why."""
+"""choose, on the CPU: the compiled core where it supports the problem, else NumPy, with the reasons."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["CpuPlan", "choose", "override", "products_of_bfloat16"]
 
 
 class CpuPlan(NamedTuple):
-    """What computes a problem on the CPU.
+    """The chosen implementation of a problem on the CPU.
 
     Attributes
     ----------
     family : {"core", "numpy"}
     isa : Isa or None
+        Instruction set of the core; None for NumPy.
     library : Library or None
-        Of the core.
+        Library of the core; None for NumPy.
     refused : tuple of (str, str)
-        Families that were preferred but cannot, each with its reason.
+        Preferred families that do not support the problem, each with a reason.
     functions : Library or None
-        That of score functions, for a problem with one.
+        The core's library of score functions; None for a problem without one.
     """
 
     family: str
@@ -42,19 +43,19 @@ class CpuPlan(NamedTuple):
 
 
 def override() -> str:
-    """What the environment says of the CPU: an instruction set, "numpy", or nothing."""
+    """The value of CUPY_FLASH_CPU: an instruction set, "numpy", or "" if unset."""
     return os.environ.get(OVERRIDE, "")
 
 
 def core(part: str = "") -> tuple[Isa, Library] | str:
-    """The library that this CPU runs, or why there is none; which, of `sources.PARTS`.
+    """Find the best library of a part (of `sources.PARTS`) for this CPU, or say why there is none.
 
     Raises
     ------
     InvalidArgumentsError
-        CUPY_FLASH_CPU names what is unknown, or what this CPU lacks.
+        CUPY_FLASH_CPU has an unknown value, or one that this CPU does not support.
     CubinNotFoundError
-        A library is damaged, stale or of another version, or the one asked for is not there.
+        A library is damaged, stale or of another version, or the selected one is missing.
     """
     wanted = override()
     isas = chosen(wanted)
@@ -81,15 +82,15 @@ def core(part: str = "") -> tuple[Isa, Library] | str:
 
 
 def choose(problem: Problem) -> CpuPlan:
-    """Choose what computes a problem.
+    """Choose the implementation of a problem.
 
     Raises
     ------
     InvalidArgumentsError, CubinNotFoundError
-        As of `core`.
+        As in `core`.
     UnsupportedError
-        The same bits are asked for, and NumPy would compute; or those of a GPU. The score function is in C,
-        or has integers beyond 64 bits.
+        Reproducible bits are requested and only NumPy could compute, or the bits of a GPU are requested; or
+        the score function is in C, or has integers beyond 64 bits.
     """
     if isinstance(problem.function, Template):
         raise only_in_python("these arrays are the CPU's")
@@ -125,12 +126,12 @@ def choose(problem: Problem) -> CpuPlan:
 
 
 def products_of_bfloat16(isa: Isa, tiles: bool = True, decodes: bool = False) -> Library | None:
-    """The library that multiplies by AMX, or pairs, if this CPU can and one is there; None: that of floats.
+    """The library that multiplies bfloat16 by AMX or in pairs, if this CPU supports it; None for floats.
 
     Parameters
     ----------
     tiles, decodes : bool
-        What `family` says of a problem.
+        Results of `family.fills_tiles` and `family.decodes`.
     """
     wanted = override()
     if tiles and not wanted.endswith((FLOATS, PAIRS)) and multiplies(isa, AMX):

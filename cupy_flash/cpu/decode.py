@@ -1,11 +1,11 @@
 """Attention over a KV cache in NumPy: few queries, many keys.
 
-Dao et al. 2023, Flash-Decoding, without its parts.
+Dao et al. 2023, Flash-Decoding, without split-K.
 
 [D1]  rotate and store the new keys and values, rotate the queries
-[D2]  for each sequence, at once for all heads
-[D3]      for each tile of keys: S = score(Q K^T); row_max rises; P = exp(S - row_max); O += P V
-[D4]  O and LSE of the sequence
+[D2]  for each sequence, all heads at once
+[D3]      for each tile of keys: S = score(Q K^T); raise row_max, rescale O; P = exp(S - row_max); O += P V
+[D4]  write O and LSE of the sequence
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Keys of a tile. why: memory does not grow with the cache, and NumPy's calls for a tile hardly count.
+# Keys of a tile. why: memory does not grow with the cache, and the overhead of NumPy's calls stays small.
 KEYS = 1024
 
-# One core reads 10 GB/s and does 100 GFLOP/s in float32.
+# Operations in the time of reading one float32: a core reads 10 GB/s and computes 100 GFLOP/s.
 FLOPS_OF_A_READ = 40
 
 LOWEST = {np.dtype(kind): np.finfo(kind).min for kind in (np.float32, np.float64)}
-# Of 4-bit codes of integers, whose scales are no factors of scores and results.
+# Names for the scales of 4-bit integer codes, which are per group, not factors of scores and results.
 CODES = {"k_scale": "k_codes_scale", "v_scale": "v_codes_scale"}
-# What says where keys lie and what they stand for, and nothing of one sequence.
+# Arrays that describe the cache and its codes, which a sequence without a cache does not have.
 _IN_CACHE = frozenset((
     "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_leftpad", "rotary_cos", "rotary_sin",
     "rotary_seqlens", "v_scale", "k_codes_scale", "v_codes_scale", "k_zero", "v_zero", "k_block_scale",
@@ -43,18 +43,22 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class Sequence(NamedTuple):
-    """One sequence of the batch and where its keys lie.
+    """One sequence of the batch, and the location of its keys in the cache.
 
     Attributes
     ----------
+    batch : int
+        Index in the batch.
     slots : array of int
-        Slot or page of the cache for each `page` keys.
+        Slot or page of the cache, one for each `page` keys.
     hidden : array of bool, or None
-        Keys whose entry leads outside the cache.
-    start, length, page : int
-        Keys before those of this call, and with them.
+        True for keys with a table entry outside the cache; None if there are none.
+    start, length : int
+        Number of keys without and with those that this call appends.
+    page : int
+        Keys per page, or the capacity of a slot.
     first : int
-        Left padding.
+        Left padding: index of the first key that is visible.
     """
 
     batch: int
@@ -77,9 +81,9 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
         q, k, v (batch, heads, seq, head_dim); k_cache, v_cache (slots, heads, keys, head_dim);
         cache_seqlens (batch,), block_table (batch, pages), rotary_cos, rotary_sin (positions, features / 2),
         k_scale, v_scale, alibi_slopes (1 or batch, heads), sinks (heads,), cache_leftpad, rotary_seqlens
-        (batch,), mask (batch, heads, seqlen_q, keys), 1 where broadcast, as the problem has them; of 4-bit
-        caches what their codes stand for (slots, heads, keys, groups). Written: o, lse if there, and
-        the caches, with what 4-bit codes stand for, if k is.
+        (batch,), mask (batch, heads, seqlen_q, keys), 1 where broadcast, if the problem has them; for 4-bit
+        caches scales and zeros (slots, heads, keys, groups). Written: o, lse if given, and with k the
+        caches and the scales and zeros of their 4-bit codes.
     """
     p = problem
     arrays = _named(p, arrays)
@@ -95,21 +99,21 @@ def decode(problem: Problem, arrays: dict[str, Array]) -> None:
 
 
 def gathered(problem: Problem, arrays: dict[str, Array]) -> Iterator[tuple[Problem, dict[str, Array]]]:
-    """Yield each sequence as a problem without a cache, its keys read from there; problem has no spans.
+    """Yield each sequence as a problem without a cache, with keys gathered from the cache.
 
     Parameters
     ----------
     problem : Problem
-        As of `decode`; nothing is appended, and no entry leads outside the cache.
+        As in `decode`, without spans and new keys, and with every table entry inside the cache.
     arrays : dict of str to array
-        As of `decode`, and others with an axis of the batch in front.
+        As in `decode`, and others with the batch as first axis.
 
     Yields
     ------
     Problem
-        Of one sequence.
+        The problem of one sequence.
     dict of str to array
-        What belongs to it: k (1, heads, keys in use, head_dim), a mask that hides padding, and views.
+        Its arrays: k (1, heads, keys in use, head_dim), a mask that hides padding, and views.
     """
     p, arrays = problem, _named(problem, arrays)
     sequences = _sequences(p, arrays)
@@ -138,13 +142,13 @@ def gathered(problem: Problem, arrays: dict[str, Array]) -> Iterator[tuple[Probl
 
 
 def _named(p: Problem, arrays: dict[str, Array]) -> dict[str, Array]:
-    """The arrays, those of 4-bit codes by names that are not of factors."""
+    """Rename the scales of 4-bit integer codes, so that they are not taken for factors of scores."""
     of_integers = p.cache is not None and p.cache.dtype == "int4"
     return {CODES.get(name, name) if of_integers else name: x for name, x in arrays.items()}
 
 
 def flops(p: Problem, keys: int) -> float:
-    """Operations over so many keys, or as many as one core does in the time it takes to read them."""
+    """Operations for a number of keys, or those that take as long as reading the keys, if that is more."""
     per_feature = max(2.0 * p.heads_q * p.seqlen_q, FLOPS_OF_A_READ * p.heads_k)
     return keys * (p.head_dim + p.head_dim_v) * per_feature
 
@@ -170,7 +174,7 @@ def _sequences(p: Problem, arrays: dict[str, Array]) -> list[Sequence]:
 
 
 def _keys(p: Problem, sequence: Sequence) -> tuple[int, int]:
-    """Half-open range of the keys that any query of a sequence sees."""
+    """Half-open range of keys that at least one query of a sequence sees."""
     band = p.band._replace(offset=sequence.length - p.seqlen_q)
     first, stop = band.keys(0, p.seqlen_q - 1, sequence.length)
     return max(first, sequence.first), stop
@@ -180,7 +184,7 @@ def _keys(p: Problem, sequence: Sequence) -> tuple[int, int]:
 
 
 def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: list[int]) -> Array:
-    """Rotate rows (batch, heads, rows, head_dim) that stand at positions first, first + 1, ... each."""
+    """Rotate rows (batch, heads, rows, head_dim); those of sequence b are at positions first[b] onwards."""
     if p.cache is None or not p.cache.rotary:
         return x
     acc = np.dtype(p.accumulator)
@@ -201,13 +205,13 @@ def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: list[int]) -
 
 
 def _turned_from(arrays: dict[str, Array], own: list[int]) -> list[int]:
-    """Position of the first row of each sequence: the caller's, or its own."""
+    """Position of the first row of each sequence: from rotary_seqlens, else from `own`."""
     given = arrays.get("rotary_seqlens")
     return own if given is None else [int(n) for n in given]
 
 
 def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> None:
-    """Store new keys and values after those of each sequence; what has no place is left out."""
+    """Store new keys and values after those of each sequence; rows beyond the capacity are dropped."""
     k = arrays["k"]
     if p.cache is None or not p.cache.unrotated:
         k = _rotated(p, arrays, k, _turned_from(arrays, [sequence.start for sequence in sequences]))
@@ -239,7 +243,7 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
 
 
 def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> Array:
-    """Queries (batch, key heads, group, seqlen_q, head_dim), rotated, times all factors before softcap."""
+    """Queries (batch, key heads, group, seqlen_q, head_dim), rotated and scaled by all factors of S."""
     q = arrays["q"]
     own = [sequence.length - p.seqlen_q for sequence in sequences]
     turned = _rotated(p, arrays, q, _turned_from(arrays, own))
@@ -255,20 +259,20 @@ def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) ->
 
 
 def _read(cache: Array, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any]) -> Array:
-    """Keys or values j0 to j1 of a sequence as (key heads, keys, head_dim): a view where that is possible."""
+    """Keys or values j0 to j1 of a sequence as (key heads, keys, head_dim): a view if possible."""
     page = sequence.page
     first, last = j0 // page, (j1 - 1) // page
     j0, j1 = j0 - first * page, j1 - first * page
     if first == last:
         return operand(cache[sequence.slots[first], :, j0:j1], acc)
-    # why: a product per page of 16 keys would be all overhead
+    # why gather: a product per page of 16 keys would be mostly overhead
     pages = cache[sequence.slots[first : last + 1]].swapaxes(0, 1)
     rows: Array = pages.reshape(len(pages), -1, cache.shape[3])[:, j0:j1].astype(acc, copy=False)
     return rows
 
 
 def _units(arrays: dict[str, Array], name: str) -> list[Array]:
-    """What 4-bit codes of keys (name "k") or values stand for, if they are codes."""
+    """Scales and zeros of the 4-bit codes of keys (name "k") or values; empty if there are no codes."""
     kinds = (CODES[f"{name}_scale"], f"{name}_zero", f"{name}_block_scale")
     return [arrays[kind] for kind in kinds if kind in arrays]
 
@@ -287,11 +291,11 @@ def _rows(arrays: dict[str, Array], name: str, sequence: Sequence, j0: int, j1: 
 
 
 def _attend(p: Problem, arrays: dict[str, Array], sequence: Sequence, q: Array) -> None:
-    """Attend with the queries (key heads, group, seqlen_q, head_dim) of a sequence, tile by tile."""
+    """Compute attention of the queries (key heads, group, seqlen_q, head_dim) of a sequence by tiles."""
     acc, grouped = q.dtype, q.shape[:3]
     q = q.reshape(grouped[0], -1, q.shape[3])
     o = np.zeros((*q.shape[:2], p.head_dim_v), acc)
-    # why LOWEST: a row that has seen no key keeps its weights at exp(-inf - LOWEST) = 0.
+    # why LOWEST: the weights of a row without a visible key so far are exp(-inf - LOWEST) = 0.
     row_max, row_sum = np.full(q.shape[:2], LOWEST[acc], acc), np.zeros(q.shape[:2], acc)
     first, stop = _keys(p, sequence)
     for j0 in range(first, stop, KEYS):  # [D3]
@@ -339,7 +343,7 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j
 
 
 def _hide_drafts(spans: Array, b: int, s: Array, first: int) -> None:
-    """Hide keys of scores (key heads, group, seqlen_q, keys) by spans, which begin at key `first`."""
+    """Hide keys of scores (key heads, group, seqlen_q, keys) by spans; spans[..., 0, :] is of key `first`."""
     spans = by_key_head(spans[b if len(spans) > 1 else 0][None], s.shape[0])[0]
     keys = range(max(first, 0), min(first + s.shape[2], s.shape[3]))
     rows = np.arange(s.shape[2])[:, None]
@@ -350,13 +354,13 @@ def _hide_drafts(spans: Array, b: int, s: Array, first: int) -> None:
 
 
 def _pairs(mask: Array, b: int, j0: int, j1: int) -> Array:
-    """The part (heads, queries, keys) of a mask that belongs to keys of a sequence, broadcast axes kept."""
+    """The part (heads, queries, keys) of a mask for keys j0 to j1 of sequence b; broadcast axes stay."""
     mask = mask[b if len(mask) > 1 else 0]
     return mask if mask.shape[2] == 1 else mask[:, :, j0:j1]
 
 
 def _finish(p: Problem, arrays: dict[str, Array], b: int, o: Array, top: Array, total: Array) -> None:
-    """[D4] Write O and LSE of sequence b, (heads, seqlen_q, head_dim_v or none)."""
+    """[D4] Write O (heads, seqlen_q, head_dim_v) and LSE (heads, seqlen_q) of sequence b."""
     unit = np.ones((), o.dtype)
     if p.sinks:
         sink = arrays["sinks"][:, None].astype(o.dtype)

@@ -1,4 +1,4 @@
-"""What the two passes of second order share: tangents of the scores in a direction."""
+"""Tangents of the scores in a direction, which `jvp` and `hvp` share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def grouped_direction(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return what belongs to a direction, tangents and results, as `grouped_inputs` returns inputs."""
+    """Return the tangents and results of a direction, grouped by key head as in `grouped_inputs`."""
     names = ("k_dot", "v_dot", *DERIVATIVES)
     dots = {name: arrays[name] for name in names if name in arrays}
     for name in ("q_dot", "bias_dot", "o_dot", "lse_dot", "dq"):
@@ -31,21 +31,21 @@ def grouped_direction(problem: Problem, arrays: Mapping[str, Array]) -> dict[str
 
 
 class Direction:
-    """One direction over the keys of a box, then over one query block after the other.
+    """One direction, for the keys of a box and one query block at a time.
 
     Parameters
     ----------
     scores : Scores
     dots : dict of str to array
-        Of `grouped_direction`.
+        Result of `grouped_direction`.
     box : Box
     k : array (batch, key heads, keys, d)
-        Operand, `finite_rows`.
+        The keys as an operand, after `finite_rows`.
 
     Attributes
     ----------
     q, k, v : array or None
-        Tangents as operands; q is that of the query block, scaled as its queries are.
+        Tangents as operands, None if they are 0; q is that of the query block, scaled as the queries are.
     """
 
     def __init__(self, scores: Scores, dots: dict[str, Array], box: tiles.Box, k: Array) -> None:
@@ -53,7 +53,7 @@ class Direction:
         self.k, self.v = (
             operand(dots[name][box], scores.acc) if name in dots else None for name in ("k_dot", "v_dot")
         )
-        # why: one product of depth 2 D, [dQ Q] [K dK]^T, writes a tile once, where two write and add.
+        # why one product of depth 2 D, [dQ Q] [K dK]^T: it writes a tile once; two would write and add.
         self._right = _side_by_side(k if "q_dot" in dots else None, self.k)
         self._left: Array | None = None
         self.q: Array | None = None
@@ -64,7 +64,7 @@ class Direction:
         return self._right is not None or "bias_dot" in self.dots
 
     def begin(self, at: tuple[Any, ...], q: Array) -> None:
-        """Turn to the query block at an index; q is its operand."""
+        """Start the query block at an index; q is its operand."""
         if "q_dot" in self.dots:
             self.q = rows_of(self.dots["q_dot"][at], self.scores.acc, self.scores.query_scale(self._box))
         self._left = _side_by_side(self.q, None if self.k is None else q)
@@ -72,9 +72,9 @@ class Direction:
     def of_scores(
         self, block: tiles.Block, like: Array, capped: Array | None, slope: Array | None
     ) -> tuple[Array, Array | None, Array]:
-        """Return the tangents of a tile's scores, of what tanh is taken of, and of what the function gets.
+        """Return the tangents of a tile's scores, of the argument of tanh, and of the function's input.
 
-        like: the tile's weights; capped: as of `weights_again`; slope: as of `Scores.bends`.
+        like: the weights of the tile; capped: as in `weights_again`; slope: as in `Scores.bends`.
         """
         scores = self.scores
         if self._left is None or self._right is None:

@@ -41,12 +41,12 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
     arrays : dict of str to array
         q, k, v (batch, heads, seq, head_dim); mask, bias (batch, heads, seqlen_q, seqlen_k) with
         extent 1 where broadcast, spans (1 or batch, 1 or heads, queries or keys, bounds), alibi_slopes
-        (1 or batch, heads), sinks (heads,) and bound[...] as the problem has them. Written: o (batch,
-        heads, seqlen_q, head_dim_v) and, if there, lse (batch, heads, seqlen_q). Any strides.
+        (1 or batch, heads), sinks (heads,) and bound[...] if the problem has them. Written: o (batch,
+        heads, seqlen_q, head_dim_v) and, if given, lse (batch, heads, seqlen_q). Any strides.
     """
     if problem.empty:
         return
-    # Scores of -inf, empty rows (0/0) and overflowing inputs are defined, not exceptional.
+    # Scores of -inf, empty rows (0/0) and overflowing inputs have defined results.
     with one_blas_thread(), np.errstate(all="ignore"):
         scores = Scores(problem, arrays)
         x = grouped_inputs(problem, arrays)
@@ -55,7 +55,7 @@ def forward(problem: Problem, arrays: dict[str, Array]) -> None:
 
 
 def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
-    """Attend over the keys of one head."""
+    """Compute attention for one key head."""
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
     for i0, i1, blocks in tiles.visited(p):  # [A1.3]
@@ -84,12 +84,12 @@ def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
 
 
 def softmax(s: Array, row_max: Array) -> tuple[Array, Array]:
-    """Replace scores by weights relative to the new maximum.
+    """Replace scores by weights relative to the new row maximum, in place.
 
-    Returns that maximum, and what brings earlier sums to it.
+    Returns that maximum, and the rescale factor of earlier sums.
     """
     new_max = np.maximum(row_max, s.max(axis=-1))
-    # A row that has seen no key yet keeps its weights at exp(-inf - 0) = 0.
+    # The weights of a row without a visible key so far are exp(-inf - 0) = 0.
     finite = np.where(np.isneginf(new_max), 0, new_max)
     s -= finite[..., None]
     np.exp(s, out=s)
@@ -105,7 +105,7 @@ def _finish(
     row_max: Array,
     row_sum: Array,
 ) -> None:
-    """Normalise a query block and write it out."""
+    """Normalise a query block and write its O and LSE."""
     p = scores.problem
     o_out = x["o"][at]
     grouped = o_out.shape[:-1]

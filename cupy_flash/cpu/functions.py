@@ -1,4 +1,4 @@
-"""A score function in NumPy, tile by tile: values, derivatives, and the gradients of its arguments."""
+"""Score functions in NumPy, tile by tile: values, derivatives, and gradients of their arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..call.problem import Problem
 
 Array = np.ndarray[Any, Any]
-# Gives which pairs of a tile are seen.
+# Returns the mask of visible pairs of a tile.
 Seen = Callable[[], Array]
 
 
@@ -35,40 +35,40 @@ class TileFunction:
         self.problem, self.arguments = problem, arguments
         self.acc = np.dtype(problem.accumulator)
         self.graph = problem.function
-        # Sums of the gradients of learned arguments, by number. why float64: so much is added to each.
+        # Gradient sums of learned arguments, by number. why float64: each element sums many terms.
         self.sums = {n: np.zeros(arguments[n].size) for n in self.graph.learned}
 
     def finish(self, s: Array, box: Box, block: Block, seen: Seen) -> None:
-        """Turn scores into what the function makes of them, in place."""
+        """Apply the function to scores, in place."""
         s[...] = self._values(self.graph, s, box, block, seen)[0]
 
     def slope(self, s: Array, ds: Array, box: Box, block: Block) -> None:
-        """Turn gradients of what the function gave into those of s, in place; add those of its arguments.
+        """Turn gradients of the function's results into gradients of s, in place; sum those of its arguments.
 
-        s, ds are (batch, key heads, group, m, n); ds is 0 where a pair is not seen.
+        s, ds are (batch, key heads, group, m, n); ds is 0 for pairs that are not visible.
         """
         derivative = differentiated(self.graph)
         by_score, *rest = self._values(derivative.graph, s, box, block, lambda: ds != 0)
         for argument, count in derivative.reads:
             by_element, *indices = rest[: count + 1]
             del rest[: count + 1]
-            # why where: what hides a pair may have no derivative there.
+            # why where: the derivative need not exist where the function hides a pair.
             share = np.multiply(ds, by_element, out=np.zeros_like(ds), where=ds != 0)
             self._add(argument, share, indices)
         np.multiply(ds, by_score, out=ds, where=ds != 0)
 
     def slope_and_bend(self, s: Array, weights: Array, box: Box, block: Block) -> tuple[Array, Array]:
-        """The first and the second derivative by scores s, of pairs that have a weight; 0 of others."""
+        """First and second derivative with respect to s, for pairs with a weight; 0 for others."""
         seen = weights != 0
         first, second = self._values(slope_and_bend(self.graph), s, box, block, lambda: seen)
         return np.where(seen, first, self.acc.type(0)), np.where(seen, second, self.acc.type(0))
 
     def _add(self, argument: int, share: Array, indices: list[Array]) -> None:
-        """Add a tile of gradients to the elements that were read; each has its terms in one order."""
+        """Add a tile of gradients to the elements that were read, in a fixed order per element."""
         shape = self.arguments[argument].shape
         extents = np.broadcast_shapes(*(x.shape for x in indices)) if indices else ()
         extents = (1,) * (share.ndim - len(extents)) + extents
-        # why: an element that all of a row read is added to once, not once for each of the row.
+        # why: gradients of an element that a whole row reads are summed before the scatter.
         summed = tuple(axis for axis, n in enumerate(extents) if n == 1)
         share = share.sum(axis=summed, keepdims=True, dtype=np.float64)
         flat = np.zeros((1,) * share.ndim, np.intp)
@@ -79,12 +79,12 @@ class TileFunction:
         total += np.bincount(flat, share.ravel(), total.size)
 
     def gradient(self, argument: int) -> Array:
-        """The sum of the gradients of a learned argument."""
+        """The gradient of a learned argument, summed over all tiles."""
         total: Array = self.sums[argument].reshape(self.arguments[argument].shape)
         return total
 
     def _values(self, graph: Graph, s: Array, box: Box, block: Block, seen: Seen) -> list[Array]:
-        """The outputs of a graph on a tile, arrays that broadcast to it."""
+        """Evaluate a graph on a tile; return its outputs, arrays that broadcast to the tile."""
         p, group = self.problem, self.problem.heads_q // self.problem.heads_k
         heads = np.arange(p.heads_q, dtype=np.int64).reshape(p.heads_k, group)[box.head]
         batches = np.arange(p.sequence, p.sequence + p.batch, dtype=np.int64)[box.batch]
@@ -95,7 +95,7 @@ class TileFunction:
             "i": np.arange(block.i0, block.i1, dtype=np.int64)[:, None],
             "j": np.arange(block.j0, block.j1, dtype=np.int64),
         }
-        # why 64 bits: the core, whose integers have 32, leaves functions to this that would wrap there
+        # why 64 bits: the core, with 32-bit integers, leaves functions that would wrap there to NumPy
         kinds = {"float": self.acc, "int": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
         values: list[Array] = []
         for node in graph.nodes:
@@ -116,7 +116,7 @@ class TileFunction:
         return [values[x] for x in graph.outputs]
 
     def _load(self, argument: int, indices: list[Array], seen: Seen) -> Array:
-        """Elements of an argument; an index outside of it is cut off, and refused of a pair that is seen."""
+        """Read elements of an argument; clamp an index out of range, but refuse it for a visible pair."""
         x = self.arguments[argument]
         cut = []
         for axis, (index, extent) in enumerate(zip(indices, x.shape, strict=True)):

@@ -1,7 +1,7 @@
 """H: the derivative of the backward pass in a direction, tile by tile, in NumPy.
 
-The letters of `backward`, with a dot for a derivative; dO and dLSE are held fixed, dotO and mean = dotLSE are
-what `jvp` gives, and all products with V are under the dropout:
+Letters are those of `backward`; dot marks a derivative. dO and dLSE are constant, dotO and mean = dotLSE come
+from `jvp`, and dropout applies to all products with V:
 
 [H.1]    dotdelta = rowsum(dO * dotO)
          for each query block i, for each key block j inside the band
@@ -9,8 +9,8 @@ what `jvp` gives, and all products with V are under the dropout:
 [H.3]        dotP = P * (dotS - mean)                        dotdV_j += dotP^T dO_i
 [H.4]        dS = P * dP
 [H.5]        dotdS = dotP * dP + P * (dotdP - dotdelta)      dotdbias += dotdS
-[H.6]        through the score function, then softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS, with T what
-             it got, of the softcap scale Q_i K_j^T
+[H.6]        through the score function, then softcap: dotdS = g' dotdS + g'' dS dotT, dS = g' dS, with T the
+             input of g, for softcap scale Q_i K_j^T
 [H.7]        dotdQ_i += dotdS K_j + dS dotK_j
 [H.8]        dotdK_j += dotdS^T Q_i + dS^T dotQ_i
 """
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 
 def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[str, Array]]) -> None:
-    """Compute the derivatives of the gradients in some directions, which share P and dP.
+    """Compute the derivatives of the gradients in several directions, which share P and dP.
 
     Parameters
     ----------
@@ -45,8 +45,8 @@ def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
     arrays : dict of str to array
         Inputs as in `backward`.
     directions : sequence of dict of str to array
-        Tangents as in `jvp`, and o_dot and lse_dot, which it gave. Written: dq, dk, dv and, as the problem
-        wants them, dbias and dsinks.
+        Tangents as in `jvp`, and its results o_dot and lse_dot. Written: dq, dk, dv and, if the problem asks
+        for them, dbias and dsinks.
     """
     p = problem
     if p.empty:
@@ -67,14 +67,16 @@ def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
 
 
 class _Sums:
-    """What heads share of the results of one direction.
+    """Results of one direction that are sums over heads.
 
     Attributes
     ----------
     dots : dict of str to array
-        Of `grouped_direction`.
+        Result of `grouped_direction`.
     dbias : array by key head, or None
+        In the accumulator's dtype; None if the problem does not ask for it.
     dsinks : array (batch, key heads, group), or None
+        In float64; None without sinks.
     """
 
     def __init__(self, scores: Scores, dots: dict[str, Array]) -> None:
@@ -85,7 +87,7 @@ class _Sums:
         self.dsinks = np.zeros((p.batch, p.heads_k, p.heads_q // p.heads_k)) if p.sinks else None
 
     def write(self) -> None:
-        """Write them out."""
+        """Write dbias and dsinks to the result arrays."""
         if self._dbias is not None:
             self.dots["dbias"][...] = self._dbias
         if self.dsinks is not None:
@@ -93,7 +95,7 @@ class _Sums:
 
 
 def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box) -> None:
-    """Write the derivatives of the gradients of one key head, and add to those that heads share."""
+    """Write the derivatives of the gradients of one key head, and add its share to the sums over heads."""
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
     finite_k = finite_rows(k)
@@ -130,14 +132,14 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
 
 
 class _Way:
-    """The sums of one box and one direction.
+    """The accumulators of one box and one direction.
 
     Parameters
     ----------
     direction : Direction
     box : Box
     k, v : array (batch, key heads, keys, d)
-        Operands, of k `finite_rows`.
+        Operands; k after `finite_rows`.
     sums : _Sums
     """
 
@@ -147,7 +149,7 @@ class _Way:
         self.dk, self.dv = np.zeros(k.shape, self.scores.acc), np.zeros(v.shape, self.scores.acc)
 
     def begin(self, at: tuple[Any, ...], q: Array, do: Array, delta: Array, p_sink: Array | None) -> None:
-        """Turn to the query block at an index."""
+        """Start the query block at an index."""
         acc, dots = self.scores.acc, self.dots
         self.direction.begin(at, q)
         mean = dots["lse_dot"][at]
@@ -172,7 +174,7 @@ class _Way:
         do: Array,
         keep: Array | None,
     ) -> None:
-        """Add a tile. bends are those of `Scores.bends`, dp is dP - delta."""
+        """Add a tile; bends is the result of `Scores.bends`, dp is dP - delta."""
         way, scores, j = self.direction, self.scores, slice(block.j0, block.j1)
         steep, bent = bends
         p_dot, inside, given = way.of_scores(block, weights, capped, steep)
@@ -213,13 +215,13 @@ class _Way:
         return dp_dot
 
     def write_queries(self, at: tuple[Any, ...]) -> None:
-        """Write the queries' gradients."""
+        """Write dq of a query block."""
         out, scale = self.dots["dq"][at], self.scores.acc.type(self.scores.problem.scale)
         np.multiply(self.dq.reshape(out.shape), scale, out=out, casting="same_kind")
 
     def write_keys(self) -> None:
-        """Write the keys' gradients."""
-        # As in the backward pass: q carried its factor.
+        """Write dk and dv of the box."""
+        # As in the backward pass: q was scaled before the products.
         unit = self.scores.acc.type(self.scores.problem.softcap or 1)
         np.multiply(self.dk, unit, out=self.dots["dk"][self.box], casting="same_kind")
         self.dots["dv"][self.box] = self.dv

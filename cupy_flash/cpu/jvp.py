@@ -1,16 +1,16 @@
 """J: the tangents of O and LSE in a direction, from O and LSE, tile by tile, in NumPy.
 
-With D the kept weights of dropout (1 / (1 - dropout), or 0), and dQ, dK, dV, dbias the tangents:
+With D the factors of dropout (1 / (1 - dropout), or 0), and dQ, dK, dV, dbias the tangents:
 
 [J.1]    for each query block i, for each key block j inside the band
-[J.2]        P = exp(S - LSE_i), as the backward pass has it
+[J.2]        P = exp(S - LSE_i), as in the backward pass
 [J.3]        dS = f' g' scale (dQ_i K_j^T + Q_i dK_j^T) + dbias, with g the softcap, f the score function
 [J.4]        mean += rowsum(P * dS)
 [J.5]        dO_i += (D * P * dS) V_j + (D * P) dV_j
 [J.6]    mean += p_sink dsink
 [J.7]    dO_i -= mean * O_i,  dLSE_i = mean
 
-Five products, no running maximum: a row's sums need no order.
+Five products and no running maximum: the sums of a row need no rescaling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 
 
 def jvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[str, Array]]) -> None:
-    """Compute the tangents of o and lse in some directions, which share P.
+    """Compute the tangents of o and lse in several directions, which share P.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def jvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
     arrays : dict of str to array
         q, k, v, o, lse and mask, bias, alibi_slopes, sinks as in `backward`.
     directions : sequence of dict of str to array
-        Whichever tangents there are, q_dot, k_dot, v_dot, bias_dot, sinks_dot, shaped as their arrays.
+        Tangents q_dot, k_dot, v_dot, bias_dot, sinks_dot, shaped as their arrays; a missing one is 0.
         Written: o_dot and lse_dot.
     """
     if problem.empty:

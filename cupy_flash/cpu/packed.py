@@ -1,6 +1,6 @@
-"""Packed sequences: one problem of the ordinary kind per sequence, on views of its rows.
+"""Packed sequences: each is computed as a problem of its own, on views of its rows.
 
-Their keys are packed too, or lie in a cache.
+Their keys are packed, too, or in a cache.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _QUERY_ROWS = (
 _OF_KEYS = ("key_sum", "key_max")
 _KEY_ROWS = ("k", "v", "dk", "dv", "k_dot", "v_dot", *_OF_KEYS)
 _GRADIENTS = frozenset(f"d{name}" for name in DIFFERENTIABLE)
-# Options of a number per head, and their tangents: what may differ between sequences, and what is shared.
+# Options with a number per head, and their tangents: those that may differ per sequence, and the others.
 _OF_SEQUENCES = tuple(n for name in PER_HEAD if "batch" in AXES_OF[name] for n in (name, f"{name}_dot"))
 _SHARED = frozenset(n for name in PER_HEAD if "batch" not in AXES_OF[name] for n in (name, f"{name}_dot"))
 
-# Those of second order in one direction, whose arrays lie beside the others.
+# jvp and hvp have one direction here, whose arrays are in the same dict.
 _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
     "forward": forward,
     "backward": backward,
@@ -46,24 +46,24 @@ _PASSES: dict[str, Callable[[Problem, dict[str, Array]], None]] = {
 
 
 def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
-    """Run a pass over every sequence; gradients of what sequences share are summed over them.
+    """Run a pass for every sequence, and sum the gradients of shared arrays over the sequences.
 
     Parameters
     ----------
     problem : Problem
         With ``packed``.
     arrays : dict of str to array
-        As for the pass, those of a direction among them, with a batch of 1 and all rows as one sequence,
+        As for the pass, including those of a direction, with a batch of 1 and all rows as one sequence;
         cu_seqlens_q, cu_seqlens_k and, if given, seqused_q, seqused_k, ragged_mask and mask_starts.
     """
-    # why: the sum over sequences is rounded to the dtype of the bias once, at its end.
+    # why sums: the total over sequences is rounded to the dtype of the bias only once.
     summed = [n for n in arrays if n in _GRADIENTS or n.startswith("dbound")]
     sums: dict[str, Array] = {n: np.zeros(arrays[n].shape, problem.accumulator) for n in summed}
     compute = _PASSES[problem.direction]
     for n in range(problem.batch):
         one, views = _sequence(problem, arrays, sums, n)
         compute(one, views)
-        with np.errstate(all="ignore"):  # as in the passes: an lse of another problem gives inf - inf
+        with np.errstate(all="ignore"):  # as in the passes
             if "dbias" in sums:
                 _pairs_of(sums["dbias"], n, one)[...] += views["dbias"]
             for name in summed:
@@ -77,7 +77,7 @@ def each_sequence(problem: Problem, arrays: dict[str, Array]) -> None:
 def _sequence(
     problem: Problem, arrays: dict[str, Array], sums: dict[str, Array], sequence: int
 ) -> tuple[Problem, dict[str, Array]]:
-    """One sequence as a problem of its own, and views of what belongs to it."""
+    """One sequence as a problem of its own, and views of its arrays."""
     rows_q = _rows(arrays, "cu_seqlens_q", "seqused_q", sequence)
     views = {name: arrays[name][:, :, rows_q] for name in _QUERY_ROWS if name in arrays}
     shared = (n for n in arrays if n in _SHARED or n.startswith("bound"))
@@ -119,13 +119,13 @@ def _sequence(
 
 
 def _rows(arrays: dict[str, Array], cut: str, used: str, sequence: int) -> slice:
-    """Rows of a sequence, as far as they are in use: gradients of the others are 0 from the start."""
+    """Rows of a sequence that are in use; gradients of the others have been set to 0."""
     first, stop = arrays[cut][sequence : sequence + 2].tolist()
     return slice(first, first + int(arrays[used][sequence]) if used in arrays else stop)
 
 
 def _in_cache(cache: Cache, arrays: dict[str, Array], views: dict[str, Array], sequence: int) -> Cache:
-    """A sequence whose keys lie in a cache: its part of what says where, and of the new keys."""
+    """Add views of one sequence over a cache: lengths, block table, codes and new keys; return its Cache."""
     of_one = slice(sequence, sequence + 1)
     shared: tuple[str, ...] = ("k_cache", "v_cache", "rotary_cos", "rotary_sin")
     if cache.codes:
@@ -150,7 +150,7 @@ def _of_sequence(x: Array, sequence: int) -> Array:
 
 
 def _pairs_of(x: Array, sequence: int, one: Problem) -> Array:
-    """The part of a mask, bias or dbias that belongs to a sequence, broadcast axes kept."""
+    """The part of a mask, bias or dbias for a sequence; broadcast axes stay."""
     x = _of_sequence(x, sequence)
     rows = slice(None) if x.shape[2] == 1 else slice(one.seqlen_q)
     return x[:, :, rows] if x.shape[3] == 1 else x[:, :, rows, : one.seqlen_k]

@@ -1,8 +1,8 @@
-"""Dropout's keep mask: Philox 4x32-10, a pure function of the position of a weight.
+"""The keep mask of dropout: Philox 4x32-10, a pure function of seed and position of a weight.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-The counter is the place of the weight, so any tile, in any order, forward or backward, on the CPU
-or on a GPU, keeps the same set.
+The counter is the position of the weight, so that every tiling and order, forward and backward, CPU
+and GPU, keeps the same weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def philox4x32(counter: tuple[Array, ...], key: tuple[int, int]) -> tuple[Array,
     Parameters
     ----------
     counter : tuple of four uint64 arrays
-        Counter words, each below 2**32. They broadcast, and are only broadcast when the rounds
-        mix them: the first two rounds work on vectors, not on the whole tile.
+        Counter words, each below 2**32, which broadcast against each other. Broadcasting happens as
+        the rounds mix them, so that the first two rounds work on vectors instead of the whole tile.
     key : tuple of two int
         The 64-bit seed as (low word, high word).
 
@@ -53,7 +53,7 @@ def philox4x32(counter: tuple[Array, ...], key: tuple[int, int]) -> tuple[Array,
 
 
 def threshold(dropout: float) -> int:
-    """Return the word below which a weight is dropped, for a dropout probability in [0, 1)."""
+    """Return the random word below which a weight is dropped, for a dropout probability in [0, 1)."""
     return min(round(dropout * 2**32), 2**32 - 1)
 
 

@@ -1,4 +1,4 @@
-"""How much of a call NumPy's path has done, in pairs of a query and a key."""
+"""Progress of the NumPy path, counted in (query, key) pairs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from ..call.problem import Problem
     from .tiles import Box
 
-SECONDS = 0.1  # from one time of telling to the next
+SECONDS = 0.1  # between two reports
 
 __all__ = ["SECONDS", "Count", "count", "counting", "pairs"]
 
 
 class Count:
-    """Pairs that are done, and who is told.
+    """Counts finished pairs, and reports progress.
 
     Parameters
     ----------
     total : int
-        Of the call.
+        Pairs of the call.
     tell : callable
-        Gets the share that is done.
+        Called with the finished share, 0 to 1.
     """
 
     def __init__(self, total: int, tell: Callable[[float], Any]) -> None:
@@ -35,7 +35,7 @@ class Count:
         self._done, self._told_at = 0, time.monotonic()
 
     def add(self, pairs: int) -> None:
-        """Count more, and tell if it is time."""
+        """Count finished pairs, and report if `SECONDS` have passed since the last report."""
         self._done += pairs
         now = time.monotonic()
         if now - self._told_at >= SECONDS:
@@ -44,7 +44,7 @@ class Count:
 
 
 class _Here(threading.local):
-    """What this thread counts for."""
+    """The current Count of this thread; None while no call reports progress."""
 
     of: Count | None = None
 
@@ -54,7 +54,7 @@ _here = _Here()
 
 @contextmanager
 def counting(of: Count | None) -> Iterator[None]:
-    """Count in this thread, for a call or, with None, for nobody."""
+    """Count the pairs of this thread for a call; with None, do not count."""
     before, _here.of = _here.of, of
     try:
         yield
@@ -63,7 +63,7 @@ def counting(of: Count | None) -> Iterator[None]:
 
 
 def count(problem: Problem, box: Box, first: int, stop: int) -> None:
-    """Some queries of the heads of a box are done."""
+    """Count the pairs of queries first to stop of a box as finished."""
     if _here.of is not None:
         band, keys = problem.band, problem.seqlen_k
         heads = (box.batch.stop - box.batch.start) * (box.head.stop - box.head.start)
@@ -71,9 +71,9 @@ def count(problem: Problem, box: Box, first: int, stop: int) -> None:
 
 
 def pairs(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> int:
-    """All that a call will count; arrays as of `each_sequence`."""
+    """All pairs that a call will count; arrays as in `each_sequence`."""
     p = problem
-    if not p.packed or p.cache is not None:  # as if a cache were full, of which nobody counts but its end
+    if not p.packed or p.cache is not None:  # an upper bound for a cache: calls over it report only their end
         return p.batch * p.heads_k * p.band.pairs(p.seqlen_q, p.seqlen_k)
     of_q, of_k = (np.diff(arrays[name]) for name in ("cu_seqlens_q", "cu_seqlens_k"))
     total = 0

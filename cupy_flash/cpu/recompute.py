@@ -1,4 +1,4 @@
-"""What passes compute again from LSE: weights, what dropout keeps of them, and the rows of gradients."""
+"""Recomputation from LSE: weights, dropout, and delta, which backward, jvp, hvp and statistics share."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .scores import Scores, cut_out, rows_of
 
 Array = np.ndarray[Any, Any]
 
-# LSE beyond which the sums of a row are formed again, as lse.h of the compiled core does: up to there weights
-# are off by at most 2^-14 of themselves in float32, 2^-43 in float64.
+# Magnitude of LSE above which the sums of a row are recomputed, as in lse.h of the compiled core: below it
+# weights have a relative error of at most 2^-14 in float32, 2^-43 in float64.
 FAR_FROM_0 = 1024
-# why: BLAS may add up scores in another order than the forward pass.
+# Units roundoff of LSE. why: BLAS may sum scores in another order than in the forward pass.
 TOLERANCE = 64
 
 
 class RowLse(NamedTuple):
-    """LSE as two, so that no log(sum) is lost in it; weights are exp(S - high) * unit.
+    """LSE in two parts, so that log(sum) is not rounded away; weights are exp(S - high) * unit.
 
     Attributes
     ----------
     high : array
-        LSE; of rows where that is far from 0 the largest score. 0 where a row sees no key.
+        LSE, but the largest score in rows with an LSE far from 0, and 0 in rows without a visible key.
     unit : array or None
-        1 / sum of exp(S - high) in such rows, 1 in others; None if there are none.
+        1 / sum of exp(S - high) in rows with an LSE far from 0, 1 in others; None if it is 1 everywhere.
     """
 
     high: Array
@@ -46,7 +46,7 @@ class RowLse(NamedTuple):
         return self.exp(sinks - np.zeros_like(self.high))
 
     def reshape(self, *shape: int) -> RowLse:
-        """The same rows, of another shape."""
+        """Reshape both parts."""
         return RowLse(self.high.reshape(shape), None if self.unit is None else self.unit.reshape(shape))
 
 
@@ -59,9 +59,9 @@ def row_lse(
     q: Array,
     k: Array,
 ) -> RowLse:
-    """Return the LSE of a query block, whose sums are formed again where they are needed.
+    """Return the LSE of a query block; recompute the sums of rows where it is far from 0.
 
-    q is scaled by `Scores.query_scale`; k are all keys of the box.
+    q is scaled by `Scores.query_scale`; k holds all keys of the box.
     """
     lse: Array = x["lse"][at]
     finite = np.where(np.isneginf(lse), 0, lse)
@@ -69,7 +69,7 @@ def row_lse(
     if not far.any():
         return RowLse(finite, None)
     top, total = row_sums(scores, x, box, blocks, q, k)
-    # why: an LSE that is larger is that of more keys, of other parts of a ring, which are not here.
+    # why: a larger LSE includes keys of other parts of a ring, so that it must not be recomputed here.
     more = TOLERANCE * np.finfo(scores.acc).eps * np.abs(finite)
     own = far & (total > 0) & (finite - (top + np.log(total)) <= more)
     return RowLse(np.where(own, top, finite), np.where(own, 1 / total, scores.acc.type(1)))
@@ -78,9 +78,9 @@ def row_lse(
 def row_sums(
     scores: Scores, x: dict[str, Array], box: tiles.Box, blocks: list[tiles.Block], q: Array, k: Array
 ) -> tuple[Array, Array]:
-    """Return the largest score of each row of a query block, sinks among them, and the sum relative to it.
+    """Return the largest score of each row of a query block, including sinks, and the sum relative to it.
 
-    Parameters as of `row_lse`; both are (batch, key heads, group, m).
+    Parameters as in `row_lse`; both results are (batch, key heads, group, m).
     """
     top, total = np.full(q.shape[:3], -np.inf, scores.acc), np.zeros(q.shape[:3], scores.acc)
     for block in blocks:
@@ -118,9 +118,9 @@ def scores_again(
     capped: Array | None = None,
     bare: Array | None = None,
 ) -> Array:
-    """Return S of a tile (batch, key heads, rows, keys), -inf where hidden; parameters as of `weights_again`.
+    """Return S of a tile (batch, key heads, rows, keys), -inf where hidden; parameters as in `weights_again`.
 
-    capped: filled as of `Scores.finish`.
+    capped, bare: filled as in `Scores.finish`.
     """
     s: Array = q @ k.swapaxes(-1, -2)
     grouped = scores.grouped(s, block)
@@ -142,19 +142,19 @@ def weights_again(
 ) -> tuple[Array, Array | None]:
     """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
 
-    q is scaled by `Scores.query_scale`; k and visible are those of the tile; lse is (..., rows, 1);
-    bare as of `Scores.finish`.
+    q is scaled by `Scores.query_scale`; k and visible belong to the tile; lse is (..., rows, 1);
+    bare is filled as in `Scores.finish`.
     """
     shape = (*q.shape[:-1], k.shape[-2])
     capped = None if scores.problem.softcap is None else np.empty(shape, scores.acc)
     weights = lse.exp(scores_again(scores, box, block, q, k, visible, capped, bare))
     if capped is not None:
-        np.copyto(capped, 0, where=weights == 0)  # of hidden keys k, and so this, may be NaN
+        np.copyto(capped, 0, where=weights == 0)  # it may be NaN for hidden keys
     return weights, capped
 
 
 def drop(scores: Scores, weights: Array, block: tiles.Block, keep: Array | None) -> None:
-    """Take what dropout does not keep of a tile to 0, in place; keep is None without dropout."""
+    """Set dropped weights of a tile to 0, in place; keep is None without dropout."""
     if keep is not None:
         grouped = scores.grouped(weights, block)
         grouped *= keep

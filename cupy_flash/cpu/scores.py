@@ -1,4 +1,4 @@
-"""The scores of one tile: softcap, function, bias and ALiBi after the product; what mask and band hide."""
+"""The scores of one tile: softcap, score function, bias and ALiBi after the product; masks and band."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Array = np.ndarray[Any, Any]
 def by_key_head(x: Array, heads_k: int) -> Array:
     """View (batch, heads, ...) as (batch, key heads, heads per key head, ...)."""
     batch, heads = x.shape[:2]
-    # Splitting an axis is a view for any strides.
+    # Splitting an axis gives a view for any strides.
     inner = (1, 1) if heads == 1 else (heads_k, heads // heads_k)
     return x.reshape(batch, *inner, *x.shape[2:])
 
 
 def of_heads(x: Array, heads_k: int) -> Array:
-    """View a number for each head, ([1 or batch,] heads), as (1 or batch, key heads, group, 1)."""
+    """View an array of a number per head, ([1 or batch,] heads), as (1 or batch, key heads, group, 1)."""
     return by_key_head(np.atleast_2d(x), heads_k)[..., None]
 
 
 def grouped_inputs(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return what belongs to keys as it is, and views by key head of all that belongs to queries."""
+    """Return the arrays of keys unchanged, and views of the arrays of queries grouped by key head."""
     x = {name: arrays[name] for name in ("k", "v", "dk", "dv") if name in arrays}
     for name in ("q", "o", "lse", "do", "dlse", "dq"):
         if name in arrays:
@@ -43,7 +43,7 @@ def grouped_inputs(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, A
 
 
 def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
-    """Index (batch, key heads, group, ...) by a box and ranges, passing over broadcast axes."""
+    """Index (batch, key heads, group, ...) by a box and ranges; broadcast axes stay whole."""
     index = [
         slice(None) if extent == 1 else part
         for extent, part in zip(x.shape, (box.batch, box.head, slice(None), *ranges), strict=False)
@@ -52,13 +52,13 @@ def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
 
 
 class Scores:
-    """What turns products of Q and K into scores, over tiles (batch, key heads, group, m, n).
+    """Turns products of Q and K into scores, for tiles (batch, key heads, group, m, n).
 
     Parameters
     ----------
     problem : Problem
     arrays : mapping of str to array
-        Whichever of mask, bias, spans, blocks, block_bits, alibi_slopes and bound[...] there are.
+        mask, bias, spans, blocks, block_bits, alibi_slopes and bound[...], if the problem has them.
     """
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array]) -> None:
@@ -78,7 +78,7 @@ class Scores:
             self.function = TileFunction(problem, [arrays[f"bound[{n}]"] for n in range(count)])
         # slopes: (1 or batch, key heads, group, 1, 1)
         self.slopes = of_heads(arrays["alibi_slopes"], heads_k)[..., None] if problem.alibi else None
-        # What 8-bit floats are multiplied by, (1 or batch, key heads, 1, 1, 1): q and k together, and v.
+        # Dequantisation scales of 8-bit floats, (1 or batch, key heads, 1, 1, 1): q times k, and v.
         units = [arrays[name][..., None, None, None] for name in ("q_scale", "k_scale") if name in arrays]
         self.unit_qk = functools.reduce(np.multiply, units) if units else None
         self.unit_v = arrays["v_scale"][..., None, None, None] if "v_scale" in arrays else None
@@ -102,15 +102,15 @@ class Scores:
         Parameters
         ----------
         s : array (batch, key heads, group, m, n)
-            q . k, of a q scaled by `query_scale`.
+            q . k, with q scaled by `query_scale`.
         box, block
-            Where the tile lies.
+            Position of the tile.
         visible : array, optional
-            As of `hide_scores`.
+            As in `hide_scores`.
         capped : array like s, optional
             Filled with tanh(scale q k / softcap), which the gradient needs.
         bare : array like s, optional
-            Filled with what the score function gets, which its gradient needs.
+            Filled with the input of the score function, which its gradient needs.
         """
         p = self.problem
         if p.softcap is not None:
@@ -124,14 +124,14 @@ class Scores:
         if self.bias is not None:
             bias = cut_out(self.bias, box, i, j)
             np.add(s, bias, out=s, casting="same_kind")
-            np.copyto(s, -np.inf, where=bias == -np.inf)  # also where k, which nobody sees, is NaN
+            np.copyto(s, -np.inf, where=bias == -np.inf)  # also where a hidden k is NaN
         if self.slopes is not None:
             position = np.arange(block.i0, block.i1)[:, None] + p.offset
             distance = np.abs(position - np.arange(block.j0, block.j1)).astype(self.acc)
             s -= cut_out(self.slopes, box) * distance
 
     def bare(self, rows: Array, block: Block) -> Array | None:
-        """Room for what the score function gets of a tile of these queries, if there is one."""
+        """Allocate an array for the input of the score function on a tile; None without a function."""
         if self.function is None:
             return None
         return self.grouped(np.empty((*rows.shape[:3], block.j1 - block.j0), self.acc), block)
@@ -139,20 +139,20 @@ class Scores:
     def bends(
         self, bare: Array | None, weights: Array, box: Box, block: Block
     ) -> tuple[Array, Array] | tuple[None, None]:
-        """The two derivatives of the score function by what it got, shaped as the weights of a tile."""
+        """First and second derivative of the score function at its input, shaped as the weights of a tile."""
         if self.function is None or bare is None:
             return None, None
         both = self.function.slope_and_bend(bare, self.grouped(weights, block), box, block)
         return both[0].reshape(weights.shape), both[1].reshape(weights.shape)
 
     def query_scale(self, box: Box) -> float | Array:
-        """Return the factor that q takes before the product: scale, softcap's division, units of q and k."""
+        """Return the factor of q before the product: scale, 1 / softcap, and dequantisation of q and k."""
         p = self.problem
         scale = p.scale if p.softcap is None else p.scale / p.softcap
         return scale if self.unit_qk is None else scale * cut_out(self.unit_qk, box)
 
     def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
-        """Return what mask, spans and blocks keep of a tile, or None if all, and whether it is nothing."""
+        """Return the pairs of a tile that mask, spans and blocks keep, None if all, and whether none is."""
         kept: Array | None = None
         for part in (self.spans, self.blocks):
             own, nothing_left = (None, False) if part is None else part.visible(box, block)
@@ -174,14 +174,14 @@ class Scores:
             np.copyto(s[..., columns], -np.inf, where=~triangle)
 
     def _seen(self, s: Array, block: Block, visible: Array | None) -> Array:
-        """Which pairs of a tile like s are left when all others are hidden."""
+        """Return the visible pairs of a tile shaped like s."""
         shown = np.zeros_like(s)
         self.hide_scores(shown, block, visible)
         seen: Array = shown == 0
         return seen
 
     def _edges(self, block: Block) -> Iterator[tuple[slice, Array]]:
-        """Yield the columns that not all rows of a tile see, and who sees them (m, columns)."""
+        """Yield slices of columns that the band hides from some rows, with the visible pairs (m, columns)."""
         i0, i1, j0, j1 = block
         offset, left, right = self.problem.band
         if right is not None and j1 - 1 > i0 + offset + right:
@@ -204,7 +204,7 @@ class Scores:
 
 @functools.lru_cache(maxsize=8)
 def _triangle(rows: int, columns: int, first: int | None, last: int | None) -> Array:
-    """Return where i + first <= j <= i + last; along a diagonal tiles repeat."""
+    """Return where i + first <= j <= i + last; cached, since tiles along a diagonal are equal."""
     i, j = np.arange(rows)[:, None], np.arange(columns)
     inside = np.ones((rows, columns), np.bool_)
     if first is not None:
@@ -215,10 +215,10 @@ def _triangle(rows: int, columns: int, first: int | None, last: int | None) -> A
 
 
 def operand(x: Array, acc: np.dtype[Any]) -> Array:
-    """Return x as a matrix operand of the accumulator's dtype: a view where BLAS can read it.
+    """Return x as a matrix operand in the accumulator's dtype: a view if BLAS can read it, else a copy.
 
-    x: (..., rows, d). NumPy multiplies matrices whose rows overlap, run backwards or are not
-    contiguous by a plain loop, a hundred times slower than one copy.
+    x: (..., rows, d). NumPy multiplies matrices with overlapping, reversed or non-contiguous rows
+    in a plain loop, a hundred times slower than one copy.
     """
     row, item = x.strides[-2:]
     if x.dtype == acc and item == acc.itemsize and row >= x.shape[-1] * item and row % item == 0:
@@ -227,9 +227,9 @@ def operand(x: Array, acc: np.dtype[Any]) -> Array:
 
 
 def finite_rows(k: Array) -> Array:
-    """Return K as it multiplies dS: 0 for what is infinite or NaN.
+    """Return K for products with dS, with 0 for infinite and NaN elements.
 
-    why: dS of a hidden pair is 0, and 0 times NaN is not. A row that sees such a key has a dS of NaN itself.
+    why: dS of a hidden pair is 0, but 0 times NaN is NaN. A row that sees such a key has a NaN in dS anyway.
     """
     finite = np.isfinite(k)
     return k if finite.all() else np.where(finite, k, k.dtype.type(0))

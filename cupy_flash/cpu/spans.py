@@ -1,4 +1,4 @@
-"""Spans in NumPy: which tiles their intervals reach, and which pairs of a tile they keep."""
+"""Spans in NumPy: which tiles their intervals reach, and which pairs of a tile are visible."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Queries or keys of a cell, of which minima and maxima are kept. why: a tile has a few, and 1/64 of the
-# bounds is read for it.
+# Queries or keys per cell; each cell has a minimum and a maximum of the bounds. why: a tile spans a few
+# cells, so that skipping it reads 1/64 of the bounds.
 CELL = 64
 
 
 class TileSpans:
-    """The spans of a problem, tile by tile.
+    """The spans of a problem, for tiles.
 
     Parameters
     ----------
     problem : Problem
     bounds : array of int32 (1 or batch, key heads or 1, group or 1, queries or keys, bounds)
-        As the view of `describe`, by key head.
+        The bounds of `describe`, by key head.
     """
 
     def __init__(self, problem: Problem, bounds: Array) -> None:
@@ -35,14 +35,14 @@ class TileSpans:
         cells = np.arange(0, bounds.shape[3], CELL)
         full = self._start < self._stop
         far = np.iinfo(np.int32).max
-        # Of each cell and interval: where the first one begins and the last one ends, but for empty ones.
+        # For each cell and interval: the least start and the greatest stop, without empty intervals.
         self._first = np.minimum.reduceat(np.where(full, self._start, far), cells, axis=3)
         self._end = np.maximum.reduceat(np.where(full, self._stop, 0), cells, axis=3)
 
     def visible(self, box: Box, block: Block) -> tuple[Array | None, bool]:
-        """Return what is kept of a tile, or None if it is all, and whether nothing is.
+        """Return the visible pairs of a tile, or None if all are visible, and whether none is.
 
-        Kept is (batch, key heads, group or 1, m, n).
+        Visible pairs are a boolean array (batch, key heads, group or 1, m, n).
         """
         i0, i1, j0, j1 = block
         own, along = ((i0, i1), (j0, j1)) if self._by_query else ((j0, j1), (i0, i1))

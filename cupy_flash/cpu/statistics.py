@@ -1,9 +1,9 @@
-"""Statistics of the weights P of attention: P computed from LSE, tile by tile, in NumPy.
+"""Statistics of the attention weights P in NumPy: P is recomputed from LSE, tile by tile.
 
-statistics.cpp of the compiled core does the same.
+statistics.cpp is the same algorithm in the compiled core.
 
 [S.1]    for each query block i
-[S.2]        LSE_i, as given; else from a pass over the keys
+[S.2]        LSE_i: given, or from a pass over the keys
 [S.3]        for each key block j inside the band: log P = S - LSE_i
 [S.4]            key_sum_j += colsum(P),  key_max_j = max(key_max_j, colmax(P))
 [S.5]            entropy_i -= rowsum(P log P)
@@ -32,7 +32,7 @@ _RESULTS = ("key_sum", "key_max", "entropy", "top_weights", "top_keys")
 
 
 def statistics(problem: Problem, arrays: dict[str, Array]) -> None:
-    """Compute statistics of the weights; of a cache a sequence at a time.
+    """Compute statistics of the weights; over a cache one sequence at a time.
 
     Parameters
     ----------
@@ -40,9 +40,9 @@ def statistics(problem: Problem, arrays: dict[str, Array]) -> None:
         With direction "statistics".
     arrays : dict of str to array
         q, k, mask, bias, alibi_slopes, sinks and so on as in `forward`, over a cache as in `decode`; lse
-        (batch, heads, seqlen_q) if it is known. Written are those of these that are there: key_sum and
-        key_max (batch, heads_q, seqlen_k), entropy (batch, heads_q, seqlen_q), top_weights and top_keys
-        (batch, heads_q, seqlen_q, top), which hold 0, and keys -1, before.
+        (batch, heads, seqlen_q) if it is known. Written, if given: key_sum and key_max (batch, heads_q,
+        seqlen_k), entropy (batch, heads_q, seqlen_q), top_weights and top_keys (batch, heads_q,
+        seqlen_q, top). The caller fills them with 0, and top_keys with -1.
     """
     if problem.empty:
         return
@@ -79,7 +79,7 @@ def _box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
                 continue
             s = scores_again(scores, box, block, q, k[..., block.j0 : block.j1, :], visible)
             s -= high  # [S.3]
-            if unit is not None:  # why apart: beside a large score its logarithm would be lost
+            if unit is not None:  # why separate: added to a large LSE, its logarithm would be rounded away
                 s += np.log(unit)
             weights = np.exp(s)
             grouped = scores.grouped(weights, block)
@@ -99,7 +99,7 @@ def _box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
 def _keep_largest(largest: Array, keys: Array, weights: Array, first: int) -> None:
     """Merge weights (..., n) of keys first, first + 1, ... into the largest (..., top); ties to lower keys.
 
-    why not a sort: top is small, and its order of equal numbers would have to be made stable.
+    why not a sort: top is small, and equal weights would need a stable sort.
     """
     every = np.concatenate([largest, weights], axis=-1)
     own = np.broadcast_to(np.arange(first, first + weights.shape[-1], dtype=keys.dtype), weights.shape)

@@ -1,4 +1,4 @@
-"""Whose threads a call on the CPU takes and how many, and the BLAS held at one while NumPy's path runs."""
+"""Threads of a call on the CPU: how many, whose pool, and one BLAS thread for the NumPy path."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 try:
     from threadpoolctl import ThreadpoolController
-except ModuleNotFoundError:  # a kernel of the Hugging Face hub may not ask for it
+except ModuleNotFoundError:  # a kernel of the Hugging Face hub cannot require it
     ThreadpoolController = None
 
 __all__ = ["BlasLimit", "allowed", "available_cores", "one_blas_thread", "team"]
 
 
 class _Limited(NamedTuple):
-    """How to read and set the limit of a BLAS library."""
+    """Functions that read and set the thread limit of a BLAS library."""
 
     get: Callable[[], int | None]
     set: Callable[[int], object]
@@ -47,16 +47,16 @@ def _limited(library: Any) -> _Limited:
 
 
 class BlasLimit:
-    """The BLAS libraries of the process, held at one thread each while any call of ours runs.
+    """Limits every BLAS library of the process to one thread while any call of ours runs.
 
-    why: the products of tiles are short, and threads that wait for the next one spin: on a busy machine they
+    why: the products of tiles are short, and idle BLAS threads spin between them: on a busy machine that
     took ten times as long as one thread. Callers may overlap: the first one lowers the limit, and the last
-    one restores the old one. OpenMP's limit is per thread, so each caller restores its own.
+    one restores it. OpenMP's limit is per thread, so that each caller restores its own.
 
     Parameters
     ----------
     libraries : list of threadpoolctl.LibController, optional
-        Those that are loaded, by default; without threadpoolctl none.
+        Default: all loaded ones; without threadpoolctl none.
     """
 
     def __init__(self, libraries: list[Any] | None = None) -> None:
@@ -67,7 +67,7 @@ class BlasLimit:
 
     @functools.cached_property
     def _libraries(self) -> tuple[list[_Limited], list[_Limited]]:
-        """Those with one limit for the process, and those with one for each thread."""
+        """Libraries with one limit per process, and libraries with one limit per thread (OpenMP)."""
         every = self._given
         if every is None and ThreadpoolController is None:
             every = []
@@ -78,7 +78,7 @@ class BlasLimit:
         return list(map(_limited, shared)), list(map(_limited, own))
 
     def threads(self) -> int:
-        """Return how many threads the BLAS uses where nobody of ours limits it."""
+        """Return how many threads the BLAS uses outside of our limit."""
         shared, own = self._libraries
         with self._lock:
             counts = self._found if self._callers else _counts(shared)
@@ -118,69 +118,69 @@ _blas = BlasLimit()
 
 
 def one_blas_thread() -> Any:
-    """A context in which the BLAS takes one thread."""
+    """Return a context manager that limits the BLAS to one thread."""
     return _blas.one_thread()
 
 
 def allowed(library: str = "") -> int:
-    """Return how many threads a call may take: no more than there are cores, nor than its peers may take.
+    """Return how many threads a call may use: at most the available cores, and the limit of its library.
 
-    On tensors of torch ``torch.set_num_threads`` counts, on other arrays what holds for the BLAS, so that
-    ``OPENBLAS_NUM_THREADS``, ``OMP_NUM_THREADS`` and threadpoolctl.threadpool_limits mean here what they mean
-    for NumPy.
+    For tensors of torch that is ``torch.set_num_threads``; for other arrays the limit of the BLAS, so that
+    ``OPENBLAS_NUM_THREADS``, ``OMP_NUM_THREADS`` and threadpoolctl.threadpool_limits work as they do for
+    NumPy.
 
     Parameters
     ----------
     library : str, optional
-        Whose arrays the call has.
+        The library of the arrays.
     """
     peer: int = sys.modules["torch"].get_num_threads() if library == "torch" else _blas.threads()
     return min(available_cores(), peer)
 
 
 def team(library: str, count: int) -> int:
-    """Return the address of GOMP_parallel in the OpenMP whose threads compute; 0 for those of the core.
+    """Return the address of GOMP_parallel to run on torch's OpenMP threads; 0 to use the core's own threads.
 
-    why torch's: they spin for milliseconds after each of its operations, on the cores that ours would need.
-    why not another number of them: OpenMP would end some, or start new ones, at each call.
+    why torch's threads: they spin for milliseconds after each of its operations, on the cores that ours need.
+    why only with torch's thread count: OpenMP would end or start threads at each call otherwise.
 
     Parameters
     ----------
     library : str
-        Whose arrays the call has.
+        The library of the arrays.
     count : int
-        Threads of the call.
+        Number of threads of the call.
     """
     if library != "torch" or _forked or count != sys.modules["torch"].get_num_threads():
         return 0
     return _of_torch()
 
 
-# why: a child has the OpenMP, but not its threads, and would wait for them.
+# why: a forked child has torch's OpenMP but not its threads, and would wait for them for ever.
 _forked = False
 
 
 @functools.cache
 def _of_torch() -> int:
-    """The address of GOMP_parallel in what torch is linked to; 0 where that has none, or is no OpenMP."""
+    """The address of GOMP_parallel in the OpenMP that torch is linked to; 0 if it has none."""
     path = Path(str(sys.modules["torch"].__file__)).with_name("lib") / "libtorch_cpu.so"
     try:
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):  # another place or system; a torch without OpenMP
+    except (OSError, AttributeError):  # another path or system, or a torch without OpenMP
         return 0
 
 
 @functools.cache
 def available_cores() -> int:
-    """Return the number of cores this process may run on, as it was at the first call."""
+    """Return the number of cores that this process may run on, cached at the first call."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _start_afresh() -> None:
-    """Forget what a forked child may find locked, or changed."""
+    """Reset state in a forked child: locks may be held, and the affinity may change."""
     global _blas, _forked
     _blas = BlasLimit()
     available_cores.cache_clear()

@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix are computed, and in what order."""
+"""The tiles of the score matrix, and their order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ..call.problem import Problem
 
-# A tile of scores is (rows x keys). Rows are the queries of every head that shares a key head.
-# why: half a megabyte stays in L2, and takes so long that NumPy's calls for it hardly count.
+# A tile of scores is (rows x keys); its rows are the queries of all heads that share a key head.
+# why this size: half a megabyte stays in L2, and is large enough to hide the overhead of NumPy's calls.
 ROWS = 256
 KEYS = 512
 
 
 class Box(NamedTuple):
-    """What is computed at a time: a key head of a sequence, as a range of the batch and one of the heads."""
+    """One key head of one sequence, the unit of work: a slice of the batch and a slice of the heads."""
 
     batch: slice
     head: slice
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 def flops(problem: Problem) -> float:
-    """Operations of the products, at most: every tile counted."""
+    """Floating-point operations of the products, as if no tile were skipped."""
     p = problem
     products = {"backward": 5, "jvp": 5, "hvp": 10}.get(p.direction, 2)
     pairs = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k
@@ -39,7 +39,7 @@ def flops(problem: Problem) -> float:
 
 
 def tile_of(problem: Problem) -> tuple[int, int]:
-    """Queries and keys of a block."""
+    """Extents of a block: queries and keys."""
     p = problem
     queries, keys = p.tile or (max(1, ROWS // (p.heads_q // p.heads_k)), KEYS)
     return min(queries, max(1, p.seqlen_q)), min(keys, max(1, p.seqlen_k))
@@ -53,7 +53,7 @@ def boxes(problem: Problem) -> Iterator[Box]:
 
 
 def visited(problem: Problem) -> Iterator[tuple[int, int, list[Block]]]:
-    """Yield each query block with the key blocks it visits, none outside the band."""
+    """Yield each query block as (first, stop, key blocks), without key blocks outside the band."""
     p = problem
     queries, keys = tile_of(p)
     for i0 in range(0, p.seqlen_q, queries):

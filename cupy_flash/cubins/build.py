@@ -1,4 +1,4 @@
-"""Turn the catalog into cubins and manifests: parallel, incremental, atomic; needs no GPU and no toolkit."""
+"""Compile the catalog into cubins and manifests, in parallel and incrementally; no GPU or toolkit needed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .compile import compile_variant, write_atomically
 
 __all__ = ["BuildFailed", "Built", "Offered", "archs_here", "build", "native_targets", "targets", "writing"]
 
-# The variants that a store holds for a target.
+# Returns the variants that a store holds for a target.
 Offered = Callable[[str], Sequence[catalog.Variant]]
-_LINE_SECONDS = 10.0  # between lines about progress
-_SAVE_SECONDS = 5.0  # what a build that is killed loses
+_LINE_SECONDS = 10.0  # between two lines of progress
+_SAVE_SECONDS = 5.0  # between two writes of the manifest: the work that a killed build loses
 
 
 class BuildFailed(RuntimeError):
-    """Cubins could not be made, or were refused; the message has every reason."""
+    """Kernels did not compile, or their cubins were refused; the message has every reason."""
 
 
 class Built(NamedTuple):
@@ -42,7 +42,7 @@ class Built(NamedTuple):
     ----------
     folder : Path
     compiled : dict of str to float
-        Variants that were not up to date, and the processor seconds of compiling each.
+        Variants compiled by this build, with the CPU seconds of each.
     """
 
     folder: Path
@@ -50,16 +50,16 @@ class Built(NamedTuple):
 
 
 def targets(cuda: int) -> tuple[str, ...]:
-    """Everything that a release holds for a CUDA major."""
+    """All targets of a release for a CUDA major."""
     oldest = 75 if cuda >= 13 else 0
     rows = [row for row in catalog.ARCHITECTURES if row.capability >= oldest]
     return tuple(dict.fromkeys(target for row in rows for target in row.targets))
 
 
 def native_targets(arch: str) -> tuple[str, ...]:
-    """The targets made for exactly this GPU, also where a release has none: sm_103 for sm_103.
+    """The targets for exactly this GPU, even if a release has no such target: sm_103 for sm_103.
 
-    One, but where it has kernels of its own beside those of another target.
+    There are several where an architecture has kernels of its own in addition to those of another target.
     """
     row = catalog.architecture(arch)
     of_release = locate.capability(row.target) == row.capability or row.name == row.own_target
@@ -67,9 +67,9 @@ def native_targets(arch: str) -> tuple[str, ...]:
 
 
 def archs_here() -> tuple[str, ...]:
-    """Architectures of this machine's GPUs that kernels can be made for, as nvidia-smi tells them.
+    """Architectures of this machine's GPUs that kernels support, from nvidia-smi.
 
-    why not CuPy: a build of the package has none.
+    why not CuPy: it is not installed in the environment that builds the package.
     """
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
@@ -91,9 +91,9 @@ def _is_known(arch: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, waiting for another build to end; the system frees it if we die.
+    """Hold the lock of a directory, after waiting for another build; the system frees it if we die.
 
-    why not filelock: it takes the same locks of the system, and each build of the package would install it.
+    why not filelock: it uses the same system locks, and every build of the package would have to install it.
     """
     with (directory / ".lock").open("a+b") as file:
         if sys.platform == "win32":
@@ -132,7 +132,7 @@ def _write_manifest(directory: Path, cuda: int, entries: Mapping[str, Any]) -> N
 
 
 def _up_to_date(directory: Path, cuda: int, every: Offered) -> dict[str, Any]:
-    """Entries of the manifest that are still what catalog and sources ask for, with their file whole."""
+    """Manifest entries that match the catalog and the sources, and whose file has the right SHA-256."""
     try:
         old = json.loads((directory / locate.MANIFEST).read_text(encoding="utf-8"))
         entries = dict(old["cubins"])
@@ -167,19 +167,20 @@ def build(
     Parameters
     ----------
     cuda : {12, 13}
-        Which NVRTC.
+        CUDA major of the NVRTC.
     archs : sequence of str
-        E.g. "sm_80", "sm_90a". "sm_90" is taken as the catalog's "sm_90a".
+        E.g. "sm_80", "sm_90a". "sm_90" means the catalog's "sm_90a".
     out : Path
-        The store; made if missing.
+        The store; created if missing.
     only : str or collection of str
-        Pattern of variant names, or names. Of the others, those that are up to date stay.
+        Pattern of variant names, or names. Other cubins stay if they are up to date.
     jobs : int, optional
-        Compilations at once; default is the number of processors.
+        Parallel compilations; default is the number of processors.
     progress : bool
         Show a bar, or without a terminal or tqdm a line every few seconds.
     every : callable, optional
-        What the store holds for a target; what it does not name is removed. Default: what the families offer.
+        Returns all variants of the store for a target; other cubins are removed. Default: the variants of
+        the families.
 
     Returns
     -------
@@ -189,11 +190,11 @@ def build(
     Raises
     ------
     BuildFailed
-        A source does not compile, spills more than its row allows, draws a wgmma warning, lets a
-        register be overwritten under a wgmma product, or waits for products before the work that was to
-        run under them, or a file cannot be written. What was finished until then is kept.
+        A source does not compile, spills more than its row allows, causes a wgmma warning, overwrites
+        a register that a wgmma in flight reads, or waits for products before the work that should
+        overlap with them; or a file cannot be written. Finished cubins are kept.
     UnsupportedError
-        NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing.
+        NVRTC is missing, of another version, or too old for an architecture; or nvdisasm is missing.
     """
     compiler = nvrtc.Compiler(cuda)
     names = list(dict.fromkeys(name for arch in archs for name in native_targets(arch)))
@@ -210,7 +211,7 @@ def build(
     with writing(store):
         out.mkdir(parents=True, exist_ok=True)
         for directory in (store, *directories):
-            directory.mkdir(mode=0o755, exist_ok=True)  # never for others to write, whatever the umask
+            directory.mkdir(mode=0o755, exist_ok=True)  # not writable by others, whatever the umask
         with _locked(store):
             _compile_all(
                 compiler, made, only, jobs or os.cpu_count() or 1, progress, every or families.variants
@@ -220,7 +221,7 @@ def build(
 
 @contextlib.contextmanager
 def writing(store: Path) -> Iterator[None]:
-    """Name the file that the system refuses, and a way out."""
+    """Turn an OSError into BuildFailed, which names the file and a remedy."""
     try:
         yield
     except OSError as error:
@@ -250,7 +251,7 @@ def _compile_all(
     ]
     LOG.info("%d cubins to build in %s", len(waiting), ", ".join(map(str, directories)))
     if waiting:
-        # why: if we are killed, files already replaced are unknown rather than wrong.
+        # why: if this build is killed, replaced files are missing from the manifest instead of damaged.
         for directory in directories:
             _write_manifest(directory, cuda, entries[directory])
     refused: list[str] = []
@@ -287,7 +288,7 @@ def _compile_all(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-        for future in tuple(futures):  # what ended while we were being interrupted
+        for future in tuple(futures):  # compilations that ended during an interrupt
             if future.done() and not future.cancelled() and not future.exception():
                 keep(future)
         for directory in directories:
@@ -308,13 +309,13 @@ def _remove_unlisted(directory: Path, entries: Mapping[str, Any]) -> None:
     for file in directory.glob("*.cubin"):
         if file.stem not in entries:
             file.unlink(missing_ok=True)
-    for rest in directory.glob(".*.cubin.*"):  # of a build that was killed; we hold the lock
+    for rest in directory.glob(".*.cubin.*"):  # temporary files of a killed build: we hold the lock
         rest.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _bar(total: int, progress: bool) -> Iterator[Any]:
-    """A function that takes what was just done: a bar on a terminal, lines in a log and without tqdm."""
+    """Yield a function that reports a finished cubin: in a bar on a terminal, else in lines."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -332,7 +333,7 @@ def _bar(total: int, progress: bool) -> Iterator[Any]:
 
 
 def _lines(total: int, progress: bool) -> Callable[[str], None]:
-    """A function that takes what was just done and says so every few seconds, and at the end."""
+    """Return a function that reports a finished cubin, in a line every few seconds and at the end."""
     start = said = time.monotonic()
     count = 0
 

@@ -1,4 +1,4 @@
-"""One cubin: compile a variant, refuse what ptxas says must not run, and write it whole or not at all."""
+"""Compile one variant, refuse a cubin that fails the checks, and write the file atomically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
 
 
 class Resources(NamedTuple):
-    """What ptxas reported of one kernel."""
+    """Resources of one kernel, as ptxas reports them; bytes are per thread, shared bytes per block."""
 
     registers: int
     stack_bytes: int
@@ -29,7 +29,7 @@ class Resources(NamedTuple):
 
     @classmethod
     def of(cls, log: str) -> Resources:
-        """Read them off a compile log; of several functions the worst counts."""
+        """Parse a compile log; of several functions the largest number counts."""
 
         def worst(pattern: str) -> int:
             return max((int(number) for number in re.findall(pattern, log)), default=0)
@@ -45,7 +45,7 @@ class Resources(NamedTuple):
 def compile_variant(
     compiler: nvrtc.Compiler, variant: catalog.Variant, target: str, directory: Path
 ) -> tuple[dict[str, Any], list[str], float]:
-    """Compile a variant into its file: its manifest entry, why it is refused if it is, processor seconds."""
+    """Compile a variant into its file; return its manifest entry, reasons to refuse it, and CPU seconds."""
     start = time.thread_time()
     path = sources.folder() / variant.source
     include = [f"-I{path.parent}", f"-I{path.parent / 'include'}"]
@@ -56,7 +56,7 @@ def compile_variant(
         cubin, log = compiler.compile(path.read_text(encoding="utf-8"), path.name, options)
     used = Resources.of(log)
     refused = [f"{variant.name} for {target}: {line}" for line in _WGMMA_WARNING.findall(log)]
-    # why not of a score function: what it takes is its writer's affair.
+    # why no limit for score functions: their authors decide how many registers they use.
     allowed = variant.allowed_spill_bytes(target)
     if used.spill_bytes > allowed and not variant.function:
         refused.append(
@@ -82,7 +82,7 @@ def compile_variant(
 
 
 def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> list[str]:
-    """What ptxas made of the products, and of the registers of warpgroups, that it should not have."""
+    """Faults in the SASS of products and of the registers of warpgroups."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -101,7 +101,7 @@ def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> li
 
 
 def _interrupted(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
-    """What keeps the tensor cores waiting in the main loop, beyond what its row allows."""
+    """Stalls of the tensor cores in the main loop that exceed the limits of the row."""
     turn = sass.turn(listing)
     if turn is None:
         return ["overlap: no loop has products of mma.sync"]
@@ -119,19 +119,19 @@ def _interrupted(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file at once: readers see the old one or the new one, and a failure leaves nothing."""
+    """Replace a file atomically: readers see the old or the new one, and a failure leaves no temporary."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        # why: mkstemp makes files private, which other users of a shared installation could not read.
+        # why: mkstemp makes files private, but other users of a shared installation have to read them.
         temporary.chmod(0o644 & ~_umask())
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # why: a full disk is told by the file's handle, without a name
+            error.filename = str(path)  # why: a write to a file descriptor reports a full disk without a name
         raise
 
 

@@ -1,4 +1,4 @@
-"""locate: find the cubin of a variant, and trust it only if its manifest and SHA-256 say so."""
+"""locate: find the cubin of a variant, and check its manifest and SHA-256."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Cubin(NamedTuple):
     path : Path
     sha256 : str
     registers, spills, shared_bytes : int
-        Registers of a thread, bytes spilled by it, shared memory of a block.
+        Registers and spilled bytes per thread, bytes of shared memory per block.
     abi : int
         Version of the params structs.
     set : {"cuda12", "cuda13"}
     origin : str
-        Where it was found, for people.
+        The place where it was found, for messages.
     target : str
-        What it was compiled for, e.g. "sm_80"; may be a lower minor than the GPU's.
+        Target of the compilation, e.g. "sm_80"; its minor version may be lower than the GPU's.
     """
 
     path: Path
@@ -66,9 +66,9 @@ class CubinSet(NamedTuple):
     set : {"cuda12", "cuda13"}
     target : str
     kernels, bytes : int
-        Cubins and their size.
+        Number of cubins, and their total size.
     problem : str
-        Why none of it will be used; empty if it is sound.
+        Why the set cannot be used; empty if it can.
     """
 
     origin: str
@@ -86,13 +86,13 @@ class _Origin(NamedTuple):
     Attributes
     ----------
     name : str
-        For people.
+        Name in messages.
     root : Path
         Holds cuda12/<target> and cuda13/<target>.
     mend : str
-        The command that makes it whole; {cuda} and {target} are filled in.
+        The command that repairs it, a format string with {cuda} and {target}.
     from_sources : bool
-        Made from the sources at hand, which may have changed since.
+        Compiled from the sources on this machine, which may have changed since.
     private : bool
         Must be writable by its owner only.
     """
@@ -108,7 +108,7 @@ class _Origin(NamedTuple):
         return self.root / f"cuda{cuda}" / target
 
     def hint(self, cuda: int, target: str) -> str:
-        """The command that makes these cubins whole."""
+        """The command that repairs these cubins."""
         return self.mend.format(cuda=cuda, target=target)
 
 
@@ -118,14 +118,14 @@ def capability(target: str) -> int:
 
 
 def usable_sets(driver_version: int | None) -> tuple[int, ...]:
-    """CUDA majors whose cubins a driver loads, best first. Without a driver: all, for plans on paper."""
+    """CUDA majors whose cubins a driver loads, best first; all of them for plans without a driver."""
     if driver_version is None:
         return (12, 13)
     return tuple(major for major in (13, 12) if driver_version >= 1000 * major)
 
 
 def _targets(arch: str) -> list[str]:
-    """What runs on an architecture, best first: its `a` target, then equal and lower minors, `f` first."""
+    """Targets that run on an architecture, best first: `a`, then equal and lower minors, `f` before plain."""
     number = capability(arch)
     minors = range(number, number // 10 * 10 - 1, -1)
     return [f"sm_{number}a", *(f"sm_{n}{feature}" for n in minors for feature in ("f", ""))]
@@ -137,7 +137,7 @@ def _targets(arch: str) -> list[str]:
 def user_cache() -> Path:
     """The user's cache of this version; `python -m cupy_flash build` fills it.
 
-    why not platformdirs: it would add a dependency for these lines, and other places only where no GPU is.
+    why not platformdirs: a dependency instead of four lines, and it differs only on systems without CUDA.
     """
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
@@ -147,13 +147,13 @@ def user_cache() -> Path:
 
 
 def make_private(store: Path) -> None:
-    """Make the user's cache so that only they can write to it."""
+    """Create the user's cache, writable by its owner only."""
     trust.make_folder(store)
     _require_private(store.parent, store)
 
 
 def _require_private(root: Path, path: Path) -> None:
-    """Refuse a path in the cache that another user could have written: what it holds runs with our rights."""
+    """Refuse a path in the cache that another user could have written: its code runs with our rights."""
     beside = path.parent.glob("*.cubin") if path.is_file() else ()
     found = trust.exposed(path, beside)
     if found is None:
@@ -169,7 +169,7 @@ def _require_private(root: Path, path: Path) -> None:
 
 
 def functions_cache(function: Body, out: Path | None = None) -> Path:
-    """Where the user's cache of this version, or a folder, has the kernels of a score function."""
+    """The folder of the kernels of a score function, in the user's cache of this version or in `out`."""
     cache, name = user_cache(), function.digest[:16]
     return cache.with_name(f"{cache.name}-{name}") if out is None else out / name
 
@@ -184,7 +184,7 @@ def _origins_of_function(variant: Variant, function: Body) -> Iterator[_Origin]:
 
 
 def _how_to_build(variant: Variant, arch: str) -> str:
-    """The call that compiles a kernel of a score function."""
+    """The call that compiles a kernel of a score function, for hints."""
     assert variant.function is not None
     given = "arguments, " * bool(variant.function.arguments)
     dtype = next((name for name, short in SHORT.items() if short == variant.dtype), "float32")
@@ -217,12 +217,12 @@ def _origins() -> Iterator[_Origin]:
 
 @functools.lru_cache(maxsize=64)
 def _read_manifest(path: Path, modified_ns: int) -> Any:
-    del modified_ns  # part of the key: a rebuilt set is read again
+    del modified_ns  # part of the cache key: a rebuilt set is read again
     return manifest.read(path, "cubins", _FIELDS)
 
 
 def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
-    """What a folder holds, empty if there is none; refused if it was not made for this version."""
+    """Manifest entries of a folder, empty if there is none; refuse one of another version."""
     path = origin.folder(cuda, target) / MANIFEST
     hint = origin.hint(cuda, target)
     try:
@@ -250,8 +250,8 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
 
     The first place that has one wins: CUPY_FLASH_CUBIN_DIR, the user's cache, this package, the
     checkout, the installed data packages. Within a place the driver's own CUDA major comes
-    first, then the closest target: a cubin runs on its own major with an equal or higher minor,
-    one of an `f` target too, an `a` target on exactly its own, and nothing runs across majors.
+    first, then the closest target. A cubin, also that of an `f` target, runs on GPUs of its major
+    with an equal or higher minor; a cubin of an `a` target only on its own architecture.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
     arch : str
         The GPU's architecture, e.g. "sm_86".
     driver_version : int, optional
-        As CUDA counts, e.g. 12040. Without one every set counts as usable.
+        As CUDA counts, e.g. 12040. By default every set is usable.
 
     Returns
     -------
@@ -269,8 +269,8 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
     Raises
     ------
     CubinNotFoundError
-        Nothing fits; or what fits is damaged, stale, of another version, or in a cache that
-        other users may write to. Such a place is never skipped silently.
+        No cubin fits; or the one that fits is damaged, stale, of another version, or in a cache
+        that other users may write to. Such a place is never skipped silently.
     """
     origins = list(_origins_of_function(variant, variant.function) if variant.function else _origins())
     for origin, cuda, target, entry in _matches(origins, variant, arch, driver_version):
@@ -294,9 +294,9 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
 
 
 def code(cubin: Cubin) -> bytes:
-    """The bytes of a cubin that `locate` has found, to be loaded: those that have its SHA-256.
+    """Read a cubin that `locate` has found, and check its SHA-256 again.
 
-    why not by its path: the driver would read the file once more, and it may be another one by then.
+    why the driver does not get the path: it would read the file again, which may have been replaced.
     """
     try:
         data = cubin.path.read_bytes()
@@ -311,7 +311,7 @@ def code(cubin: Cubin) -> bytes:
 def _matches(
     origins: Sequence[_Origin], variant: Variant, arch: str, driver_version: int | None
 ) -> Iterator[tuple[_Origin, int, str, dict[str, Any]]]:
-    """Manifest entries of what could run, best first: (origin, CUDA major, target, entry)."""
+    """Manifest entries of cubins that could run, best first: (origin, CUDA major, target, entry)."""
     for origin in origins:
         for cuda in usable_sets(driver_version):
             if (origin.root / f"cuda{cuda}").is_dir():
@@ -356,7 +356,7 @@ def available(*, verify: bool = False) -> list[CubinSet]:
     Parameters
     ----------
     verify : bool
-        Read every file and compare its SHA-256.
+        Also read every file and compare its SHA-256.
     """
     found = []
     for origin in _origins():

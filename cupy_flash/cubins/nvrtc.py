@@ -1,4 +1,4 @@
-"""NVRTC from its PyPI wheels, through ctypes: CUDA C++ to a cubin without a compiler, a toolkit or a GPU."""
+"""NVRTC from its PyPI wheels, through ctypes: compile CUDA C++ to a cubin without a toolkit or a GPU."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["TOOLKITS", "CompileError", "Compiler", "Toolkit", "installed"]
 
 
 class Toolkit(NamedTuple):
-    """The wheels of one CUDA major, and where in site-packages they keep things.
+    """The wheels of one CUDA major, and the paths of their files in site-packages.
 
     Attributes
     ----------
     version : (int, int)
-        What NVRTC must report. why: the version is part of what a cubin is; any other one gives other bytes.
-        (Where both majors are installed, cuda-pathfinder finds that of CUDA 13 alone.)
+        The version that NVRTC must report. why: another version compiles to different bytes.
+        (why not cuda-pathfinder: where both majors are installed, it finds only that of CUDA 13.)
     requirements : (str, str)
-        For pip: what brings the library, and what brings the headers.
+        Requirements for pip, of the library and of the headers.
     extra : str
-        The extra of cupy-flash that asks for them.
+        The extra of cupy-flash that installs them.
     library, windows_library, include : str
         Paths inside site-packages.
     """
@@ -42,7 +42,7 @@ class Toolkit(NamedTuple):
 
     @property
     def extra_requirements(self) -> tuple[str, ...]:
-        """All that the extra brings: what looks at the code of some kernels, and the bar, too."""
+        """All requirements of the extra, including nvdisasm for the checks of SASS, and tqdm."""
         return (*self.requirements, sass.REQUIREMENT, "tqdm")
 
     @property
@@ -72,23 +72,23 @@ TOOLKITS = {
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a source; the message is its log."""
+    """NVRTC did not compile a source; the message is its log."""
 
 
 def _found(toolkit: Toolkit) -> tuple[Path | None, Path | None]:
-    """The library and the headers of a CUDA major, as far as they are installed."""
+    """Paths of the library and of the headers of a CUDA major; None for what is not installed."""
     library = toolkit.windows_library if sys.platform == "win32" else toolkit.library
     compiler, runtime = toolkit.requirements
     return trust.packaged(compiler, library), trust.packaged(runtime, toolkit.include)
 
 
 def installed(cuda: int) -> bool:
-    """Whether the wheels of this CUDA major are there; their version is checked on use."""
+    """Whether the wheels of this CUDA major are installed; `Compiler` checks their version."""
     return None not in _found(TOOLKITS[cuda])
 
 
 class Compiler:
-    """The NVRTC of one CUDA major. Its methods may run in several threads at once.
+    """The NVRTC of one CUDA major; thread-safe.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ class Compiler:
 
     @functools.cached_property
     def capabilities(self) -> frozenset[int]:
-        """Compute capabilities x 10 that this compiler knows."""
+        """Supported compute capabilities x 10."""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         values = (ctypes.c_int * count.value)()
@@ -157,23 +157,23 @@ class Compiler:
         text : str
             CUDA C++.
         name : str
-            Its file name, for messages.
+            File name of the source, for messages.
         options : sequence of str
-            Options of NVRTC; the CUDA headers are added.
+            Options of NVRTC; the path of the CUDA headers is added.
         result : {"CUBIN", "PTX"}
-            A cubin needs an architecture such as sm_90a; PTX may also be made for compute_90a, without ptxas.
+            A cubin needs an architecture such as sm_90a; PTX may also be for compute_90a, without ptxas.
 
         Returns
         -------
         result : bytes
-            Of PTX: its text.
+            The cubin, or the text of the PTX.
         log : str
-            What NVRTC and ptxas printed.
+            Output of NVRTC and ptxas.
 
         Raises
         ------
         CompileError
-            With the log.
+            The message has the log.
         """
         program = ctypes.c_void_p()
         source, label = text.encode(), name.encode()

@@ -1,4 +1,4 @@
-"""Kernels of score functions compiled by the call that misses them, in a process that has allowed it."""
+"""Compile missing kernels of score functions at their first call, if this process allows it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["MADE", "found_or_made", "policy"]
 POLICIES = ("refuse", "allow")
 _policy = POLICIES[0]
 _making = threading.Lock()
-# Folders of the user's cache into which this process has compiled.
+# Folders of the user's cache that this process has compiled into.
 MADE: set[Path] = set()
 
 
 def policy(new: str) -> str:
-    """Say what becomes of a call whose kernels are not there; returns what was said before."""
+    """Set whether a call compiles missing kernels or raises an error; return the previous setting."""
     global _policy
     if new not in POLICIES:
         raise InvalidArgumentsError(f"policy is {new!r}.", hint='"allow", or "refuse" as at first')
@@ -29,12 +29,12 @@ def policy(new: str) -> str:
 
 
 def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> locate.Cubin:
-    """As `locate.locate`; what it does not find of a score function is compiled, if that is allowed.
+    """Locate a cubin; compile a missing kernel of a score function, if the policy allows it.
 
     Raises
     ------
     CubinNotFoundError
-        As of `locate.locate`.
+        As in `locate.locate`.
     UnsupportedError, BuildFailed
         There is no compiler, or it fails.
     """
@@ -43,11 +43,11 @@ def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> lo
     except CubinNotFoundError:
         if variant.function is None or _policy != "allow":
             raise
-    with _making:  # whoever waited may find it
+    with _making:  # a thread that waited for the lock may find the cubin now
         try:
             return locate.locate(variant, arch, driver_version)
         except CubinNotFoundError:
-            # why here: this imports the compiler
+            # why here: this import loads the compiler
             from .user_cache import function_into_cache
 
             LOG.info("compiling %s for %s", variant.name, arch)

@@ -1,6 +1,6 @@
-"""What ptxas made: instructions, loops, wgmma products, what is overwritten under them, registers.
+"""Checks of SASS, the machine code of cubins: loops, wgmma products, hazards and registers.
 
-why: ptxas before 13.3 can let an instruction write registers that a running wgmma still reads, silently.
+why: ptxas before 13.3 can silently let an instruction write registers that a wgmma in flight still reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INSTRUCTION = re.compile(
 _LABEL = re.compile(r"\.(L_x_\d+):")
 _TARGET = re.compile(r"`\(\.(L_x_\d+)\)")
 _REGISTER = re.compile(r"R(\d+)")
-# More groups in flight than any kernel here keeps: something never waits.
+# A kernel with more groups in flight never waits for them: ours keep fewer.
 _MOST_GROUPS = 8
 
 
@@ -41,9 +41,9 @@ class Instruction(NamedTuple):
     ----------
     address : int
     guard : str
-        Its predicate, such as "@!P0"; "" if there is none.
+        Predicate, such as "@!P0"; "" if there is none.
     name, form : str
-        HGMMA and .64x128x16.F32.BF16.
+        E.g. "HGMMA" and ".64x128x16.F32.BF16".
     operands : tuple of str
     """
 
@@ -73,7 +73,7 @@ class Listing(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Listing:
-        """Read what ``nvdisasm -c`` prints."""
+        """Parse the output of ``nvdisasm -c``."""
         instructions: list[Instruction] = []
         labels: dict[str, int] = {}
         for line in text.splitlines():
@@ -86,12 +86,12 @@ class Listing(NamedTuple):
         return cls(tuple(instructions), labels)
 
     def target(self, instruction: Instruction) -> int | None:
-        """Where a branch goes; None for what does not branch."""
+        """Index of the target of a branch; None for other instructions."""
         found = _TARGET.search(instruction.operands[-1]) if instruction.operands else None
         return self.labels.get(found[1]) if found else None
 
     def loops(self) -> list[tuple[int, int]]:
-        """First and last instruction of every loop: a label and the last branch back to it."""
+        """Indices of the first and last instruction of every loop: a label and the last branch back to it."""
         ends: dict[int, int] = {}
         for index, instruction in enumerate(self.instructions):
             start = self.target(instruction) if instruction.name == "BRA" else None
@@ -100,11 +100,11 @@ class Listing(NamedTuple):
         return sorted(ends.items())
 
     def turn(self, start: int, end: int) -> int:
-        """Instructions of a turn of a loop that has nothing to do but products and copies.
+        """Count the instructions of one iteration of a loop on a whole, unmasked tile.
 
-        Of all ways through it those with most products and 16-byte copies, of these the one of fewest
-        instructions: it meets no mask, nor an option that is asked for at run time. 0 if no way stays inside:
-        what is seldom stands behind the kernel, and branches back.
+        That is the path with the most products and 16-byte copies, and among those with the fewest
+        instructions, which skips masks and options tested at run time. 0 if no path stays inside the loop:
+        ptxas moves unlikely code behind the kernel, from where it branches back.
         """
         ways = {end: (0, 1)}
         for at in range(end - 1, start - 1, -1):
@@ -123,13 +123,13 @@ class Listing(NamedTuple):
 
 
 def disassembler() -> Path | None:
-    """Path of nvdisasm: in its PyPI package, or on PATH."""
+    """Path of nvdisasm in its PyPI package, or on PATH; None if there is none."""
     found = trust.packaged(REQUIREMENT, "nvidia/cu13/bin/nvdisasm") or shutil.which("nvdisasm")
     return Path(found) if found else None
 
 
 def disassemble(cubin: Path) -> Listing:
-    """Read the code of a cubin.
+    """Disassemble a cubin.
 
     Raises
     ------
@@ -149,29 +149,29 @@ def disassemble(cubin: Path) -> Listing:
 
 
 def products(listing: Listing) -> dict[str, int]:
-    """How many wgmma instructions there are of each shape, such as {"64x128x16": 16}."""
+    """Count the wgmma instructions of each shape, such as {"64x128x16": 16}."""
     found = Counter(i.form.split(".")[1] for i in listing.instructions if _is_product(i))
     return dict(sorted(found.items()))
 
 
 def misallocated(listing: Listing, registers: int, warpgroups: int) -> list[str]:
-    """What is wrong about the registers that warpgroups give back and take (setmaxnreg).
+    """Find faults in how warpgroups release and take registers (setmaxnreg).
 
-    A warpgroup can only give back what it was launched with, and only take more; and the one that copies must
-    leave enough for all others, which would wait for ever.
+    A release must leave fewer registers than at launch, and a take must give more. The producer must release
+    enough for all consumers, which would wait for ever otherwise.
 
     Parameters
     ----------
     listing : Listing
     registers : int
-        Of a thread, at launch.
+        Registers of a thread at launch.
     warpgroups : int
-        Of a block; one of them copies, the others compute.
+        Warpgroups of a block: one producer, which copies, and consumers, which compute.
 
     Returns
     -------
     list of str
-        Empty if the code is right.
+        Faults; empty if there are none.
     """
     moves = [i for i in listing.instructions if i.name == "USETMAXREG"]
     given = [int(i.operands[-1], 16) for i in moves if i.form.startswith(".DEALLOC")]
@@ -191,16 +191,14 @@ def misallocated(listing: Listing, registers: int, warpgroups: int) -> list[str]
 
 
 def overwritten(listing: Listing) -> list[str]:
-    """Every instruction that writes a register which a wgmma in flight reads or accumulates in.
+    """Find every instruction that writes a register which a wgmma in flight reads or accumulates in.
 
-    It follows all paths through the code until no new state turns up. A state is what is in flight, the
-    groups that are committed, oldest first, and the one that is still open; and where each barrier of
-    reconvergence (BSSY, BSYNC) goes on.
+    It follows all paths through the code, as `_states` describes.
 
     Returns
     -------
     list of str
-        Empty if the code is right.
+        Faults; empty if there are none.
     """
     code = listing.instructions
     found: dict[tuple[int, int], str] = {}
@@ -220,10 +218,10 @@ def overwritten(listing: Listing) -> list[str]:
 
 
 def covered(listing: Listing) -> int:
-    """How many exponentials run under a product, on whatever way control comes to them.
+    """Count the exponentials that have a product in flight on every path that leads to them.
 
-    why: ptxas takes a wait for one that depends on nothing, and may move it before the work that was to run
-    under the products.
+    why: for ptxas a wait depends on nothing, so that it may move the wait before the work that should
+    overlap with the products.
     """
     exposed = {index for index, flight in _states(listing) if not any(flight)}
     exponentials = {index for index, i in enumerate(listing.instructions) if i.form.startswith(".EX2")}
@@ -231,9 +229,9 @@ def covered(listing: Listing) -> int:
 
 
 def scattered(listing: Listing) -> int:
-    """How many instructions of arithmetic stand between products of one group, which wait for them.
+    """Count the arithmetic instructions between the products of one group, which delay the products.
 
-    Groups end with their last product; what stands before the first of a group is not counted.
+    Instructions before the first product of a group are not counted.
     """
     found = waiting = 0
     inside = False
@@ -247,9 +245,9 @@ def scattered(listing: Listing) -> int:
 
 
 def fewest_of_a_round(listing: Listing) -> int:
-    """How many instructions the shortest way around the loop of wgmma products takes.
+    """Count the instructions of the shortest path around the loop of wgmma products.
 
-    That is a block without masks and what else is seldom. 0 if products are in no loop.
+    That path skips masks and other unlikely code. 0 if no product is in a loop.
     """
     ways = (
         fewest(listing, index, index) for index, now in enumerate(listing.instructions) if _is_product(now)
@@ -258,7 +256,7 @@ def fewest_of_a_round(listing: Listing) -> int:
 
 
 def fewest(listing: Listing, first: int, last: int) -> int:
-    """The fewest instructions from one to another, which may be the same; 0 if none lead there."""
+    """Length of the shortest path from one instruction to another or back to itself; 0 if there is none."""
     border: set[tuple[int, _Barriers]] = {(first, frozenset())}
     steps, reached = 0, set(border)
     while border:
@@ -280,10 +278,10 @@ _ARITHMETIC = ("MUFU", "FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "F2FP", "HADD2")
 
 
 def _states(listing: Listing) -> Iterator[tuple[int, _Flight]]:
-    """Every instruction with all that can be in flight before it, until no new state turns up.
+    """Yield every instruction with each set of products that can be in flight before it.
 
-    A state is what is in flight, the groups that are committed, oldest first, and the one that is still open;
-    and where each barrier of reconvergence (BSSY, BSYNC) goes on.
+    It follows all paths until no new state appears. A state is the products in flight, in committed groups
+    and an open one, and where each convergence barrier (BSSY, BSYNC) continues.
     """
     code = listing.instructions
     seen: set[tuple[int, _Flight, _Barriers]] = set()
@@ -305,9 +303,9 @@ def _states(listing: Listing) -> Iterator[tuple[int, _Flight]]:
             paths += [(branch, flight, barriers) for branch in branches]
 
 
-# Indices of products: committed groups from the oldest on, then the open one.
+# Products in flight, by index: committed groups, oldest first, then the open group.
 _Flight = tuple[tuple[int, ...], ...]
-# (barrier, where its BSYNC goes on)
+# (convergence barrier, index at which its BSYNC continues)
 _Barriers = frozenset[tuple[str, int]]
 
 
@@ -316,7 +314,7 @@ def _is_product(instruction: Instruction) -> bool:
 
 
 def _after(flight: _Flight, index: int, now: Instruction) -> _Flight:
-    """What is in flight after an instruction."""
+    """Products in flight after an instruction."""
     if _is_product(now):
         *committed, last = flight
         last = (*last, index) if index not in last else last
@@ -329,7 +327,7 @@ def _after(flight: _Flight, index: int, now: Instruction) -> _Flight:
 
 
 def _busy(product: Instruction) -> frozenset[int]:
-    """Registers of its accumulator, and of A if A is in registers."""
+    """Registers of the accumulator of a product, and of its operand A if that is in registers."""
     _, shape, *_ = product.form.split(".")
     accumulator, a, *_ = product.operands
     registers = set(_span(accumulator, int(shape.split("x")[1]) // 2))
@@ -343,7 +341,7 @@ def _span(register: str, count: int) -> range:
     return range(first, first + count)
 
 
-# Instructions without a register of their own to write.
+# Name prefixes of instructions that write no register R.
 _WRITE_NOTHING = (
     "ST", "RED", "BRA", "BRX", "EXIT", "CALL", "RET", "BAR", "WARP", "SYNCS", "DEPBAR", "BSYNC", "BSSY",
     "YIELD", "UTMA", "UBLK", "FENCE", "ERRBAR", "CCTL", "MEMBAR", "NOP", "R2UR", "R2P", "FCHK", "PLOP3",
@@ -352,11 +350,11 @@ _WRITE_NOTHING = (
 
 
 def _written(now: Instruction) -> frozenset[int]:
-    """Registers that an instruction writes; those of products are not asked for."""
+    """Registers that an instruction writes; none for products, which need not be known."""
     if now.name.endswith("SETP") or now.name.startswith(_WRITE_NOTHING) or _is_product(now):
         return frozenset()
     for operand in now.operands[:2]:
-        if operand.startswith(("P", "UP")):  # some write a predicate first
+        if operand.startswith(("P", "UP")):  # some instructions have a predicate as first result
             continue
         name = operand.split(".")[0]
         return frozenset(_span(name, _width(now))) if _REGISTER.fullmatch(name) else frozenset()
@@ -364,7 +362,7 @@ def _written(now: Instruction) -> frozenset[int]:
 
 
 def _width(now: Instruction) -> int:
-    """How many registers it writes."""
+    """Number of registers that an instruction writes."""
     forms = now.form.split(".")
     if now.name == "LDSM":
         return int(forms[-1]) if forms[-1].isdigit() else 1
@@ -387,19 +385,19 @@ COPIES = ("LDG", "LDGSTS")
 
 
 class Turn(NamedTuple):
-    """One way round a loop.
+    """One iteration of a loop.
 
     Attributes
     ----------
     instructions, products, barriers : int
-        How many there are; products are those of mma.sync, barriers those of the block.
+        Counts: all instructions, mma.sync products, and block barriers.
     stretches : tuple of int
-        Instructions between one product and the next, round the loop, the longest first. A warp issues in
-        order, so that its tensor core waits for them, if no other warp has products just then.
+        Instructions between one product and the next, around the loop, the longest first. A warp issues in
+        order, so that its tensor core idles during them, unless another warp has products to issue.
     exponentials : int
-        The most between one product and the next.
+        The most exponentials between one product and the next.
     doubles : int
-        Arithmetic of doubles, without the products.
+        FP64 arithmetic instructions other than products.
     """
 
     instructions: int
@@ -411,11 +409,11 @@ class Turn(NamedTuple):
 
 
 def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None:
-    """A whole tile's way round the loop with the most mma.sync products; None if there is none.
+    """The iteration of a whole tile in the loop with the most mma.sync products; None if there is none.
 
-    Of all ways it has the most products, then the most of these accesses, then the fewest instructions:
-    without masks, and without what is for ragged tiles. A loop inside is passed once. COPIES alone also pass
-    by masks that read shared memory.
+    It is the path with the most products, then the most of these accesses, then the fewest instructions:
+    it skips masks and code for ragged tiles. An inner loop runs once. With accesses=COPIES it also skips
+    masks that read shared memory.
     """
     code = listing.instructions
 
@@ -427,7 +425,7 @@ def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None
     )
     if not products_of((start, end)):
         return None
-    # From each instruction to the end: what there is on the best way, and where it goes on.
+    # For each instruction: the counts of the best path to the end of the loop, and its next instruction.
     best: dict[int, tuple[tuple[int, int, int], int]] = {}
     for index in range(end, start - 1, -1):
         onwards = [n for n in _following(listing, index, frozenset()) if n > index and n in best]
@@ -436,7 +434,7 @@ def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None
             name, form = code[index].name, code[index].form
             own = (int(name in _PRODUCTS), int(name in accesses and ".ZFILL" not in form), -1)
             best[index] = ((own[0] + rest[0], own[1] + rest[1], own[2] + rest[2]), following)
-    if start not in best:  # what is seldom stands behind the kernel, and branches back
+    if start not in best:  # ptxas has moved a part of the loop behind the kernel
         return None
     way, index = [], start
     while index >= 0:
@@ -468,7 +466,7 @@ _LEADS_ELSEWHERE = (*_ENDS, "BSYNC", "BRA", "CALL")
 
 
 def _following(listing: Listing, index: int, barriers: _Barriers) -> list[int]:
-    """Instructions that can come next."""
+    """Indices of the instructions that can follow an instruction."""
     now = listing.instructions[index]
     if now.name not in _LEADS_ELSEWHERE:
         return [index + 1]
@@ -479,7 +477,7 @@ def _following(listing: Listing, index: int, barriers: _Barriers) -> list[int]:
         return [*onwards, dict(barriers).get(now.operands[0], index + 1)]
     target = listing.target(now)
     if now.name == "BRA" and target is not None:
-        # A uniform branch has its predicate among the operands: BRA.U UP0, `(.L_x_1)
+        # A uniform branch has its predicate as an operand: BRA.U UP0, `(.L_x_1)
         always = not now.guard and len(now.operands) == 1
         return [target] if always else [index + 1, target]
     if now.name == "CALL" and target is not None:

@@ -1,4 +1,4 @@
-"""What a cubin is made from: the CUDA sources, the compiler's options, and one hash over all of it."""
+"""The inputs of a cubin: CUDA sources and compiler options, and the hash over both."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .nvrtc import TOOLKITS
 
 __all__ = ["closure", "common", "digest", "folder", "options", "write_function"]
 
-# why these: C++17 is what both NVRTCs share; helpers need no __device__; -v makes ptxas print the registers
-# and spills that a build checks. No fast math: FP32 and FP64 are exact, others name their fast instructions.
+# why these: both NVRTCs support C++17; helpers need no __device__; -v makes ptxas print the registers and
+# spills that a build checks. No fast math: FP32 and FP64 stay exact, other kernels call fast instructions by
+# name.
 OPTIONS = ("-std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -26,26 +27,26 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 @functools.cache
 def folder() -> Path:
-    """The folder of the .cu files: inside an installed package, beside it in a checkout."""
+    """The folder of the .cu files: inside an installed package, next to it in a checkout."""
     package = own_folder()
     shipped = package / "_kernels"
     return shipped if shipped.is_dir() else package.parent / "kernels_cu"
 
 
 def common(defines: Mapping[str, str]) -> list[str]:
-    """The options that make the variant of these macros for any target, without paths."""
+    """Compiler options for a variant with these macros, for any target, without paths."""
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    # why: of the same bits only what the source says is one operation.
+    # why: kernels with reproducible bits may fuse a product and a sum only where the source says fma.
     return [*OPTIONS, *["--fmad=false"] * ("CF_SAME_BITS" in defines), *macros]
 
 
 def options(variant: Variant, target: str) -> list[str]:
-    """The options that make this variant for this target, without paths."""
+    """Compiler options for a variant and a target, without paths."""
     return [f"--gpu-architecture={target}", *common(variant.defines())]
 
 
 def digest(variant: Variant, target: str, cuda: int) -> str:
-    """Hash of what decides a cubin, and whether it passes: source, includes, options, compiler, gates."""
+    """Hash over every input of a cubin and of its checks: source, includes, options, compiler, limits."""
     parts = [
         _source_digest(folder() / variant.source),
         header(variant.function) if variant.function else "",
@@ -58,7 +59,7 @@ def digest(variant: Variant, target: str, cuda: int) -> str:
 
 
 def write_function(function: Body, into: Path) -> Path:
-    """Write the header of a score function; return the folder that is to be included from."""
+    """Write the header of a score function; return the include folder."""
     into.mkdir(parents=True, exist_ok=True)
     path, text = into / NAME, header(function)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
@@ -75,12 +76,12 @@ def _source_digest(source: Path) -> str:
 
 
 def _plain(path: Path) -> Path:
-    """A path without dots. Links stay: in a cache of the Hugging Face hub each file is one."""
+    """Normalise a path but keep symbolic links: in a cache of the Hugging Face hub each file is a link."""
     return Path(os.path.normpath(path.absolute()))
 
 
 def closure(source: Path, include: Path) -> list[Path]:
-    """The file and all that it includes with quotes, sorted by path, whatever the preprocessor decides."""
+    """The file and all files that it includes with quotes, sorted by path; conditionals are ignored."""
     source = _plain(source)
     found, waiting = {source}, [source]
     while waiting:

@@ -1,4 +1,4 @@
-"""Kernels compiled on request, into the user's cache: the shipped ones, and those of a score function."""
+"""Compile kernels into the user's cache on request: the shipped kernels, or kernels of a score function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def into_user_cache(
     archs : sequence of str
         E.g. ``["sm_86"]``.
     cudas : sequence of {12, 13}
-        CUDA majors that would do, the best first; the first whose compiler is installed is taken.
+        Acceptable CUDA majors, best first; the first one with an installed compiler is used.
     jobs, progress
         As in `build`.
 
@@ -72,16 +72,16 @@ def function_into_cache(
     ----------
     function : Body
     archs, cudas, jobs, progress
-        As of `into_user_cache`.
+        As in `into_user_cache`.
     dtypes : sequence of str
-        Of q, k and v.
+        Dtypes of q, k and v.
     head_dims : sequence of int
     second_order : bool
-        Those of tangents and second derivatives, too.
+        Also compile kernels of tangents and second derivatives.
     out : Path, optional
-        A folder for CUPY_FLASH_CUBIN_DIR instead; it may hold those of several functions.
+        A folder for CUPY_FLASH_CUBIN_DIR instead; it may hold kernels of several functions.
     kernels : collection of str, optional
-        The ones with these names instead.
+        Compile the kernels with these names instead.
 
     Returns
     -------
@@ -91,7 +91,7 @@ def function_into_cache(
     Raises
     ------
     UnsupportedError, BuildFailed, CubinNotFoundError
-        As of `into_user_cache`.
+        As in `into_user_cache`.
     """
 
     def offered(
@@ -117,5 +117,5 @@ def function_into_cache(
 
 
 def _cuda(cudas: Sequence[int]) -> int:
-    """The first CUDA major whose compiler is installed."""
+    """The first CUDA major with an installed compiler, or the first of all if none has one."""
     return next((major for major in cudas if nvrtc.installed(major)), cudas[0])

@@ -1,4 +1,4 @@
-"""Which driver runs kernels for the arrays of a library, and why."""
+"""Which driver runs the kernels for arrays of a library, and why."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["VARIABLE", "gpu_driver", "host_driver", "why_without_cupy"]
 
 VARIABLE = "CUPY_FLASH_DRIVER"
-# Those that say where their arrays and streams are without CuPy.
+# Libraries that give addresses and streams of their arrays without CuPy.
 _DO_WITHOUT = ("torch", "jax")
 
 
 @functools.cache
 def gpu_driver(library: str) -> GpuDriver:
-    """CuPy, or the driver's own library where arrays of torch and JAX have to do without.
+    """Return `driver`, or `cuda` for arrays of torch and JAX without CuPy.
 
-    why cached: every call asks.
+    why cached: every call needs it.
     """
     if library in _DO_WITHOUT and why_without_cupy():
         from . import cuda
@@ -37,12 +37,12 @@ def gpu_driver(library: str) -> GpuDriver:
 
 
 def host_driver() -> Driver | None:
-    """The simulator, for arrays in main memory, if the environment asks for it; else nobody.
+    """Return the simulator, for arrays in main memory, if CUPY_FLASH_DRIVER selects it; else None.
 
     Raises
     ------
     InvalidArgumentsError
-        The environment asks for what there is not.
+        CUPY_FLASH_DRIVER has an unknown value.
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen in ("", "cuda"):
@@ -58,9 +58,9 @@ def host_driver() -> Driver | None:
 
 
 def why_without_cupy() -> str:
-    """Why arrays of torch and JAX do not go through CuPy; "" if they do."""
+    """Why arrays of torch and JAX do not use CuPy; "" if they do."""
     if os.environ.get(VARIABLE) == "cuda":
         return f"{VARIABLE}=cuda"
-    # why first: a module that is there need not have a spec.
+    # why sys.modules first: an imported module need not have a spec, and find_spec raises without one.
     there = sys.modules["cupy"] if "cupy" in sys.modules else importlib.util.find_spec("cupy")
     return "CuPy is not installed" if there is None else ""

@@ -1,6 +1,6 @@
-"""load: cubins into the CUDA driver through its own library, for the arrays of torch and JAX without CuPy.
+"""load: cubins into the CUDA driver through libcuda, for arrays of torch and JAX without CuPy.
 
-It offers what `driver` offers. It works in the primary context of a device, as torch and XLA do.
+It has the same interface as `driver`, and uses the primary context of a device, as torch and XLA do.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def multiprocessors(device: int) -> int:
 
 
 def current_stream(device: int, library: str = "torch") -> int:
-    """Handle of torch's current stream; a program of JAX says its own."""
+    """Handle of torch's current stream. JAX passes the stream with each call, and never asks for it here."""
     if library != "torch":
         raise UnsupportedError(
             f"an array of {library} on a GPU, in a call that is given no stream.",
@@ -96,7 +96,7 @@ def current_stream(device: int, library: str = "torch") -> int:
 
 @functools.cache
 def _context(device: int) -> int:
-    """The primary context of a device, kept for as long as the process lives."""
+    """The primary context of a device, retained until the process ends."""
     context = c_void_p()
     check(
         library().cuDevicePrimaryCtxRetain(byref(context), _handle(device)), f"the context of cuda:{device}"
@@ -106,7 +106,7 @@ def _context(device: int) -> int:
 
 @contextmanager
 def _on(device: int) -> Iterator[ctypes.CDLL]:
-    """The library, while the context of a device is the calling thread's."""
+    """Make the context of a device current in the calling thread, and yield the library."""
     cuda, context, here = library(), _context(device), c_void_p()
     cuda.cuCtxGetCurrent(byref(here))
     if here.value == context:
@@ -123,7 +123,7 @@ def _on(device: int) -> Iterator[ctypes.CDLL]:
 
 
 class _OnStream:
-    """Memory of the driver's pool, given back in the order of its stream when the last reference goes."""
+    """Memory of the driver's pool, freed in stream order with the last reference."""
 
     __slots__ = ("device", "pointer", "stream")
 
@@ -131,18 +131,18 @@ class _OnStream:
         self.pointer, self.device, self.stream = pointer, device, stream
 
     def __del__(self) -> None:
-        # why: when Python ends, so does the context, and with it the memory.
+        # why: at interpreter exit the context is destroyed, and its memory with it.
         if not sys.is_finalizing():
             with _on(self.device) as cuda:
                 cuda.cuMemFreeAsync(self.pointer, self.stream)
 
 
-# Workspaces that graphs use.
+# Workspaces that captured graphs use, never freed.
 _recorded: list[int] = []
 
 
 def empty(nbytes: int, device: int, library: str = "torch", stream: int | None = None) -> Workspace:
-    """Allocate workspace as `driver.empty` does: torch's comes from torch's pool, any other from CUDA's."""
+    """Allocate workspace as `driver.empty` does, from torch's pool for torch and from CUDA's otherwise."""
     if not nbytes:
         return Workspace(0, None)
     if library == "torch":
@@ -151,7 +151,7 @@ def empty(nbytes: int, device: int, library: str = "torch", stream: int | None =
     pointer, what = c_size_t(), f"{nbytes} bytes of workspace on cuda:{device}"
     with _on(device) as cuda:
         if _captures(cuda, stream):
-            # why: every replay of the graph uses it. A free would be recorded, too.
+            # why: every replay of the graph uses this memory, and a free would be captured, too.
             mode = c_int(_RELAXED)
             cuda.cuThreadExchangeStreamCaptureMode(byref(mode))
             status = cuda.cuMemAlloc_v2(byref(pointer), nbytes)
@@ -164,14 +164,14 @@ def empty(nbytes: int, device: int, library: str = "torch", stream: int | None =
 
 
 def _captures(cuda: ctypes.CDLL, stream: int) -> bool:
-    """Whether a graph is being captured from a stream."""
+    """Whether the stream is being captured into a graph."""
     status = c_int()
     check(cuda.cuStreamIsCapturing(stream, byref(status)), "the capture of a stream")
     return status.value != 0
 
 
 def read(pointer: int, nbytes: int, device: int, stream: int) -> bytes:
-    """Read device memory once what is on the stream has been done: the host waits."""
+    """Read device memory after all work on the stream has finished; the host waits."""
     held = ctypes.create_string_buffer(nbytes)
     with _on(device) as cuda:
         check(cuda.cuMemcpyDtoHAsync_v2(held, pointer, nbytes, stream), f"reading {nbytes} bytes")
@@ -195,7 +195,7 @@ class Kernel:
     ----------
     cubin : Cubin
     function : int
-        Handle.
+        CUfunction handle.
     device : int
     """
 
@@ -206,8 +206,8 @@ class Kernel:
         self.device = device
         self._function = c_void_p(function)
         self._context = _context(device)
-        # why by key: such a function has no prototype, and holding arguments to one doubles a call's time.
-        # An int is passed as a C int, so a handle has to be a c_void_p.
+        # why by key: a function looked up by key has no prototype, and checking arguments against one doubles
+        # the time of a call. An int is passed as a C int, so a handle has to be a c_void_p.
         self._current, self._launch = library()["cuCtxGetCurrent"], library()["cuLaunchKernel"]
 
     def encode_tensor_map(
@@ -219,7 +219,7 @@ class Kernel:
         box: Sequence[int],
         swizzle: int = 128,
     ) -> bytes:
-        """Describe a tensor on this device to bulk copies; parameters and errors as of `tensor_map`."""
+        """Encode a tensor map for bulk copies on this device; parameters and errors as in `tensor_map`."""
         with _on(self.device):
             return tensor_map.encode(
                 tensor_map.TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle)
@@ -238,10 +238,10 @@ class Kernel:
         params: bytes,
         stream: int,
     ) -> None:
-        """Enqueue the kernel; parameters as of `run.Kernel`."""
+        """Enqueue the kernel; parameters as in `run.Kernel`."""
         if 0 in grid:
             return
-        # why no buffer: the driver copies the struct before it returns, from where its bytes are.
+        # why no buffer: the driver copies the struct from the bytes object before it returns.
         held = _Params(params)
         if status := self._call(
             self._launch, self._function, *grid, *block, shared_bytes, c_void_p(stream), held, None
@@ -249,7 +249,7 @@ class Kernel:
             raise failure(status, f"the launch of {self.cubin.path.stem}")
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> int:
-        """Call a function of the driver in the context of the device; `_on` takes five times as long."""
+        """Call a driver function in the context of the device. why not `_on`: it takes five times as long."""
         here = c_void_p()
         self._current(byref(here))
         if here.value == self._context:
@@ -282,7 +282,7 @@ def load(variant: Variant, device: int) -> Kernel:
     Raises
     ------
     CubinNotFoundError
-        As `cubins.locate.locate`, or the driver refuses the file.
+        As in `cubins.locate.locate`, or the driver cannot load the file.
     UnsupportedError
         There is no driver or GPU.
     """

@@ -27,7 +27,7 @@ _WITHOUT = "torch and JAX arrays also run without CuPy: CUPY_FLASH_DRIVER=cuda"
 
 
 def is_installed() -> bool:
-    """Whether this machine has an NVIDIA driver; without one it has no GPU that could be used."""
+    """Whether this machine has an NVIDIA driver, without which no GPU can be used."""
     try:
         ctypes.CDLL(tensor_map.LIBRARY)
     except OSError:
@@ -36,7 +36,7 @@ def is_installed() -> bool:
 
 
 def installed_cupys() -> tuple[str, ...]:
-    """Distributions that provide cupy. More than one break each other."""
+    """Installed distributions that provide cupy; two of them break each other."""
 
     def present(name: str) -> bool:
         try:
@@ -50,7 +50,7 @@ def installed_cupys() -> tuple[str, ...]:
 
 @functools.cache
 def _cupy() -> Any:
-    """The cupy module, once it can run something here.
+    """Import cupy, and check that it can run kernels here.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def _cupy() -> Any:
 
 
 def _call(function: Any) -> int:
-    """The number that a CUDA query returns; 0 if it fails, as it does without a driver or GPU."""
+    """Return the result of a CUDA query, or 0 if it fails, as it does without a driver or GPU."""
     try:
         return int(function())
     except RuntimeError as error:
@@ -156,7 +156,7 @@ def multiprocessors(device: int) -> int:
 
 
 def current_stream(device: int, library: str = "cupy") -> int:
-    """Handle of the stream on which the caller's library enqueues: torch's own, CuPy's for all others."""
+    """Handle of the current stream of the caller's library: torch's for torch, CuPy's for all others."""
     if library == "torch":
         return gpu.torch_stream(device)
     return int(_cupy().cuda.get_current_stream(device).ptr)
@@ -165,7 +165,7 @@ def current_stream(device: int, library: str = "cupy") -> int:
 # ---------------------------------------------------------------------------------------------- workspace
 
 
-# Workspaces that graphs use.
+# Workspaces that captured graphs use, never freed.
 _recorded: list[Any] = []
 
 
@@ -177,10 +177,10 @@ def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = 
     nbytes : int
     device : int
     library : str
-        Whose stream the kernels run on. why: a pool hands memory on in the order of its own
+        The library whose stream the kernels run on. why: a pool reuses memory in the order of its own
         library's stream, so that work on torch's stream must use torch's pool.
     stream : int, optional
-        Its handle; default is CuPy's current one.
+        Handle of that stream; default is CuPy's current one.
     """
     if not nbytes:
         return Workspace(0, None)
@@ -195,14 +195,14 @@ def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = 
                 memory = cupy.cuda.alloc(nbytes)
         handle = cupy.cuda.get_current_stream(device).ptr if stream is None else stream
         if cupy.cuda.runtime.streamIsCapturing(handle):
-            # why: every replay of the graph uses it, and the pool would give it to somebody else. (torch's
-            # pool knows graphs.)
+            # why: every replay of the graph uses this memory, and the pool would hand it to other work.
+            # (torch's pool supports graph capture.)
             _recorded.append(memory)
     return Workspace(int(memory.ptr), memory)
 
 
 def read(pointer: int, nbytes: int, device: int, stream: int) -> bytes:
-    """Read device memory once what is on the stream has been done: the host waits."""
+    """Read device memory after all work on the stream has finished; the host waits."""
     cuda, held = _cupy().cuda, np.empty(nbytes, np.uint8)
     with cuda.Device(device):
         cuda.runtime.memcpyAsync(held.ctypes.data, pointer, nbytes, cuda.runtime.memcpyDeviceToHost, stream)
@@ -218,7 +218,7 @@ def clear(pointer: int, nbytes: int, device: int, stream: int) -> None:
 
 
 def _as_cupy_stream(cupy: Any, handle: int) -> Any:
-    """A stream of another library as CuPy's own kind, so that CuPy's pool orders memory by it."""
+    """Wrap a stream of another library for CuPy, so that CuPy's pool reuses memory in its order."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(_Stream(handle))
     return cupy.cuda.ExternalStream(handle)
@@ -235,7 +235,7 @@ def encode_tensor_map(
     box: Sequence[int],
     swizzle: int = 128,
 ) -> bytes:
-    """Describe a tensor to the bulk copies of a kernel; parameters and errors as of `tensor_map`."""
+    """Encode a tensor map for bulk copies; parameters and errors as in `tensor_map`."""
     return tensor_map.encode(
         tensor_map.TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle)
     )
@@ -245,9 +245,9 @@ def encode_tensor_map(
 
 
 class _Stream:
-    """A stream handle as CuPy's launch takes it: anything with ptr.
+    """A stream handle for CuPy's launch, which reads only `ptr`.
 
-    why: cupy.cuda.ExternalStream is deprecated, and its successor takes 5 us.
+    why not CuPy's own: cupy.cuda.ExternalStream is deprecated, and its successor takes 5 us.
     """
 
     __slots__ = ("ptr",)
@@ -256,7 +256,7 @@ class _Stream:
         self.ptr = handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """The protocol's version and the handle."""
+        """Version of the protocol, and the handle."""
         return 0, self.ptr
 
 
@@ -292,12 +292,12 @@ class Kernel:
         box: Sequence[int],
         swizzle: int = 128,
     ) -> bytes:
-        """Describe a tensor on this device to bulk copies; as the function of this name."""
+        """Encode a tensor map for bulk copies on this device, as the function of this name does."""
         cuda = self._cupy.cuda
         if cuda.runtime.getDevice() == self.device and tensor_map.has_context():
             return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
         with cuda.Device(self.device):
-            # why: a thread gets its context by its first call of the runtime, and none may have come before.
+            # why: a thread gets its context from its first runtime call, and this may be the first.
             cuda.runtime.memGetInfo()
             return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
 
@@ -313,10 +313,10 @@ class Kernel:
         params: bytes,
         stream: int,
     ) -> None:
-        """Enqueue the kernel; parameters as of `run.Kernel`."""
+        """Enqueue the kernel; parameters as in `run.Kernel`."""
         if 0 in grid:
-            return  # why: CuPy would raise the zero to one
-        # why: of NumPy's values CuPy passes arrays of size one by value, whatever their dtype.
+            return  # why: CuPy would launch one block for a zero
+        # why an array: CuPy passes a NumPy array of size one by value, whatever its dtype.
         struct = np.frombuffer(params, _void(len(params)))
         cuda = self._cupy.cuda
         if cuda.runtime.getDevice() == self.device:
@@ -351,7 +351,7 @@ def load(variant: Variant, device: int) -> Kernel:
     Raises
     ------
     CubinNotFoundError
-        As `cubins.locate.locate`, or the driver refuses the file.
+        As in `cubins.locate.locate`, or the driver cannot load the file.
     UnsupportedError
         There is no CuPy, driver or GPU.
     """

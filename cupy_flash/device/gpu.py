@@ -1,4 +1,4 @@
-"""What both ways to a GPU share: CuPy (`driver`) and the CUDA driver's library itself (`cuda`)."""
+"""Code that both GPU drivers share: `driver`, which uses CuPy, and `cuda`, which calls libcuda by ctypes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = [
     "Workspace", "forked", "torch_stream", "torch_workspace", "version_text",
 ]  # fmt: skip
 
-# What a launch may use without asking; more has to be allowed per kernel.
+# Shared memory that any kernel may use; a kernel that needs more has to set the attribute below first.
 SHARED_BYTES_BY_DEFAULT = 48 * 1024
-MAX_SHARED_BYTES = 8  # what the driver calls CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STILL = "attention on NumPy arrays needs neither CuPy nor a GPU"
-NOT_STARTED = 3  # what driver and runtime answer to the child of a process that has used CUDA
+NOT_STARTED = 3  # status of driver and runtime in a child forked from a process that has used CUDA
 
 
 class Device(NamedTuple):
@@ -32,11 +32,13 @@ class Device(NamedTuple):
     Attributes
     ----------
     ordinal : int
+        CUDA device number.
     name : str
     arch : str
         E.g. "sm_86".
     multiprocessors : int
     memory_bytes : int
+        Total global memory.
     """
 
     ordinal: int
@@ -47,7 +49,7 @@ class Device(NamedTuple):
 
 
 class GpuDriver(Driver, Protocol):
-    """What runs kernels on GPUs, and knows which there are."""
+    """A driver for GPUs, which also lists them."""
 
     def devices(self) -> tuple[Device, ...]:
         """The GPUs of this machine, at least one."""
@@ -57,7 +59,7 @@ class GpuDriver(Driver, Protocol):
 
 
 def version_text(version: int) -> str:
-    """A CUDA version as people write it."""
+    """Format a CUDA version: 12040 becomes "12.4"."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -79,7 +81,7 @@ def torch_stream(device: int) -> int:
 
 
 class Workspace:
-    """Device memory of one call, given back to its pool when the last reference goes; see `run.Workspace`."""
+    """Device memory of one call, returned to its pool with the last reference; see `run.Workspace`."""
 
     __slots__ = ("_owner", "pointer")
 
@@ -89,7 +91,7 @@ class Workspace:
 
 
 def torch_workspace(nbytes: int, device: int) -> Workspace:
-    """Memory of torch's pool, for work on torch's current stream; the pool knows graphs."""
+    """Allocate from torch's pool, for work on torch's current stream; the pool supports graph capture."""
     torch = sys.modules["torch"]
     tensor = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
     return Workspace(tensor.data_ptr(), tensor)
@@ -101,7 +103,7 @@ _Kernel = TypeVar("_Kernel")
 
 
 class Loader(Generic[_Kernel]):
-    """Loads each variant once per device, however many threads ask.
+    """Loads each variant once per device, from any number of threads.
 
     Parameters
     ----------
@@ -109,9 +111,9 @@ class Loader(Generic[_Kernel]):
         The architecture of a device.
     driver_version : callable
     load : callable
-        Gives a variant, located, to the driver: of the variant, its cubin, the bytes of it, and the device.
+        Loads a kernel into the driver; called with the variant, its cubin, the cubin's bytes and the device.
     refusals : callable
-        Returns the errors by which the driver refuses it.
+        Returns the exception types that the driver raises for a cubin that it cannot load.
     """
 
     def __init__(
@@ -126,12 +128,12 @@ class Loader(Generic[_Kernel]):
         self._loading = threading.Lock()
 
     def __call__(self, variant: Variant, device: int) -> _Kernel:
-        """The kernel, loaded at the first call.
+        """Return the kernel; the first call loads it.
 
         Raises
         ------
         CubinNotFoundError
-            As `cubins.locate.locate`, or the driver refuses the file.
+            As in `cubins.locate.locate`, or the driver cannot load the file.
         """
         key = (variant.name, device)
         kernel = self.kernels.get(key)

@@ -1,4 +1,4 @@
-"""Kernels compiled for this CPU by g++, in the user's cache: the building half of the simulator."""
+"""Compile kernels for this CPU with g++ into the user's cache, for the simulator."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ __all__ = [
 
 
 class SimulatorUnavailable(RuntimeError):
-    """The simulator, or a kernel for it, does not compile here; the message says why."""
+    """The simulator or a kernel for it does not compile on this machine; the message says why."""
 
 
 class Buildable(Protocol):
-    """What the simulator needs to know of a variant. The source may also be an absolute path."""
+    """The part of a variant that the simulator uses. The source may also be an absolute path."""
 
     @property
     def name(self) -> str:
-        """For people and file names."""
+        """Name in messages and file names."""
 
     @property
     def source(self) -> str:
         """The .cu file, relative to the kernels' folder."""
 
     def defines(self) -> Mapping[str, str]:
-        """Its macros."""
+        """Macros of the variant."""
 
     def __hash__(self) -> int:
-        """Equal variants are built once."""
+        """Hash the variant; equal variants are built once."""
 
 
-# why: the frame pointer is for the call chains of reports; kernels read halves of a register through
-# other types; registers of a GPU start with anything; a product rounds before it is added to.
+# why: reports need frame pointers for call chains; kernels alias a register as two halves; registers of a GPU
+# start with arbitrary bits; a product is rounded before an addition (no FMA contraction).
 _FLAGS = (
     "-std=c++20 -g1 -fPIC -shared -fvisibility=hidden -fno-gnu-unique -fno-omit-frame-pointer "
     "-fno-strict-aliasing -ftrivial-auto-var-init=pattern -ffp-contract=off "
     "-Wall -Wextra -Wno-unknown-pragmas -Wno-psabi -Wno-restrict -Wno-unused-parameter "
-    # why: constants are enumerators, since NVRTC writes static ones into every cubin.
+    # why: kernels declare constants as enumerators, since NVRTC writes static ones into every cubin.
     "-Wno-deprecated-enum-enum-conversion"
 )
-# why less for kernels: most run for a shorter time than g++ takes to make them faster. They come before
-# `flags`: the level of a sanitizer, or -O0 of a user, counts.
+# why -O1 for kernels: most run for less time than g++ needs to optimise them further. These options precede
+# `flags`, so that the level of a sanitizer or a user's -O0 overrides them.
 KERNEL, LIBRARY = "-O1", "-O2"
 _SANITIZERS = {
     "": "",
@@ -69,7 +69,7 @@ _SANITIZERS = {
 
 
 def flags() -> tuple[str, ...]:
-    """Options of g++.
+    """Options for g++.
 
     CUPY_FLASH_SIMULATOR_SANITIZE is ``address`` (with undefined behaviour) or ``thread``;
     CUPY_FLASH_SIMULATOR_FLAGS is appended, such as ``-O0 -g`` for a debugger.
@@ -84,7 +84,7 @@ def flags() -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Where built kernels are kept; private, because what is loaded from there runs as the user."""
+    """Folder of built kernels, writable by the user only, since code loaded from it runs as the user."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "cupy_flash" / "simulator"
     trust.make_folder(folder)
@@ -93,7 +93,7 @@ def cache_folder() -> Path:
 
 
 def _require_private(path: Path) -> None:
-    """Refuse what another user could have put into the cache."""
+    """Refuse a path that another user could have written."""
     if found := trust.exposed(path):
         step, reason = found
         raise SimulatorUnavailable(
@@ -103,7 +103,7 @@ def _require_private(path: Path) -> None:
 
 
 def cuda_headers() -> Path:
-    """The folder of cuda_fp16.h: of a wheel, or of the toolkit in CUDA_HOME."""
+    """The folder of cuda_fp16.h, in a wheel or in the toolkit at CUDA_HOME."""
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(p) for p in (spec.submodule_search_locations if spec else None) or ()]
     folders = [root / sub for root in roots for sub in ("cuda_runtime/include", "cu13/include")]
@@ -120,7 +120,7 @@ def cuda_headers() -> Path:
 
 @functools.cache
 def _compiler() -> tuple[str, str]:
-    """Path and version."""
+    """Path and version line of the C++ compiler."""
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:
@@ -137,10 +137,10 @@ def compile_library(
 ) -> Path:
     """Compile into the cache, unless the same inputs were compiled with the same arguments.
 
-    ``text`` is what the argument ``-``, if there is one, stands for.
+    ``text`` is the standard input, which the argument ``-`` names.
     """
     path, version = _compiler()
-    # why: the same sources in another folder give the same kernel.
+    # why: the cache key must not depend on the folder of the sources.
     placeless = [argument.replace(str(sources.folder()), "") for argument in (*arguments, text)]
     key = hashlib.sha256(repr((version, placeless)).encode())
     for file in inputs:
@@ -156,9 +156,9 @@ def compile_library(
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Wait for another process that compiles the same; the system frees the lock if that dies.
+    """Hold the lock of a target, so that two processes do not compile it at once; it is freed if one dies.
 
-    One byte of a file stands for each target.
+    Each target locks its own byte of one file.
     """
     import fcntl  # why here: Windows has none
 
@@ -168,40 +168,40 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None:
-    """Put what g++ makes where others look for it."""
+    """Run g++, and move its output to the target atomically."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / "kernel.so"
         command = [*command, "-o", str(output)]
-        # why: a sanitizer that is preloaded into this process would slow the compiler down tenfold.
+        # why: a sanitizer preloaded into this process would slow the compiler down tenfold.
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
         if done.returncode:
             again = f"{shlex.join(command)} <<'END'\n{text}END" if text else shlex.join(command)
             raise SimulatorUnavailable(f"g++ failed on {stem}\n{done.stderr}\n{again}")
         show_warnings(done.stderr)
-        output.chmod(0o755)  # whatever the umask: the next process refuses what others may write to
-        output.replace(target)  # atomic: another process sees all of it or nothing
+        output.chmod(0o755)  # whatever the umask: a file that others may write to would be refused
+        output.replace(target)  # atomic: another process sees the whole file or none
 
 
 def show_warnings(text: str) -> None:
-    """Pass on what g++ says of a kernel that compiles."""
+    """Print the warnings of g++ on a kernel that compiles."""
     sys.stderr.write(text)
 
 
 def includes() -> list[str]:
-    """Options that name the folders of the simulator's headers, and of CUDA's."""
+    """Include options for the headers of the kernels, the simulator and CUDA."""
     root = sources.folder()
     folders = [root / "include", root, root / "simulator" / "headers"]
     return [*(f"-I{folder}" for folder in folders), "-isystem", str(cuda_headers())]
 
 
 def including(units: Sequence[Path]) -> str:
-    """Files as one for the compiler, which reads the headers that they share once."""
+    """Return one source text that includes several files, so that shared headers are compiled once."""
     return "".join(f'#include "{unit}"\n' for unit in units)
 
 
 def simulator_headers() -> list[Path]:
-    """What a kernel includes of the simulator: not the PTX of the primitives, which prim.cuh names too."""
+    """Headers of the simulator that a kernel includes, without the PTX that prim.cuh includes for GPUs."""
     root = sources.folder()
     included = sources.closure(root / "include" / "prim.cuh", root / "include")
     return [
@@ -212,35 +212,35 @@ def simulator_headers() -> list[Path]:
 
 @functools.cache
 def core(options: tuple[str, ...]) -> Path:
-    """The scheduler and its state, which all kernels of a process share.
+    """Build the scheduler and its state, which all kernels of a process share.
 
-    why cached: kernels built before and after an edit of the sources must not end up with two.
+    why cached: kernels built before and after an edit of the sources must share one scheduler.
     """
     units = sorted((sources.folder() / "simulator").glob("*.cpp"))
     arguments = [LIBRARY, *options, *includes(), "-x", "c++", "-"]
     return compile_library("simulator", arguments, [*units, *simulator_headers()], text=including(units))
 
 
-_KEPT = 8  # precompiled headers of 63 MB: two trees, each plain and with two sanitizers, and what is edited
+_KEPT = 8  # precompiled headers, 63 MB each: for two checkouts, plain and with two sanitizers, and 2 more
 
 
 @functools.cache
 def primitives(options: tuple[str, ...]) -> Path:
-    """prim.cuh, precompiled: reading its headers would be 0.7 of the 1.4 s that a small kernel takes."""
+    """Precompile prim.cuh: parsing its headers would take 0.7 of the 1.4 s of a small kernel."""
     source = sources.folder() / "simulator" / "primitives.h"
     return precompiled(source, [KERNEL, *options, *includes()], simulator_headers())
 
 
 def precompiled(source: Path, arguments: Sequence[str], inputs: Sequence[Path]) -> Path:
-    """A copy of a header for ``-include``, precompiled for these arguments.
+    """Return a copy of a header for ``-include``, precompiled for these arguments.
 
-    g++ takes the precompiled file for the header of the same name, which it reads if that one is gone.
+    g++ uses the precompiled file next to the copy, and reads the copy if that file is gone.
     """
     stem = source.stem
     compiled = compile_library(stem, [*arguments, "-x", "c++-header", str(source)], inputs, suffix=".h.gch")
     header = compiled.with_suffix("")
     header.write_bytes(source.read_bytes())
-    with contextlib.suppress(FileNotFoundError):  # another process has removed one
+    with contextlib.suppress(FileNotFoundError):  # another process removes old files, too
         by_age = sorted(compiled.parent.glob(f"{stem}-*.h.gch"), key=lambda file: file.stat().st_mtime)
         for old in by_age[:-_KEPT]:
             old.unlink()
@@ -248,7 +248,7 @@ def precompiled(source: Path, arguments: Sequence[str], inputs: Sequence[Path]) 
 
 
 def build(variant: Buildable) -> Path:
-    """Compile a variant for this CPU, or find it compiled.
+    """Compile a variant for this CPU, or find it in the cache.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ def build(variant: Buildable) -> Path:
     root, options = sources.folder(), flags()
     shared = core(options)
     source = root / variant.source
-    # why not -D: macros that are set before a precompiled header is read make it useless.
+    # why not -D: g++ rejects a precompiled header if macros are defined before it.
     macros = (f"#undef {name}\n#define {name} {value}\n" for name, value in variant.defines().items())
     text = "".join((*macros, f'#include "{source}"\n'))
     inputs = [*sources.closure(source, root / "include"), *simulator_headers()]

@@ -1,4 +1,4 @@
-"""The CUDA driver's own library, by ctypes: its functions, its errors by name, and why it cannot be used."""
+"""libcuda, the CUDA driver library, through ctypes: its functions, and exceptions for its errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .gpu import NOT_STARTED, STILL, forked, version_text
 
 __all__ = ["CudaError", "check", "failure", "library", "version"]
 
-# Arguments of the functions that are called, which all return a CUresult. A handle is an address.
-_ADDRESS = c_size_t  # of device memory; why not c_void_p: the driver's type is an integer
+# Argument types of the functions used here, which all return a CUresult. A handle is an address.
+_ADDRESS = c_size_t  # CUdeviceptr; why not c_void_p: the driver's type is an integer
 _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -32,7 +32,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
-    # function; grid; block; shared bytes, stream; addresses of parameters, and what is nothing here.
+    # function; grid; block; shared bytes, stream; addresses of parameters, and `extra`, which is null here.
     # `cuda.Kernel` calls it without the prototype.
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 3, *(c_uint,) * 3, c_uint, c_void_p, c_void_p, c_void_p),
     "cuMemsetD8Async": (_ADDRESS, ctypes.c_ubyte, c_size_t, c_void_p),
@@ -44,10 +44,10 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuMemAllocAsync": (POINTER(_ADDRESS), c_size_t, c_void_p),
     "cuMemFreeAsync": (_ADDRESS, c_void_p),
 }
-_OLDEST = 12000  # of which there are cubins
+_OLDEST = 12000  # oldest CUDA version with cubins
 _NEWER = "an NVIDIA driver of version 525 or newer"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-# By their names, without CUDA_ERROR_: what helps.
+# Hints by the name of an error, without CUDA_ERROR_.
 _HINTS = {
     "OUT_OF_MEMORY": "a smaller batch, or less memory that other work keeps on this GPU",
     "ILLEGAL_ADDRESS": "CUDA_LAUNCH_BLOCKING=1, which shows the call that failed; it may be an earlier one",
@@ -55,11 +55,11 @@ _HINTS = {
     "STREAM_CAPTURE_UNSUPPORTED": "a call outside of the graph, as a warm-up, before it is captured",
     "NOT_SUPPORTED": "a newer NVIDIA driver, or CuPy, whose memory pool needs less of it",
 }
-_started_in = 0  # process that has started CUDA here
+_started_in = 0  # process id at cuInit
 
 
 class CudaError(RuntimeError):
-    """A function of the CUDA driver that failed, by its name.
+    """A call of the CUDA driver failed.
 
     Attributes
     ----------
@@ -74,12 +74,12 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The driver's library, started.
+    """Load libcuda and initialise it.
 
     Raises
     ------
     UnsupportedError
-        It is missing, too old, or was started before this process was forked; or there is no GPU.
+        It is missing or too old, it was initialised before this process was forked, or there is no GPU.
     """
     global _started_in
     try:
@@ -117,7 +117,7 @@ def version() -> int:
 
 
 def _not_started(found: ctypes.CDLL, status: int) -> UnsupportedError:
-    """Why cuInit fails."""
+    """The error for a failed cuInit."""
     if status == NOT_STARTED:
         return forked()
     if status == _NO_DEVICE:
@@ -135,7 +135,7 @@ def _not_started(found: ctypes.CDLL, status: int) -> UnsupportedError:
 
 
 def _words(found: ctypes.CDLL, status: int) -> tuple[str, str]:
-    """Name and text of an error; its number if this driver does not know it."""
+    """Name and text of an error; its number if the driver has no name for it."""
     words = []
     for function in (found.cuGetErrorName, found.cuGetErrorString):
         text = c_char_p()
@@ -145,13 +145,13 @@ def _words(found: ctypes.CDLL, status: int) -> tuple[str, str]:
 
 
 def check(status: int, what: str) -> None:
-    """Raise the error of a function that failed; `what` was attempted."""
+    """Raise an exception if the status is an error; `what` says what was attempted."""
     if status:
         raise failure(status, what)
 
 
 def failure(status: int, what: str) -> Exception:
-    """The error for a status that is not 0."""
+    """The exception for a status that is not 0."""
     if _started_in and os.getpid() != _started_in:
         return forked()
     found = library()

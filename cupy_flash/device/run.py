@@ -1,4 +1,4 @@
-"""run: launch the kernels of a plan. It takes its outputs, workspace and stream, and allocates nothing."""
+"""run: launch the kernels of a plan. The caller allocates outputs and workspace, and gives the stream."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .abi import Params
 
 __all__ = ["Driver", "Kernel", "Program", "Workspace"]
 
-_MAP_ALIGNMENT = 64  # of a struct that holds tensor maps
+_MAP_ALIGNMENT = 64  # bytes, of a struct that holds tensor maps
 
 
 class Kernel(Protocol):
-    """A loaded entry point, of the CUDA driver or of the simulator.
+    """A loaded kernel, of the CUDA driver or of the simulator.
 
-    Both spell these methods out again, so that a type checker can hold them to this.
+    Both implementations repeat the full signatures, so that mypy checks them against this protocol.
     """
 
     def launch(
@@ -37,9 +37,9 @@ class Kernel(Protocol):
         Parameters
         ----------
         grid, block : (int, int, int)
-            Nothing is launched if the grid is empty.
+            Blocks and threads; an empty grid launches nothing.
         shared_bytes : int
-            Dynamic shared memory of a block.
+            Dynamic shared memory per block.
         params : bytes
             The params struct, passed by value.
         stream : int
@@ -58,7 +58,7 @@ class Kernel(Protocol):
         box: Sequence[int],
         swizzle: int,
     ) -> bytes:
-        """Describe a tensor to bulk copies; parameters as of `tensor_map.TensorMap`."""
+        """Encode a tensor map for bulk copies; parameters as in `tensor_map.TensorMap`."""
 
 
 class Workspace(Protocol):
@@ -67,14 +67,14 @@ class Workspace(Protocol):
     Attributes
     ----------
     pointer : int
-        Address, 256-byte aligned; 0 if no bytes were asked for.
+        Address, 256-byte aligned; 0 for a workspace of 0 bytes.
     """
 
     pointer: int
 
 
 class Driver(Protocol):
-    """What runs kernels: the module `driver` on CUDA devices, `simulator` on NumPy arrays."""
+    """A module that runs kernels: `driver` or `cuda` on CUDA devices, `simulator` on NumPy arrays."""
 
     def arch(self, device: int) -> str:
         """Architecture of a device, such as "sm_90"."""
@@ -83,13 +83,13 @@ class Driver(Protocol):
         """Number of multiprocessors of a device."""
 
     def current_stream(self, device: int, library: str) -> int:
-        """Handle of the stream on which the caller's library enqueues."""
+        """Handle of the current stream of the caller's library."""
 
     def empty(self, nbytes: int, device: int, library: str, stream: int) -> Workspace:
         """Allocate workspace from the pool of this library, for work on this stream."""
 
     def read(self, pointer: int, nbytes: int, device: int, stream: int) -> bytes:
-        """Read device memory once what is on the stream has been done: the host waits."""
+        """Read device memory after all work on the stream has finished; the host waits."""
 
     def clear(self, pointer: int, nbytes: int, device: int, stream: int) -> None:
         """Enqueue setting memory to zero."""
@@ -98,14 +98,14 @@ class Driver(Protocol):
         """Locate and load a variant, once per device."""
 
     def __hash__(self) -> int:
-        """Modules are keys of the cache of loaded plans."""
+        """Hash the driver, a key of the cache of loaded plans; modules are hashable."""
 
 
 class _Map:
     """The tensor map of an array (batch, heads, rows, columns), for the tiles of hopper/swizzled_tile.cuh.
 
-    With a group of so many heads it is of (batch, groups, rows, heads of a group, columns), and a box holds
-    2**head_bits heads of each row, or of one row as many as fit.
+    With `group` heads in a group, the map is of (batch, groups, rows, heads of a group, columns), and a box
+    holds 2**head_bits heads of each row, or as many heads of one row as fit.
     """
 
     __slots__ = ("_box", "_dtype", "_kernel", "_shape", "_span", "_strides", "name")
@@ -121,7 +121,7 @@ class _Map:
             strides = (strides[0], strides[1] * group, strides[2], strides[1], strides[3])
             of_a_row = min(1 << head_bits, box.rows)
             extents = (of_a_row, box.rows // of_a_row, 1, 1)
-        # An axis of length 1 has no stride that means anything; one of length 0 is never copied from.
+        # The stride of an axis of length 1 is arbitrary; an axis of length 0 is never copied.
         bytes_apart = [16 if n <= 1 else s * size for n, s in zip(shape[:-1], strides[:-1], strict=True)]
         span = box.span or (128 if box.columns * size % 128 == 0 else 64)
         self.name = name
@@ -129,8 +129,8 @@ class _Map:
         self._shape = [max(n, 1) for n in reversed(shape)]
         self._strides, self._box = bytes_apart[::-1], (span // size, *extents)
 
-    # why cached by address: pools hand out the same few again and again, and the driver takes microseconds.
-    @lru_cache(maxsize=4096)  # noqa: B019  (programs live as long as their kind of call is remembered)
+    # why cached by address: pools reuse the same few addresses, and the driver takes microseconds.
+    @lru_cache(maxsize=4096)  # noqa: B019  (programs live as long as their entry in the cache of calls)
     def at(self, pointer: int) -> bytes:
         """The map of the array at this address."""
         return self._kernel.encode_tensor_map(
@@ -139,13 +139,13 @@ class _Map:
 
 
 class _Step(NamedTuple):
-    """One launch, all but its addresses."""
+    """One launch, without addresses."""
 
     launch: Launch
     kernel: Kernel
-    struct: int  # which of the program's structs it takes
+    struct: int  # index of its params struct in the program
     maps: tuple[_Map, ...]
-    end: bytes  # zeros behind a struct with tensor maps, up to its alignment
+    end: bytes  # zeros that pad a struct with tensor maps to its alignment
 
 
 class Program:
@@ -155,11 +155,11 @@ class Program:
     ----------
     plan : Plan
     problem : Problem
-        The one that the plan was chosen for.
+        The problem that the plan was chosen for.
     kernels : sequence of Kernel
-        One per launch of the plan, loaded.
+        One loaded kernel per launch of the plan.
     views : mapping of str to ArrayView
-        Inputs and outputs by the names of abi.cuh; only their shapes, strides and dtypes are looked at.
+        Inputs and outputs by their names in abi.cuh; only shapes, strides and dtypes are used.
     """
 
     __slots__ = ("_kernels", "_parts", "_steps", "_structs", "_zeroed")
@@ -170,10 +170,10 @@ class Program:
         views = {**views, **plan.workspace_views()}
         self._kernels = tuple(kernels)
         self._parts = tuple((part.name, part.offset) for part in plan.workspace)
-        # Packed sequences that are all empty launch nothing, and then there is nothing to clear.
+        # A batch of empty packed sequences launches nothing, so that nothing has to be cleared.
         zeroed = plan.zeroed if kernels else ()
         self._zeroed = tuple((p.offset, p.nbytes) for p in plan.workspace if p.name in zeroed)
-        # Launches of one plan that take the same struct see the same views.
+        # Launches of one plan that take the same kind of struct have the same views.
         structs: dict[str, Params] = {}
         steps = []
         for launch, kernel in zip(plan.launches, kernels, strict=True):
@@ -203,7 +203,7 @@ class Program:
         Parameters
         ----------
         numbers : dict of str to int
-            Addresses of the views, `abi.SEED` and `abi.LENGTH`; those of the workspace are added.
+            Addresses of the views, `abi.SEED` and `abi.LENGTH`; this call adds addresses in the workspace.
         workspace : int
             Address of ``plan.workspace_bytes`` bytes, 256-byte aligned; 0 if none are needed.
         stream : int

@@ -1,13 +1,13 @@
 """A simulated GPU: the kernels of ``kernels_cu``, compiled by g++ and run on NumPy arrays.
 
-It offers what `cupy_flash.device.driver` offers, so that plan, parameters and launch run end to end without
-a GPU. ``CUPY_FLASH_DRIVER=simulator`` selects it, ``simulator:sm_80`` with another architecture than
-the default; pointers are host addresses.
+It has the interface of `cupy_flash.device.driver`, so that plan, parameters and launch run end to end without
+a GPU. ``CUPY_FLASH_DRIVER=simulator`` selects it, and ``simulator:sm_80`` simulates that architecture instead
+of the default, sm_90a. Pointers are host addresses.
 
 The CUDA threads of a block are fibers, and asynchronous operations take effect under one of three
 schedules (`schedule`): as late as the program allows, at once, or at random. A kernel that deadlocks,
 diverges, uses a barrier wrongly, crashes or loops for ever raises `KernelFailed` with the threads and
-the lines of the kernel. ``kernels_cu/README.md`` tells how to debug one.
+the lines of the kernel. ``kernels_cu/README.md`` describes how to debug one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class KernelFailed(RuntimeError):
-    """A simulated kernel did something that a GPU would not survive, or not repeat."""
+    """A simulated kernel did something that would crash, hang or be nondeterministic on a GPU."""
 
 
 # ---- settings of launches
@@ -58,16 +58,16 @@ _settings = _Settings()
 
 @contextmanager
 def schedule(policy: str, seed: int = 1, time_limit: int | None = None) -> Iterator[None]:
-    """Run the launches inside under another schedule.
+    """Run the launches in this context under another schedule.
 
     Parameters
     ----------
     policy : {"late", "early", "random"}
         "late": asynchronous operations complete only when no thread can run, and warps drift apart
-        as far as they can; the strongest. "early": they complete at once, and the last warp goes
-        first. "random": anything in between, drawn from `seed`.
+        as far as they can; it finds the most faults. "early": they complete at once, and the last
+        warp runs first. "random": anything in between, drawn from `seed`.
     seed : int
-        Of "random"; a failure repeats with its seed.
+        For "random"; the same seed repeats a failure.
     time_limit : int, optional
         Seconds of CPU time after which a launch fails.
     """
@@ -85,7 +85,7 @@ def schedule(policy: str, seed: int = 1, time_limit: int | None = None) -> Itera
 
 @contextmanager
 def costs() -> Iterator[list[tuple[str, dict[str, int]]]]:
-    """Count what the launches inside cost: one (variant name, counts) for each, in order.
+    """Collect the cost of each launch in this context, in order, as (variant name, counts).
 
     ``kernels_cu/simulator/cost.h`` explains every count.
     """
@@ -107,7 +107,7 @@ def _cost_names() -> list[str]:
 
 
 def _lines(library: str, offsets: Sequence[int]) -> list[str]:
-    """Lines of kernel sources at these offsets, from the inside out."""
+    """Source lines of the kernel at these offsets, innermost first."""
     simulator = str(sources.folder() / "simulator")
     command = ["addr2line", "-i", "-e", library, *map(hex, offsets)]
     answer = subprocess.run(command, capture_output=True, text=True).stdout
@@ -120,7 +120,7 @@ def _lines(library: str, offsets: Sequence[int]) -> list[str]:
 
 
 def _readable(report: str) -> str:
-    """Turn the addresses of call chains, in braces, into lines of the kernel."""
+    """Replace addresses of call chains, which are in braces, by source lines of the kernel."""
     if shutil.which("addr2line") is None:
         return re.sub(r" \{[0-9a-fx ]*\}", "", report)
     regions: list[tuple[int, int, str]] = []
@@ -154,17 +154,17 @@ def encode_tensor_map(
     box: Sequence[int],
     swizzle: int = 128,
 ) -> bytes:
-    """Describe a tensor to the bulk copies of a kernel; parameters as of `tensor_map.TensorMap`.
+    """Encode a tensor map for the simulated bulk copies; parameters as in `tensor_map.TensorMap`.
 
     Returns
     -------
     bytes
-        128 of them, laid out as the simulator's copies read them.
+        128 bytes, in the layout that the simulator reads.
 
     Raises
     ------
     ValueError
-        What the driver refuses too.
+        The CUDA driver would refuse the tensor, too.
     """
     TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle).check()
     size, rank = ITEM[dtype], len(shape)
@@ -202,7 +202,7 @@ class Kernel:
     ----------
     variant : Buildable
     library : Path, optional
-        Where it is built already.
+        The library, if it has been built.
     """
 
     _lock = threading.Lock()  # the simulator runs one block at a time
@@ -227,12 +227,12 @@ class Kernel:
         params: bytes,
         stream: int = 0,  # noqa: ARG002  (part of the interface)
     ) -> None:
-        """Run the grid, block after block; parameters as of `run.Kernel`.
+        """Run the grid, block after block; parameters as in `run.Kernel`.
 
         Raises
         ------
         KernelFailed
-            With the block, the threads and the lines of the kernel.
+            The message has the block, the threads and the source lines.
         """
         if 0 in grid:
             return
@@ -269,11 +269,11 @@ def load(variant: Buildable, device: int = 0) -> Kernel:  # noqa: ARG001
     return _loaded(variant, flags())
 
 
-# ---- the device, of which there is one
+# ---- the one device
 
 
 def arch(device: int = 0) -> str:  # noqa: ARG001
-    """What follows ``simulator:`` in CUPY_FLASH_DRIVER, or sm_90a."""
+    """The architecture after ``simulator:`` in CUPY_FLASH_DRIVER, or sm_90a."""
     name, _, chosen = os.environ.get("CUPY_FLASH_DRIVER", "").partition(":")
     return chosen if name == "simulator" and chosen else "sm_90a"
 
@@ -284,12 +284,12 @@ def multiprocessors(device: int = 0) -> int:
 
 
 def current_stream(device: int = 0, library: str = "numpy") -> int:  # noqa: ARG001
-    """There are no streams: everything is in order."""
+    """Return 0: there are no streams, and launches run in order."""
     return 0
 
 
 class Workspace:
-    """Memory of one call, full of NaN, as reused GPU memory may be; see `run.Workspace`."""
+    """Memory of one call, filled with NaN, as reused GPU memory may be; see `run.Workspace`."""
 
     __slots__ = ("_owner", "pointer")
 

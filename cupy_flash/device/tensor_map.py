@@ -1,4 +1,4 @@
-"""Tensor maps: how the bulk copies of Hopper know a tensor. Encoded by the CUDA driver, through ctypes."""
+"""Tensor maps, the descriptors of tensors for Hopper's bulk copies (TMA), encoded by the CUDA driver."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import UnsupportedError
 
 __all__ = ["TensorMap", "encode", "has_context"]
 
-# dtype -> bytes of an item, and CUtensorMapDataType.
-# why float8 is 0, which stands for bytes: maps know no 8-bit float, and copies look at none.
+# Bytes of an item, and CUtensorMapDataType, by dtype.
+# why 0 (bytes) for float8: tensor maps have no 8-bit float, and copies do not depend on the type.
 ITEM = {"uint8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8}
 _TYPES = {"uint8": 0, "float8_e4m3fn": 0, "int32": 3, "float16": 6, "float32": 7, "float64": 8,
           "bfloat16": 9}  # fmt: skip
-# bytes -> CUtensorMapSwizzle
+# CUtensorMapSwizzle by bytes.
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 _BYTES, _ALIGNMENT = 128, 64
@@ -25,7 +25,7 @@ _NOT_INTERLEAVED, _PROMOTE_TO_L2_256B, _ZEROS_OUTSIDE = 0, 3, 0
 
 
 class TensorMap(NamedTuple):
-    """What a tensor map says.
+    """The contents of a tensor map.
 
     Attributes
     ----------
@@ -35,11 +35,11 @@ class TensorMap(NamedTuple):
     shape : tuple of int
         Extents, the contiguous axis first; up to five.
     strides : tuple of int
-        Bytes between neighbours on every axis but the first, multiples of 16.
+        Bytes, one for every axis but the first; multiples of 16.
     box : tuple of int
-        Extents of what one copy moves, each up to 256.
+        Extents of the tile that one copy moves, each up to 256.
     swizzle : {0, 32, 64, 128}
-        Width of the pattern in bytes.
+        Width of the swizzle pattern in bytes.
     """
 
     pointer: int
@@ -50,7 +50,7 @@ class TensorMap(NamedTuple):
     swizzle: int = 128
 
     def check(self) -> None:
-        """Raise ValueError for what the driver would refuse, and it would not say why."""
+        """Raise ValueError with the reasons, which the driver's error does not give."""
         rank, inner = len(self.shape), self.box[0] * ITEM[self.dtype]
         complaints = [
             (not 1 <= rank <= 5, f"rank {rank} is not 1 to 5"),
@@ -73,17 +73,17 @@ class TensorMap(NamedTuple):
             raise ValueError("cannot encode the tensor map: " + "; ".join(reasons))
 
 
-LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"  # of the driver
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """The CUDA driver's library.
+    """Load the CUDA driver library.
 
     Raises
     ------
     UnsupportedError
-        There is none, or it is too old to know tensor maps.
+        There is none, or it is too old for tensor maps.
     """
     hint = "an NVIDIA driver of version 525 or newer"
     try:
@@ -105,7 +105,7 @@ def _array(
 
 
 def has_context() -> bool:
-    """Whether the calling thread has a CUDA context: without one the driver encodes nothing."""
+    """Whether the calling thread has a CUDA context, which encoding needs."""
     context = ctypes.c_void_p()
     failed = _driver().cuCtxGetCurrent(ctypes.byref(context))
     return not failed and context.value is not None
@@ -113,17 +113,17 @@ def has_context() -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def encode(tensor: TensorMap) -> bytes:
-    """Encode a tensor map, once for each tensor that is asked for again and again.
+    """Encode a tensor map; the last 4096 are cached.
 
     Returns
     -------
     bytes
-        The 128 bytes of a CUtensorMap, for params that hold it at a multiple of 64.
+        The 128 bytes of a CUtensorMap, which a params struct holds at a multiple of 64.
 
     Raises
     ------
     ValueError
-        What the driver refuses.
+        The driver cannot encode the tensor.
     UnsupportedError
         The driver has no tensor maps.
     """

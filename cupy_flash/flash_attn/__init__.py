@@ -1,6 +1,7 @@
 """The functions of the flash-attn package, by its names, argument order and rules; over torch tensors.
 
-Code written for flash-attn 2 runs by changing one line, on any GPU that this library knows, and on a CPU.
+Code written for flash-attn 2 runs after changing one import, on every GPU that this library supports, and on
+a CPU.
 
 >>> import torch
 >>> from cupy_flash.flash_attn import flash_attn_func
@@ -10,10 +11,10 @@ Code written for flash-attn 2 runs by changing one line, on any GPU that this li
 What is the same: layout (batch, seqlen, heads, head_dim); causal and window aligned to the last key, as since
 flash-attn 2.1; a window's -1 is open; softcap 0.0 is none; ALiBi by ``-slope * |distance|``; natural-log LSE
 of float32. What differs: more dtypes, head dims and devices; a query that sees no key has an LSE of -inf, not
-inf; dropout draws its seed from torch's generator of the CPU, so that torch.manual_seed repeats it, but keeps
-other weights than flash-attn would; ``reproducible=`` is a keyword more, see `cupy_flash.attention`; a call
-that is wrong raises InvalidArgumentsError, which is a ValueError, or UnsupportedError, a NotImplementedError,
-where flash-attn raises RuntimeError.
+inf; dropout draws its seed from torch's CPU generator, so that torch.manual_seed repeats it, but keeps other
+weights than flash-attn; ``reproducible=`` is an additional keyword, see `cupy_flash.attention`; a wrong call
+raises InvalidArgumentsError, a ValueError, or UnsupportedError, a NotImplementedError, where flash-attn
+raises RuntimeError.
 """
 
 from .flash_attn_interface import (

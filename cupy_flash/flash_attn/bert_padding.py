@@ -1,4 +1,4 @@
-"""From padded sequences to packed ones and back, by the names of flash-attn's ``bert_padding``."""
+"""Conversion between padded and packed sequences, with the names of flash-attn's ``bert_padding``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a tensor, with gradients.
+    """Select rows of a tensor, with gradients.
 
     Parameters
     ----------
@@ -33,15 +33,15 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """A tensor of zeros but for the rows given, with gradients.
+    """Write rows into a tensor of zeros, with gradients.
 
     Parameters
     ----------
     values : Tensor, shape (n, ...)
     indices : Tensor of int64, shape (n,)
-        Where each row goes, no two alike.
+        Row of the result for each row of values, without repetitions.
     first_axis_dim : int
-        Rows of the result.
+        Number of rows of the result.
 
     Returns
     -------
@@ -57,26 +57,26 @@ def _offsets(lengths: Tensor) -> Tensor:
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Padded sequences as packed ones.
+    """Pack padded sequences.
 
     Parameters
     ----------
     hidden_states : Tensor, shape (batch, seqlen, ...)
     attention_mask : Tensor of bool or int, shape (batch, seqlen)
-        1 where there is a token.
+        1 for a token, 0 for padding.
     unused_mask : Tensor of bool or int, shape (batch, seqlen), optional
-        1 where a place is kept but not used.
+        1 for a row that is kept but not used.
 
     Returns
     -------
     hidden_states : Tensor, shape (rows, ...)
     indices : Tensor of int64, shape (rows,)
-        Of those rows among the batch * seqlen padded ones.
+        Indices of the packed rows among the batch * seqlen padded ones.
     cu_seqlens : Tensor of int32, shape (batch + 1,)
     max_seqlen : int
         Read back from the device.
     seqused : Tensor of int32, shape (batch,)
-        Tokens of each sequence without the unused places.
+        Tokens of each sequence, without unused rows.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
@@ -89,18 +89,18 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same where each row of the batch holds several sequences, one after the other.
+    """Pack padded sequences, several of which are concatenated in each row of the batch.
 
     Parameters
     ----------
     hidden_states : Tensor, shape (batch, seqlen, ...)
     attention_mask_in_length : Tensor of int, shape (batch, seqlen)
-        In each row the lengths of its sequences, zeros for the rest.
+        Lengths of the sequences of each row, followed by zeros.
 
     Returns
     -------
     hidden_states, indices, cu_seqlens, max_seqlen
-        As of `unpad_input`; cu_seqlens has an entry for each sequence, and one more.
+        As in `unpad_input`; cu_seqlens has sequences + 1 entries.
     """
     seqlen = attention_mask_in_length.shape[-1]
     used = attention_mask_in_length.sum(-1, keepdim=True)
@@ -112,7 +112,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """What `unpad_input` packed, padded again with zeros.
+    """Undo `unpad_input`; padding becomes zeros.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ Mode: TypeAlias = Literal["run", "batch", "prefill", "device"]
 
 
 def window_of(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    """Our window from theirs, where -1 is open."""
+    """Convert flash-attn's window, where -1 is unbounded."""
     left, right = pair(window_size)
     return None if left == -1 else left, None if right == -1 else right
 
@@ -45,7 +45,7 @@ def _options(
     return_attn_probs: bool,
     reproducible: Mode | None,
 ) -> dict[str, Any]:
-    """Our options from theirs."""
+    """Convert flash-attn's options."""
     if return_attn_probs and dropout_p:
         raise UnsupportedError(
             "return_attn_probs with dropout_p would return the matrix of kept weights, which is never made.",
@@ -65,19 +65,19 @@ def _options(
 
 
 def mode_of(deterministic: bool, reproducible: Mode | None) -> Mode | None:
-    """Our reproducible from their deterministic, unless more is asked for."""
+    """Convert flash-attn's deterministic, unless reproducible is given."""
     return reproducible or ("run" if deterministic else None)
 
 
 def rotary_of(cos: Any, sin: Any, seqlens: Any, interleaved: bool, last: bool = False) -> Rotary | None:
-    """Our rotation from theirs; None without tables."""
+    """Convert flash-attn's rotary options; None without tables."""
     if cos is None and sin is None:
         return None
     return Rotary(cos, sin, seqlens, interleaved, last=last)
 
 
 def parts_of(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
-    """Q, k and v, or k and v, where they are."""
+    """Views of q, k and v, or of k and v, in a packed tensor."""
     check_tensors((name,), **{name: packed})
     if packed.dim() < 3 or packed.shape[-3] != count:
         raise InvalidArgumentsError(
@@ -88,7 +88,7 @@ def parts_of(packed: Tensor, count: int, name: str) -> tuple[Tensor, ...]:
 
 
 def _result(result: Any, return_attn_probs: bool) -> Any:
-    """As flash-attn returns it: its third value is empty unless there is dropout."""
+    """Return results as flash-attn does, with None as third value, which we have only without dropout."""
     if not return_attn_probs:
         return result
     out, lse = result
@@ -96,7 +96,7 @@ def _result(result: Any, return_attn_probs: bool) -> Any:
 
 
 def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: str) -> int:
-    """The lengths of a cache where none are given: all of it, if that can be meant."""
+    """The default of cache_seqlens, the whole cache; refuse it where that is ambiguous."""
     if k is not None or table is not None:
         raise InvalidArgumentsError(
             f"cache_seqlens is None: with k or {name} the lengths are needed.",
@@ -113,7 +113,7 @@ def turned_from(
     positional: bool,
     longest: int | None = None,
 ) -> Tensor | None:
-    """Positions at which flash-attn begins to rotate queries and new keys: behind the keys in the cache.
+    """Positions at which flash-attn starts to rotate queries and new keys: after the keys in the cache.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def turned_from(
     positional : bool
         Whether the call is causal or has a window.
     longest : int, optional
-        Queries of a sequence at most, if they are packed.
+        Most queries of a sequence, if they are packed.
     """
     if rotary_cos is None:
         return None
@@ -130,10 +130,10 @@ def turned_from(
         raise InvalidArgumentsError("rotary_cos is given without k.", hint="k and v, the new keys and values")
     queries = q.shape[1] if longest is None else longest
     if queries > 1 and not positional:
-        # flash-attn then turns every query by the position of the first.
+        # flash-attn then rotates every query by the position of the first.
         raise UnsupportedError(f"rotary_cos with {queries} queries that are not causal.", hint="causal=True")
     if longest is None and k.dim() == 4 and k.shape[1] == queries:
-        return None  # then the last query stands on the last key
+        return None  # then the last query is at the position of the last key
     if isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
     return torch.full((k.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -174,11 +174,11 @@ def flash_attn_func(
         scores become softcap * tanh(scores / softcap); 0.0 is none.
     alibi_slopes : Tensor of float32, shape (heads,) or (batch, heads), optional
     deterministic : bool
-        Demand the same bits of the gradients on every run.
+        Gradients have the same bits on every run.
     return_attn_probs : bool
         Return (out, lse, None); together with dropout_p it raises.
     reproducible : {"batch", "prefill", "device"}, optional
-        Not flash-attn's: the same bits whatever is computed beside a row, as in `cupy_flash.attention`.
+        Not in flash-attn: the bits of a row do not depend on the batch, as in `cupy_flash.attention`.
 
     Returns
     -------
@@ -215,7 +215,7 @@ def flash_attn_kvpacked_func(
     *,
     reproducible: Mode | None = None,
 ) -> Any:
-    """`flash_attn_func` with keys and values in one tensor, read where they are.
+    """`flash_attn_func` with keys and values in one tensor, without a copy.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ def flash_attn_qkvpacked_func(
     *,
     reproducible: Mode | None = None,
 ) -> Any:
-    """`flash_attn_func` with queries, keys and values in one tensor, read where they are.
+    """`flash_attn_func` with queries, keys and values in one tensor, without a copy.
 
     Parameters
     ----------
@@ -452,7 +452,7 @@ def flash_attn_with_kvcache(
     *,
     reproducible: Mode | None = None,
 ) -> Any:
-    """Attention over a cache of keys and values, which takes up the new ones in place; without gradients.
+    """Attention over a KV cache, to which new keys and values are appended in place; without gradients.
 
     Parameters
     ----------
@@ -460,21 +460,21 @@ def flash_attn_with_kvcache(
     k_cache, v_cache : Tensor, shape (slots, capacity, heads_k, head_dim)
         Or (pages, page, heads_k, head_dim) with a block_table; pages of any size.
     k, v : Tensor, shape (batch, new, heads_k, head_dim), optional
-        Appended to the cache, in place, before anything is computed.
+        Appended to the cache, in place, before attention.
     rotary_cos, rotary_sin : Tensor, shape (positions, rotated / 2), optional
-        Rotate q and k, both from position cache_seqlens on; with k only.
+        Rotate q and k, both starting at position cache_seqlens; only with k.
     cache_seqlens : Tensor of int32, shape (batch,), or int
         Keys of each sequence in the cache before this call; without k it may be left out, for a full cache.
     cache_batch_idx : Tensor of int32, shape (batch,), optional
     cache_leftpad : Tensor of int32, shape (batch,), optional
-        Left padding: where the keys of each sequence begin.
+        Left padding: index of the first key of each sequence.
     block_table : Tensor of int32, shape (batch, pages of a sequence), optional
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`.
     rotary_interleaved : bool
         Pair features 2i and 2i + 1 instead of i and i + rotated / 2.
     num_splits : int
-        Parts that the keys are cut into; 0 leaves it to the plan.
+        Splits of the keys (split-K); 0 leaves it to the planner.
     return_softmax_lse : bool
         Also return the log-sum-exp.
     reproducible
@@ -490,7 +490,7 @@ def flash_attn_with_kvcache(
     ------
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for a rotation of several queries that
-        are not causal, which flash-attn all turns by the position of the first.
+        are not causal, all of which flash-attn rotates by the position of the first.
     """
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     if cache_seqlens is None:

@@ -1,4 +1,4 @@
-"""What our errors call by our names, said by those of flash-attn, which the caller wrote."""
+"""Translate option names in our error messages to those of flash-attn, which the caller used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_2 = {
     "rotary.cos": "rotary_cos",
     "rotary.sin": "rotary_sin",
     "rotary.interleaved": "rotary_interleaved",
-    "rotary.seqlens": "cache_seqlens",  # where it rotates from
+    "rotary.seqlens": "cache_seqlens",  # the first rotated position
     "tuning.splits": "num_splits",
     "dropout": "dropout_p",
     "scale": "softmax_scale",
@@ -30,11 +30,11 @@ OF_3 = {
     **{f"{x}.scale": f"{x}_descale" for x in "qkv"},
     **{f"{x}_cache.scale": f"{x}_descale" for x in "kv"},
 }
-# why not every place: these are words of English too. As options they are given, or begin a message.
+# Names that are also English words: translated only before "=", and at the start of a message.
 _ENGLISH = ("dropout", "scale", "window")
 
 
-# An option that theirs have not.
+# A hint with an option that flash-attn does not have.
 _LAYOUT = re.compile(r'; or layout="\w+", if these arrays are \([^)]*\)')
 
 
@@ -49,18 +49,18 @@ def _said(text: str, words: Mapping[str, str]) -> str:
 
 
 def by_their_names(words: Mapping[str, str]) -> Retell:
-    """What says the errors of a function by the names of its parameters: see `signature.takes`.
+    """Return a function that translates errors to the caller's parameter names, for `signature.takes`.
 
     Parameters
     ----------
     words : mapping of str to str
-        Theirs by ours.
+        Their names by ours.
     """
 
     def retell(
         error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if torch.compiler.is_compiling():  # it shows the text as it was raised
+        if torch.compiler.is_compiling():  # torch.compile shows the original text anyway
             return
         given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         slots = {"block_table": "cache_batch_idx"} if _by_slots(given) else {}
@@ -70,6 +70,6 @@ def by_their_names(words: Mapping[str, str]) -> Retell:
 
 
 def _by_slots(given: Mapping[str, object]) -> bool:
-    """Whether the caller named slots of the cache, which is a block_table of ours too."""
+    """Whether the caller gave cache_batch_idx, which we pass on as block_table."""
     tables = given.get("block_table"), given.get("page_table")
     return given.get("cache_batch_idx") is not None and tables == (None, None)

@@ -1,4 +1,4 @@
-"""attention as a function that JAX differentiates, compiled once for arrays and options of a kind."""
+"""attention as a function that JAX differentiates, compiled once per set of shapes, dtypes and options."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def attend(
     options: Options,
     longest: tuple[int, int] | None = None,
 ) -> tuple[Any, Any]:
-    """O and LSE with their derivatives; packed sequences have their longest lengths.
+    """Compute O and LSE, with derivatives; longest is (max_seqlen_q, max_seqlen_k) of packed sequences.
 
-    why jit: outside of one JAX would trace the callback anew at each call.
+    why jit: outside of jit JAX would trace the callback again in each call.
     """
     given = dict(zip(arrays, alike(*arrays.values()), strict=True))
     if "scale" in given:
@@ -33,21 +33,22 @@ def attend(
 
 
 def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:
-    """Queries and a number that give the same products, and their derivatives, those by the scale too.
+    """Return queries and a scalar with the same products and the same derivatives, also by the scale.
 
-    why a number: it is not rounded to the dtype of q. A scale of 0 would hide in dQ what its own gradient is
-    made of; one that is not finite gives NaN here, as it does in JAX, where a call refuses it.
+    why a scalar: it is not rounded to the dtype of q. A scale of 0 is multiplied into q instead, since its
+    gradient could not be recovered from dQ; so is one that is not finite, which gives NaN, as in JAX's own
+    functions (`cupy_flash.attention` refuses it).
     """
-    if scale.ndim:  # one for each head
+    if scale.ndim:  # one per head
         number = jnp.ones((), scale.dtype)
         instead = times(q, scale)
     else:
         usable = jnp.isfinite(scale) & (scale != 0)
         number = jax.lax.stop_gradient(jnp.where(usable, scale, 1))
         instead = jnp.where(usable, q, jnp.broadcast_to((0 * scale).astype(q.dtype), q.shape))
-    # why finite: a row that belongs to no sequence has no gradient, and may hold anything.
+    # why finite: rows outside of all packed sequences have no gradient, and may hold anything.
     wide = jnp.where(jnp.isfinite(q), q, 0).astype(scale.dtype)
     derivative = (wide * (scale / number)).astype(q.dtype)
-    # Its value is that of the first, its derivative that of the last: the difference is 0.
+    # The value of `instead` with the derivative of `derivative`: the added difference is 0.
     fixed = jax.lax.stop_gradient
     return fixed(instead) + (derivative - fixed(derivative)), number

@@ -1,4 +1,4 @@
-"""The passes of second order inside a compiled program, by the functions of `cupy_flash`."""
+"""Passes of second order (jvp, hvp) inside a compiled program, by the functions of `cupy_flash`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,25 @@ from .run import READ, held, values_of
 
 __all__ = ["directed"]
 
-# What the tangents of the results are called.
+# Names of the tangents of results.
 _MOVED = {"o": "do_moved", "lse": "dlse_moved"}
 
 
 class _Pass(NamedTuple):
-    """What a compiled call holds fixed.
+    """Static parameters of a compiled call.
 
     Attributes
     ----------
     direction : {"jvp", "hvp"}
-    names, dtypes, ranks
-        Of the inputs; the last `along` are tangents, as "dq".
+    options : Options
+    longest : (int, int) or None
+        Longest lengths of packed sequences; None for a batch.
+    names, dtypes, ranks : tuple
+        Names, dtypes and ranks of the inputs; the last `along` ones are tangents, such as "dq".
+    along : int
+        Number of tangents.
     results : tuple of (str, int, str)
-        Name, rank and dtype of each; of "hvp" then the tangents of o and lse, which it needs on the way.
+        Name, rank and dtype of each result; for "hvp" also of the tangents of o and lse, its intermediates.
     """
 
     direction: str
@@ -59,26 +64,26 @@ def directed(
     args: tuple[Any, ...],
     along: tuple[str, ...],
 ) -> list[Any]:
-    """Put a pass into the program being traced.
+    """Add a pass to the program being traced.
 
     Parameters
     ----------
     direction : {"jvp", "hvp"}
     options, longest
-        As of `call.forward`.
+        As in `call.forward`.
     names : tuple of str
-        Of the arrays.
+        Names of the arrays.
     args : tuple of array
         The arrays, o, lse, for "hvp" do and dlse, and the tangents.
     along : tuple of str
-        Arrays whose tangents these are.
+        Names of the arrays that the tangents belong to.
     """
     given = ("o", "lse") if direction == "jvp" else ("o", "lse", "do", "dlse")
     every = (*names, *given, *("d" + name for name in along))
     arrays = dict(zip(every, args, strict=True))
     of = [n for n in names if direction == "hvp" and n in WITH_GRADIENT]
     written = {"d" + name: arrays[name] for name in of}
-    # why results: on a GPU it is XLA that has memory.
+    # why intermediates are results: on a GPU XLA allocates all memory.
     written |= {_MOVED[name]: arrays[name] for name in ("o", "lse")}
     results = tuple((name, x.ndim, x.dtype.name) for name, x in written.items())
     static = _Pass(
@@ -96,14 +101,14 @@ def _dtype(x: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _callback(static: _Pass) -> Callable[..., None]:
-    """The callback of a pass. why cached: JAX compiles anew for every new function object."""
+    """The callback of a pass. why cached: JAX recompiles for every new function object."""
 
     def callback(ctx: Any, outs: Any, *ins: Any) -> None:
         kind, ordinal = ins[0].__dlpack_device__()
         device = CPU if kind == 1 else ("cuda", ordinal)
         kinds = [*zip(static.names, static.ranks, static.dtypes, strict=True), *static.results]
         views = [_seen(b, dtype, device) for b, (_, _, dtype) in zip((*ins, *outs), kinds, strict=True)]
-        # A context knows its stream on a GPU only, and raises elsewhere.
+        # On a CPU the context has no stream, and raises.
         _over_axes(static, views, [rank for _, rank, _ in kinds], None if kind == 1 else ctx.stream)
 
     return callback
@@ -112,15 +117,15 @@ def _callback(static: _Pass) -> Callable[..., None]:
 def _seen(buffer: Any, dtype: str, device: tuple[str, int]) -> ArrayView:
     shape = tuple(buffer.shape)
     pointer = address(buffer, dtype, device == CPU)
-    # why numpy: what this computes with in between on a CPU is not JAX's.
+    # why numpy: on a CPU intermediate arrays are NumPy's.
     library = "numpy" if device == CPU else "jax"
     return ArrayView(pointer, shape, contiguous(shape), dtype, device, library, False, buffer)
 
 
 def _over_axes(static: _Pass, views: list[ArrayView], ranks: list[int], stream: int | None) -> None:
-    """Compute once per index of the axes that vmap put in front; length 1 stands for all of an axis.
+    """Compute once per index of the leading axes, which vmap adds; an axis of length 1 is broadcast.
 
-    The last of these becomes the axis of directions if nothing but tangents differs along it.
+    The last of these axes becomes the axis of directions if only tangents differ along it.
     """
     fixed = len(static.names) - static.along
     lead = views[-1].shape[: len(views[-1].shape) - ranks[-1]]
@@ -133,7 +138,7 @@ def _over_axes(static: _Pass, views: list[ArrayView], ranks: list[int], stream: 
 
 
 def _at(view: ArrayView, index: tuple[int, ...]) -> ArrayView:
-    """An element of the first axes, along which length 1 stands for all."""
+    """Index the leading axes; an axis of length 1 is broadcast."""
     axes = len(index)
     steps = zip(index, view.shape, view.strides, strict=False)
     offset = sum(stride * (i if n != 1 else 0) for i, n, stride in steps)
@@ -143,7 +148,7 @@ def _at(view: ArrayView, index: tuple[int, ...]) -> ArrayView:
 
 
 def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
-    """One call, perhaps of several directions."""
+    """Compute one call, which may have several directions."""
     count, device = len(static.names), views[0].device
     given = dict(zip(static.names[: count - static.along], views, strict=False))
     tangents = dict(zip(static.names[count - static.along :], views[count - static.along :], strict=False))
@@ -155,7 +160,7 @@ def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
     packing = None
     if static.longest is not None:
         for view in results.values():
-            _clear(view, driver, stream)  # rows of no sequence
+            _clear(view, driver, stream)  # for rows outside of all sequences
         cuts = {name: given.pop(name) for name in OFFSETS if name in given}
         both = cuts["cu_seqlens_q"], cuts.get("cu_seqlens_k", cuts["cu_seqlens_q"])
         packing = pack(given, both, static.longest, cuts.get("seqused_k"), traced=device != CPU)

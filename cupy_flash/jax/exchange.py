@@ -1,4 +1,4 @@
-"""Parts inside `jax.shard_map` by all-to-all and by all-gather: every device makes ordinary calls."""
+"""Context parallelism inside `jax.shard_map` by all-to-all and all-gather, with ordinary local calls."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ __all__ = ["Call", "all_gather", "all_to_all"]
 
 
 class Call(NamedTuple):
-    """What the devices are asked for.
+    """The call over all devices.
 
     Attributes
     ----------
     axis_name : str
+        Mesh axis.
     queries, keys : Held
+        Rows of each device.
     band : Band
-        Of the whole; of packed sequences the options say it.
+        Band of the whole sequence; for packed sequences it is in the options.
     options : dict of str to object
-        But for the seed.
+        All options except the seed.
     seed : array of int32, optional
-        Words of the seed of the whole.
+        The two words of the seed of the whole call; None without dropout.
     packed : Packed, optional
+        Offsets of packed sequences; None for a batch.
     longest : int
-        Of the parts of packed sequences.
+        Longest part of a packed sequence.
     """
 
     axis_name: Any
@@ -54,15 +57,15 @@ class Call(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Queries and keys of the whole."""
+        """Queries and keys of the whole sequence."""
         return self.queries.length, self.keys.length
 
     def rows_axis(self, q: Any) -> int:
-        """That of rows; in lse it is the last."""
+        """Axis of the rows in q, k, v and o; in lse it is the last."""
         return -3 if self.packed or (self.options.get("layout") == "bshd" and q.ndim > 2) else -2
 
     def attend(self, arrays: dict[str, Any], options: dict[str, Any], numbers: list[int]) -> tuple[Any, Any]:
-        """O and LSE of an ordinary call; numbers: that of the call on each device, for its dropout."""
+        """O and LSE of a local call; numbers has the call's number on each device, for its dropout seed."""
         if (seed := next_seed(self.seed, numbers, self.axis_name)) is not None:
             arrays = {**arrays, "seed": seed}
         options = {**options, "layout": "bshd"} if self.packed else {**options}
@@ -71,7 +74,7 @@ class Call(NamedTuple):
 
 
 def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
-    """O and LSE of this device's rows: rows are exchanged for heads, and the results back."""
+    """O and LSE of this device's rows: exchange rows for heads, attend, and exchange the results back."""
     ranks, options, packed = call.ranks, call.options, call.packed
     rows = call.rows_axis(q)
     heads = -2 if rows == -3 else -3
@@ -89,12 +92,12 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         return jax.lax.all_to_all(x, call.axis_name, split % x.ndim, joined % x.ndim, tiled=True)
 
     def own_heads(x: Any, axis: int) -> Any:
-        """Of an array that has all heads."""
+        """Slice out the heads of this device."""
         each = x.shape[axis] // ranks
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(call.axis_name) * each, each, axis % x.ndim)
 
     def cut(x: Any, axis: int) -> Any:
-        """Of a mask, which may be broadcast along its heads."""
+        """Slice out the heads of this device from a mask, which may be broadcast along heads."""
         return x if x.ndim < -axis or x.shape[axis] == 1 else own_heads(x, axis)
 
     def own_mask(mask: Any) -> Any:
@@ -121,12 +124,12 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 
 
 def all_gather(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
-    """O and LSE of this device's rows over all keys, which every device gets."""
+    """O and LSE of this device's rows: every device gathers all keys and values."""
     rows = call.rows_axis(q)
 
     def gathered(x: Any) -> Any:
         axis = rows % x.ndim
-        # why: XLA gathers nothing along an axis without elements.
+        # why: XLA cannot gather along an axis of length 0.
         return jax.lax.all_gather(x, call.axis_name, axis=axis, tiled=True) if x.shape[axis] else x
 
     k, v = (call.keys.whole(gathered(x), rows) for x in (k, v))
@@ -138,14 +141,14 @@ def all_gather(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 
 
 def _own(table: Any, call: Call) -> Any:
-    """What a table has for this device."""
+    """The row of a table for this device."""
     return jnp.asarray(table, jnp.int32)[jax.lax.axis_index(call.axis_name)]
 
 
 def _all_at_once(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
-    """One call of all rows of a part.
+    """One call for all rows of a device.
 
-    why spans: which keys a row sees differs from device to device, and a program is the same on all.
+    why spans: visible keys differ between devices, but all devices run the same program.
     """
     queries, band = call.queries, call.band
     given = {name: x for name, x in call.options.items() if name not in ("causal", "window", "align")}
@@ -158,9 +161,9 @@ def _all_at_once(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 
 
 def _by_stretches(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
-    """A call for each stretch of a part, at a position that the program is told when it runs.
+    """One call per contiguous range of a device's rows; its position is an array, read at run time.
 
-    why not always: on a GPU the host waits for the stream to read it.
+    why not always: on a GPU the host waits for the stream to read the position.
     """
     queries, axis = call.queries, call.rows_axis(q)
     mask = call.options.get("mask")
@@ -187,7 +190,7 @@ def _by_stretches(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
 
 
 def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any, Any]:
-    """One call of packed sequences; with causal one of each stretch, whose keys end where it ends."""
+    """One call for packed sequences; if causal one per half, over the keys up to its end."""
     ranks, longest, cut = call.ranks, call.longest, packed.cut
     window, align = call.options.get("window"), call.options.get("align")
     causal = packed.cut_half is not None
@@ -208,7 +211,7 @@ def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any,
     for late, rows in enumerate((packed.early, packed.late)):
         end = 2 * ranks - rank if late else rank + 1
         arrays = {"q": jnp.take(q, rows, axis=-3), "cu_seqlens_q": packed.cut_half, **keys}
-        # why the least: of an odd number of rows, whose result is NaN, halves may be longer than all of it.
+        # why the minimum: with an odd number of rows, which gives NaN, two halves may exceed the sequence.
         given["seqused_k"] = jnp.minimum(each * end, jnp.diff(cut) * ranks).astype(jnp.int32)
         o, lse = call.attend(arrays, given, [2 * r + late for r in range(ranks)])
         found.append((beside(o, -3, bool(late), 0, packed), beside(lse, -1, bool(late), 0, packed)))
@@ -217,7 +220,7 @@ def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any,
 
 
 def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
-    """What a mask of the whole says of some of its queries."""
+    """Select some queries of a mask of the whole sequence."""
     if type(mask) in (tuple, list):
         return tuple(_of_rows(x, mine, call) for x in mask)
     if isinstance(mask, BlockMask):
@@ -236,12 +239,12 @@ def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
 
 
 def _spans_of_rows(bounds: Any, mine: Any, call: Call) -> Spans:
-    """Spans of some of the queries, which see keys in the band only. why: two spans do not combine."""
+    """Select some queries of spans, and intersect them with the band. why: a call takes one Spans."""
     (queries, keys), band = call.lengths, call.band
     if bounds.shape[-3:-1] == (queries, 1):
         bounds = jnp.take(bounds, mine, axis=-3, mode="clip")
         limits = seen(mine, None, band, (queries, keys))
-    elif bounds.shape[-3:-1] == (1, keys):  # of queries, which are in one order in a part and in the whole
+    elif bounds.shape[-3:-1] == (1, keys):  # bounds are queries, which are ascending in every part
         bounds = jnp.searchsorted(mine, bounds).astype(bounds.dtype)
         from_keys = Band(-band.offset, band.right, band.left)
         limits = seen(jnp.arange(keys), mine, from_keys, (keys, queries)).swapaxes(-3, -2)

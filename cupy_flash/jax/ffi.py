@@ -1,7 +1,7 @@
-"""A call as a typed foreign function of XLA, which exported programs name and find again in another process.
+"""A call as a typed foreign function (FFI) of XLA, which exported programs find by name in another process.
 
-why not always: decoding XLA's structs in Python takes twice as long as a callback. They are those of
-xla/ffi/api/c_api.h, whose old versions XLA keeps for a year; this is version 0.1.
+why not always: decoding XLA's structs in Python takes twice as long as a callback. The structs are from
+xla/ffi/api/c_api.h, version 0.1; XLA supports old versions for a year.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ _exporting: contextvars.ContextVar[bool] = contextvars.ContextVar("exporting", d
 
 
 def is_exporting() -> bool:
-    """Whether the program that is being made will leave this process."""
+    """Whether the program being lowered is for export."""
     return _exporting.get()
 
 
 @contextlib.contextmanager
 def exporting(context: Any) -> Iterator[None]:
-    """What is lowered inside is made for export, if JAX's context of the lowering says so."""
+    """Lower for export in this context, if JAX's lowering context asks for it."""
     token = _exporting.set(bool(context.module_context.lowering_parameters.for_export))
     try:
         yield
@@ -118,25 +118,25 @@ def exporting(context: Any) -> Iterator[None]:
 
 
 def foreign(config: Config, wire: Any, aliases: dict[int, int]) -> Callable[..., Any]:
-    """The call as JAX puts it into a program, with what is fixed as JSON."""
+    """Return the FFI call, with its static parameters as JSON."""
     if config.options.score is not None:
         raise UnsupportedError(
             "a program with a score function cannot be exported: the function is Python's.",
             hint="a bias or a mask instead of it, or jax.jit in the process that runs it",
         )
     call = jax.ffi.ffi_call(export_target(), wire, vmap_method="broadcast_all", input_output_aliases=aliases)
-    # why by name: it may be read by another version, which knows more options.
+    # why by name: a later version, with more options, may read it.
     named = config._asdict() | {"options": config.options._asdict()}
-    # Numbers of NumPy are options too.
+    # NumPy scalars may be options, too.
     return functools.partial(call, config=json.dumps(named, default=lambda x: x.item()))
 
 
 @functools.cache
 def export_target() -> str:
-    """Tell XLA about the foreign function that exported programs call, and return its name.
+    """Register the foreign function of exported programs with XLA, and return its name.
 
-    `jax.export` wants the name, as it cannot know that the function will be there; a process that runs an
-    exported program calls this first.
+    `jax.export` needs the name in ``disabled_checks``; a process that runs an exported program calls this
+    first.
 
     Returns
     -------
@@ -158,7 +158,7 @@ def export_target() -> str:
 
 @functools.cache
 def _handler(on_cpu: bool) -> Any:
-    """The function itself. why cached: XLA keeps its address for as long as the process lives."""
+    """The foreign function. why cached: XLA keeps its address until the process ends."""
 
     def handle(frame: Any) -> int | None:
         frame = frame.contents
@@ -182,7 +182,7 @@ def _handler(on_cpu: bool) -> Any:
 def _execute(frame: Any, on_cpu: bool) -> None:
     text = frame.attributes.each[0].contents
     config = _config(ctypes.string_at(text.start, text.size))
-    # Behind the inputs there may be the memory of the outputs.
+    # The inputs may be followed by buffers for the outputs.
     counts = (frame.inputs, len(config.names)), (frame.outputs, frame.outputs.size)
     buffers = [some.each[i].contents for some, count in counts for i in range(count)]
     shapes = [tuple(x.dims[: x.rank]) for x in buffers]
@@ -192,7 +192,7 @@ def _execute(frame: Any, on_cpu: bool) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _config(text: bytes) -> Config:
-    """What `foreign` was given."""
+    """Decode the config of `foreign`."""
     fixed = {name: _as_key(x) for name, x in json.loads(text).items()}
     fixed["options"] = Options(**{name: _as_key(x) for name, x in fixed["options"].items()})
     if fixed["cached"]:
@@ -218,7 +218,7 @@ def _place(frame: Any) -> tuple[tuple[str, int], int]:
 
 
 def _failed(frame: Any, message: str) -> int | None:
-    """An error of XLA's."""
+    """Create an error of XLA."""
     error = _Error(ctypes.sizeof(_Error), None, message.encode(), _INVALID_ARGUMENT)
     made: int | None = _OfApi(frame.api.contents.error_create)(ctypes.addressof(error))
     return made

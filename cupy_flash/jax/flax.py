@@ -1,4 +1,4 @@
-"""Attention in the shape of flax's, for its ``attention_fn=``. flax itself is not imported."""
+"""Functions for ``attention_fn=`` of flax modules. flax itself is not imported."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ def attention_fn(
     Parameters
     ----------
     query, key, value : Array, shape (..., seqlen, heads, head_dim)
-        Any number of axes of a batch; key and value may have fewer heads.
+        Any number of batch axes; key and value may have fewer heads.
     bias : Array, optional
         Added to the scores; broadcasts to (..., heads, seqlen_q, seqlen_k).
     mask : Array, optional
         A query sees the keys where it is not 0; broadcasts like bias.
     broadcast_dropout : bool
-        Taken, and changes nothing: every weight is dropped by itself. With it flax drops the same weights in
-        every batch and head, to save random numbers.
+        Accepted without effect: every weight is dropped independently. With True flax drops the same weights
+        in every batch and head, to save random numbers.
     dropout_rng : key of `jax.random`, optional
-        The seed; it may be traced.
+        Seed of dropout; it may be traced.
     dropout_rate : float
     deterministic : bool
-        Drop nothing.
+        Without dropout.
     dtype : dtype, optional
-        Of the computation and the result. Default: what query, key and value promote to.
+        Dtype of the computation and the result. Default: the promoted dtype of query, key and value.
     precision : optional
-        As of `jax.numpy.einsum`. "highest" is ``precision="ieee"``; for what is less nothing is less exact.
+        As in `jax.numpy.einsum`. "highest" is ``precision="ieee"``; lower ones have no effect.
     module : None
-        Attention weights are never stored, so they cannot be sown: anything else raises.
+        Anything else raises: attention weights are never stored, so they cannot be sown.
     force_fp32_for_softmax : bool
-        It always is in float32 at least.
+        Accepted without effect: the softmax is always in float32 at least.
     is_causal : bool
-        Aligned top-left.
+        Causal, aligned top-left.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def attention_fn(
 
     Notes
     -----
-    A query that sees no key gives 0; flax gives the mean of all values.
+    The output of a query that sees no key is 0; in flax it is the mean of all values.
 
     Examples
     --------
@@ -95,7 +95,7 @@ def attention_fn(
 
 
 def ring_attention_fn(axis_name: Any, *, causal: bool = False, **options: Any) -> Callable[..., Any]:
-    """An `attention_fn` for modules inside `jax.shard_map`, which cuts the sequence along a mesh axis.
+    """Make an `attention_fn` for modules inside `jax.shard_map`, with the sequence split along a mesh axis.
 
     Parameters
     ----------
@@ -103,19 +103,19 @@ def ring_attention_fn(axis_name: Any, *, causal: bool = False, **options: Any) -
         As in `ring_attention`: schedule, parts, seqlen, window, softcap, sinks and others. Layout, dropout,
         seed and mask come from the module.
     causal : bool
-        The attention is causal, as it also is where the module says so.
+        Causal attention; it is also causal if the module asks for it.
 
     Returns
     -------
     callable
-        It takes what `attention_fn` takes, of this device's rows, and returns theirs. A mask is that of the
-        whole sequence, for schedules that take one. Each device drops weights of its own; dropout needs a
-        schedule that is named.
+        It takes the arguments of `attention_fn` for this device's rows, and returns their output. A mask is
+        that of the whole sequence, for schedules that support one. Dropout is independent on each device,
+        and needs an explicit schedule.
 
     Raises
     ------
     UnsupportedError
-        By what is returned: a bias, and a module to sow weights in.
+        When the returned function is called: a bias, or a module to sow weights in.
     InvalidArgumentsError
         As in `ring_attention` and `attention_fn`.
 
@@ -131,7 +131,7 @@ def ring_attention_fn(axis_name: Any, *, causal: bool = False, **options: Any) -
     """
     signature = inspect.signature(attention_fn)
 
-    # why its signature: flax hands over the arguments that it finds there.
+    # why its signature: flax passes the arguments that it finds there.
     @functools.wraps(attention_fn)
     def attend(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named)
@@ -164,7 +164,7 @@ def _attend(
     precision: Any,
     module: Any,
 ) -> Any:
-    """A call by the rules of flax."""
+    """Call attention with flax's arguments."""
     if module is not None:
         raise UnsupportedError(
             "attention weights are never stored, so none can be sown.", hint="sow_weights=False"
@@ -188,12 +188,12 @@ def _attend(
 
 
 def _one_batch(x: Any, own: int) -> Any:
-    """An array with its axes before its own ones in one."""
+    """Merge all axes before the last `own` ones."""
     return x.reshape(math.prod(x.shape[:-own]), *x.shape[-own:])
 
 
 def _over(x: Any, batch: tuple[int, ...]) -> Any:
-    """A mask or a bias with every axis of the batch, if it has any that is longer than 1."""
+    """Broadcast the batch axes of a mask or a bias, or drop them if all have length 1."""
     x = jnp.asarray(x)
     x = x.reshape((1,) * (3 - x.ndim) + x.shape)
     if math.prod(x.shape[:-3]) == 1:
@@ -203,6 +203,6 @@ def _over(x: Any, batch: tuple[int, ...]) -> Any:
 
 
 def _is_highest(precision: Any) -> bool:
-    """Whether products are asked for as exact as can be."""
+    """Whether precision asks for the most exact products."""
     pair = precision if isinstance(precision, tuple) else (precision,)
     return any(x in (jax.lax.Precision.HIGHEST, "highest", "float32") for x in pair)

@@ -1,4 +1,4 @@
-"""attention as a JAX function, and JAX's own function with its signature and rules."""
+"""attention as a JAX function, and a drop-in for `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def attention(
 
 
 def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
-    """The result of a call: its own arrays, and the options that were given."""
+    """Compute attention of the arrays in `given`, with the caller's options."""
     lengths = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     optional, values = split(options)
     refuse_ragged(optional)
     arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
-    # why tuples: what is static has to be a key.
+    # why tuples: static arguments have to be hashable.
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
     values = numbers_apart(arrays, scale_apart(arrays, values))
     longest = None
@@ -105,7 +105,7 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
 
 
 def refuse_ragged(arrays: dict[str, Any]) -> None:
-    """Refuse a mask whose size follows lengths."""
+    """Refuse a RaggedMask, whose size depends on lengths."""
     if "ragged_mask" in arrays:
         raise UnsupportedError(
             "the size of a RaggedMask depends on lengths, and a JAX program has fixed sizes.",
@@ -114,7 +114,7 @@ def refuse_ragged(arrays: dict[str, Any]) -> None:
 
 
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
-    """Refuse while tracing what the call would refuse with real addresses, when everything is compiled."""
+    """Check a call while tracing, so that errors raise before compilation instead of at run time."""
     if arrays["q"].dtype == jnp.float8_e4m3fn:
         raise UnsupportedError(
             "float8_e4m3fn has no gradient, which this function offers.",
@@ -127,7 +127,7 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
     ]
     try:
         _check(tuple(kinds), longest, *options)
-    except TypeError:  # an option that is no key of anything
+    except TypeError:  # an unhashable option
         _check.__wrapped__(tuple(kinds), longest, *options)
 
 
@@ -136,7 +136,7 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
 def _check(
     kinds: tuple[tuple[str, tuple[int, ...], str], ...], longest: tuple[int, int] | None, *options: Any
 ) -> None:
-    """`check`, once for arrays of the same kinds."""
+    """`check`, cached by names, shapes and dtypes."""
     views = {
         name: ArrayView(0, shape, contiguous(shape), dtype, CPU, "jax", False, None)
         for name, shape, dtype in kinds
@@ -145,7 +145,7 @@ def _check(
 
 
 def _lifted(x: Any, rank: int) -> Any:
-    """An array with axes of length 1 in front, up to this rank."""
+    """Add leading axes of length 1 up to this rank."""
     return jnp.expand_dims(x, range(rank - x.ndim))
 
 
@@ -175,17 +175,17 @@ def dot_product_attention(
         True = may attend.
     scale : float, optional
     is_causal : bool
-        Aligned top-left.
+        Causal, aligned top-left.
     query_seq_lengths, key_value_seq_lengths : Array of int, shape (batch,), optional
-        Keys beyond them are masked; rows of queries beyond them are 0.
+        Keys beyond them are masked; output rows of queries beyond them are 0.
     local_window_size : int or (int, int), optional
         Keys seen before and after a query.
     implementation : {None, "xla", "cudnn"}
-        Accepted and without effect.
+        Accepted without effect.
     return_residual : bool
         Also return the log-sum-exp of the scores, masked and scaled, with the natural logarithm: shape
         (batch, seqlen_q, heads), in the dtype of query, without a gradient, -inf for a query that sees no
-        key. `attention` with return_lse gives it in float32 and with a gradient, (batch, heads, seqlen_q).
+        key. `attention` with return_lse returns it in float32, with a gradient, (batch, heads, seqlen_q).
 
     Returns
     -------
@@ -198,8 +198,8 @@ def dot_product_attention(
 
     Notes
     -----
-    A query that sees no key gives 0 and -inf; JAX's own XLA implementation gives the mean of the values and
-    a large negative number.
+    A query that sees no key has output 0 and residual -inf; JAX's own XLA implementation returns the mean of
+    the values and a large negative number.
     """
     if implementation not in (None, "xla", "cudnn"):
         raise InvalidArgumentsError(

@@ -1,4 +1,4 @@
-"""Which rows of a sequence, or of packed ones, each device of a `jax.shard_map` holds."""
+"""The rows of a sequence, or of packed sequences, on each device of a `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["Held", "Packed", "beside", "seen"]
 
 
 class Held(NamedTuple):
-    """Rows of the whole, of queries or of keys.
+    """Rows of the whole sequence on each device, of queries or of keys.
 
     Attributes
     ----------
     rows : array of int, shape (devices, rows of a part)
-        `length` where a row is none of the whole.
+        Positions in the whole sequence; `length` for padding.
     length : int
-        Of the whole.
+        Length of the whole sequence.
     zigzag : bool
+        Whether a device holds a part from the front and one from the back.
     """
 
     rows: Any
@@ -33,7 +34,7 @@ class Held(NamedTuple):
 
     @classmethod
     def of(cls, ranks: int, rows: int, causal: bool, parts: Any, seqlen: int | None, what: str) -> Held:
-        """Parts of so many rows, those of the whole before the others; what: queries or keys."""
+        """Split a sequence into parts of `rows` rows, with padding at the end; what: "queries" or "keys"."""
         length = ranks * rows if seqlen is None else seqlen
         each = [positions(r, ranks, length, causal, parts=parts) for r in range(ranks)]
         zigzag = order_of(parts, causal) == "zigzag"
@@ -49,7 +50,7 @@ class Held(NamedTuple):
 
     @classmethod
     def packed(cls, ranks: int, rows: int, cut: Any, causal: bool) -> Held:
-        """Parts of packed sequences, which begin at `cut` in each of them."""
+        """Split packed sequences; `cut` has their offsets in the part of each device."""
         row, rank = jnp.arange(rows, dtype=cut.dtype), jnp.arange(ranks, dtype=cut.dtype)[:, None]
         n = jnp.clip(jnp.searchsorted(cut, row, side="right") - 1, 0, max(cut.shape[0] - 2, 0))
         start, stop = cut[n], cut[jnp.minimum(n + 1, cut.shape[0] - 1)]
@@ -62,31 +63,31 @@ class Held(NamedTuple):
 
     @property
     def divides(self) -> bool:
-        """Whether every row of every part is one of the whole."""
+        """Whether no part has padding."""
         return bool(self.length == self.rows.size)
 
     def whole(self, x: Any, axis: int) -> Any:
-        """The whole, from the rows of all devices, one after the other."""
+        """The whole sequence, from the concatenated rows of all devices."""
         rows = self.rows.reshape(-1)
-        # why NumPy: XLA would sort constants while it compiles.
+        # why NumPy: XLA would sort constants at compile time.
         order = np.argsort(rows, kind="stable") if isinstance(rows, np.ndarray) else jnp.argsort(rows)
         return jnp.take(x, order[: self.length], axis=axis)
 
     def own(self, x: Any, axis: int, axis_name: Any) -> Any:
-        """The rows of this device, with 0 for those that are none of the whole."""
+        """The rows of this device, with 0 in padding."""
         if self.divides:
             return x
         there = jnp.asarray(self.rows < self.length)[jax.lax.axis_index(axis_name)]
         return jnp.where(jnp.expand_dims(there, range(1, -axis)), x, 0)
 
     def parts(self, x: Any, axis: int) -> Any:
-        """The rows of all devices, from the whole; 0 where there is none."""
+        """The concatenated rows of all devices, from the whole sequence; 0 in padding."""
         return jnp.take(x, self.rows.reshape(-1), axis=axis, mode="fill", fill_value=0)
 
     def stretches(self) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Of each stretch of a part its first row in the whole, and where the part holds its rows.
+        """For each contiguous range of a part: its first row in the whole, and its rows in the part.
 
-        Shapes (devices,) and (devices, rows of the longest stretch); past the part where there is none.
+        Shapes (devices,) and (devices, rows of the longest range); padded with an index beyond the part.
         """
         ranks, most = self.rows.shape
         each = [stretches(r, ranks, self.length, self.zigzag) for r in range(ranks)]
@@ -103,7 +104,17 @@ class Held(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Where packed sequences of a part begin, and where their two stretches are."""
+    """Offsets of packed sequences in a part, and the rows of their early and late halves.
+
+    Attributes
+    ----------
+    cut : array of int32, shape (sequences + 1,)
+        Offsets of the sequences.
+    cut_half : array of int32, shape (sequences + 1,), or None
+        Offsets of the halves; None if not causal.
+    early, late : array of int32, shape (rows / 2,), or None
+        Rows of the part in the early and the late halves; None if not causal.
+    """
 
     cut: Any
     cut_half: Any
@@ -112,30 +123,30 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, cut: Any, rows: int, causal: bool) -> Packed:
-        """From the offsets of a part of so many rows; stretches where it is causal."""
+        """Derive the halves, if causal, from the offsets in a part of `rows` rows."""
         if not causal:
             return cls(cut, None, None, None)
         cut_half, row = cut // 2, jnp.arange(rows // 2, dtype=cut.dtype)
-        # Of the rows of all early stretches, row r is r - cut_half[n] rows behind cut[n]; late ones so far
-        # behind the middle.
+        # Row r of all early halves is r - cut_half[n] rows after cut[n]; row r of all late halves is as far
+        # after the middle of the sequence.
         n = jnp.clip(jnp.searchsorted(cut_half, row, side="right") - 1, 0, max(cut.shape[0] - 2, 0))
         return cls(cut, cut_half, row + cut_half[n], row + cut_half[jnp.minimum(n + 1, cut.shape[0] - 1)])
 
     def results(self, o: Any, lse: Any) -> tuple[Any, Any]:
-        """O and LSE of the sequences; 0 of other rows.
+        """O and LSE of the sequences, and 0 in other rows.
 
-        NaN where a sequence has an odd number of rows. why: nobody reads them before it runs.
+        All are NaN if a sequence has an odd number of rows. why: lengths are unknown while tracing.
         """
         odd = self.cut % 2 if self.cut_half is not None else 0
         poison = jnp.where(jnp.any(odd), jnp.nan, 0.0)
         there = jnp.arange(o.shape[0]) < self.cut[-1]
-        # why the cast: a number of float32 would make sums of bfloat16 wide.
+        # why the cast: adding a float32 scalar would promote bfloat16.
         o = jnp.where(there[:, None, None], o + poison.astype(o.dtype), 0)
         return o, jnp.where(there, lse + poison.astype(lse.dtype), 0)
 
 
 def beside(x: Any, axis: int, late: bool, fill: float, packed: Packed | None) -> Any:
-    """One stretch as a part, the other one filled."""
+    """Place one half into a part, and fill the other half."""
     other = jnp.full_like(x, fill)
     whole = jnp.concatenate((other, x) if late else (x, other), axis=axis)
     if packed is None:
@@ -145,25 +156,25 @@ def beside(x: Any, axis: int, late: bool, fill: float, packed: Packed | None) ->
 
 
 def seen(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) -> Any:
-    """Bounds of the keys that each row of a part sees; none for what is no row of the whole.
+    """Spans of the keys that each row of a part sees in the band; empty for padding.
 
     Parameters
     ----------
     mine, theirs : array of int
-        Queries and keys by their rows of the whole, ascending; its length where there is none. No `theirs`:
-        all keys.
+        Positions of queries and keys in the whole sequence, ascending; its length for padding. Without
+        `theirs` all keys.
     band : Band
-        Of the whole.
+        Band of the whole sequence.
     lengths : (int, int)
-        Queries and keys of the whole.
+        Queries and keys of the whole sequence.
     """
     queries, keys = lengths
 
     def further(by: int) -> Any:
-        return mine + min(max(by, -queries), keys)  # more makes no difference, and may be no int32
+        return mine + min(max(by, -queries), keys)  # clamped to fit into int32, without effect on the result
 
     def before(row: Any, side: str) -> Any:
-        # why not searched: JAX 0.10.2 fails to, where a shard_map has some of a mesh's axes.
+        # why not searchsorted: it fails in JAX 0.10.2 if shard_map has only some of the mesh axes.
         if theirs is None:
             return jnp.clip(row + (side == "right"), 0, keys).astype(jnp.int32)
         return jnp.searchsorted(theirs, row, side=side).astype(jnp.int32)

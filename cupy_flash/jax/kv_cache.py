@@ -119,7 +119,7 @@ def attention_with_kv_cache(
     whole = {**flat, "cache_seqlens": cache_seqlens}
     own = flat if shared is None else {"q": q, **shared.behind(flat)}
     if shared is not None and shared.may_hold_queries(q, flat):
-        # what is wrong with the tables is refused here
+        # why traced but not run: this checks the tables
         jax.eval_shape(lambda: _over_cache(q, cache_seqlens, {**shared.behind(flat)}, True, columns))
         own |= shared.rotated(jnp, jnp.asarray(q), flat["k_cache"], whole)
     rows = q if shared is None else own.pop("q")
@@ -137,12 +137,12 @@ def attention_with_kv_cache(
 
 
 def _written(flat: dict[str, Any]) -> tuple[str, ...]:
-    """What appending writes, in the order of the results of `call.over_cache`."""
+    """Names of the arrays that appending writes, in the order of the results of `call.over_cache`."""
     return ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(flat), ()))
 
 
 def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
-    """A cache after appending, as the caller gave the one before."""
+    """A cache after appending, in the type that the caller passed."""
     codes = written[f"{letter}_cache"]
     if isinstance(cache, LatentCache):
         return cache._replace(latents=_as_given(letter, cache.latents, written))
@@ -159,12 +159,12 @@ def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
 def _over_cache(
     q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool, columns: int | None
 ) -> tuple[Any, ...]:
-    """The call without a prefix, of options in single pieces: o, LSE if it is asked for, what is written.
+    """The call without a prefix, with flat options: o, LSE if asked for, and the arrays that it writes.
 
-    columns: of latents, those that are the values.
+    columns: for latents, the number of columns that are the values; else None.
     """
     if columns is not None:
-        # why: a view of an array is a copy in JAX, and the program of the call makes its own.
+        # why: slicing an array copies in JAX; the callback makes a view instead.
         del options["v_cache"]
     if options.get("indices") is not None:
         return _over_selected_keys(q, cache_seqlens, options, asked, columns)
@@ -178,12 +178,12 @@ def _over_cache(
         batch = packing.batch if packing else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
     look = None if check is None else flag(check, "tuning.check")
-    # why flags and tuples: what is static has to be a key, and 1 is True.
+    # why flags and tuples: static arguments have to be hashable, and 1 == True.
     call = call._replace(
         interleaved=flag(call.interleaved, "rotary.interleaved"),
         unrotated=flag(call.unrotated, "rotary.on_read"),
         rotates_last=flag(call.rotates_last, "rotary.last"),
-        longest=None,  # as the packing has it
+        longest=None,  # the packing has it
     )
     cached = Cached(call, asked, look, packing, columns)
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
@@ -194,7 +194,7 @@ def _over_cache(
 def _over_selected_keys(
     q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool, columns: int | None
 ) -> tuple[Any, ...]:
-    """The same with indices: each query as a sequence of its own."""
+    """The call with indices, in which each query is a sequence of its own."""
     if options.get("check"):
         raise UnsupportedError(
             "tuning.check is True beside indices, whose program does not look at them.",
@@ -213,7 +213,7 @@ def _over_selected_keys(
 
 
 def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
-    """Of packed queries; the longest one has all rows, if nobody says fewer."""
+    """Describe packed queries; max_seqlen_q defaults to all rows. Return None for a batch."""
     refuse_ragged(arrays)
     if "cu_seqlens_q" not in arrays:
         if longest is not None or "seqused_q" in arrays:
@@ -235,7 +235,7 @@ def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
-    """The call. why jit: as of `attend.attend`; and what is wrong is looked for once for arrays of a kind."""
+    """The traced call. why jit: as in `attend.attend`; also, checks run once per shapes and options."""
     views = _stand_ins({name: x for name, x in arrays.items() if name not in READ})
     described("decode", views, options, cached=cached)
     given = dict(zip(arrays, alike(*arrays.values()), strict=True))
@@ -243,7 +243,7 @@ def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[A
 
 
 def _stand_ins(arrays: dict[str, Any]) -> dict[str, ArrayView]:
-    """What can be said of arrays while a program is traced."""
+    """Views of arrays being traced: shapes and dtypes without addresses."""
     return {
         name: ArrayView(0, x.shape, contiguous(x.shape), _name(x), CPU, "jax", False, None)
         for name, x in arrays.items()

@@ -1,4 +1,4 @@
-"""Options that are numbers, as static values or as arrays that may be traced."""
+"""Options that are numbers: static values, or arrays, which may be traced."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["next_seed", "numbers_apart", "scale_apart", "seed_apart"]
 
 
 def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
-    """Put numbers that are JAX arrays, and every seed, among the arrays; the rest is static."""
+    """Move numbers that are JAX arrays, and every seed, from the static options to the arrays."""
     scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in ("scale", "softcap"))
     return seed_apart(arrays, _align_apart(arrays, options))._replace(scale=scale, softcap=softcap)
 
 
 def seed_apart(arrays: dict[str, Any], options: Options) -> Options:
-    """Put a seed among the arrays, unless its words are there."""
+    """Move a seed to the arrays, unless its words are there."""
     words = None if options.seed is None or "seed" in arrays else _words(options.seed)
     if words is not None:
-        # why signed: no array of ours has unsigned words.
+        # why int32: our calls have no uint32 arrays.
         arrays["seed"] = jax.lax.bitcast_convert_type(words, jnp.int32)
-    # As calls that are alike have it: any one.
+    # why 0: calls that differ only in the seed have equal options.
     return options._replace(seed=0) if "seed" in arrays else options
 
 
 def next_seed(seed: Any, numbers: list[int], axis_name: Any) -> Any:
-    """The words of the seed of a device's own call, as `parallel.group.dropping` has it; None of None.
+    """The words of the seed of a local call, as in `parallel.group.dropping`; None without a seed.
 
-    numbers: that of the call on each device.
+    numbers: the number of the call on each device.
     """
     if seed is None:
         return None
@@ -46,12 +46,12 @@ def next_seed(seed: Any, numbers: list[int], axis_name: Any) -> Any:
     low, high = jax.lax.bitcast_convert_type(seed, jnp.uint32)
     step_low, step_high = jnp.asarray(table)[jax.lax.axis_index(axis_name)]
     total = low + step_low
-    words = jnp.stack([total, high + step_high + (total < low)])  # of 32 bits: JAX may have none of 64
+    words = jnp.stack([total, high + step_high + (total < low)])  # JAX may have no 64-bit integers
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
 def _align_apart(arrays: dict[str, Any], options: Options) -> Options:
-    """Put a position that is a JAX array among the arrays."""
+    """Move an align that is a JAX array to the arrays."""
     align = options.align
     if not isinstance(align, jax.Array):
         return options
@@ -65,7 +65,7 @@ def _align_apart(arrays: dict[str, Any], options: Options) -> Options:
 
 
 def scale_apart(arrays: dict[str, Any], options: Options) -> Options:
-    """Put a scale for each head among the arrays, in the shape in which it multiplies q."""
+    """Move a scale per head to the arrays, in the shape in which it multiplies q."""
     scale = options.scale
     if not isinstance(scale, jax.Array) or not scale.shape or not jnp.issubdtype(scale.dtype, jnp.floating):
         return options
@@ -75,7 +75,7 @@ def scale_apart(arrays: dict[str, Any], options: Options) -> Options:
 
 
 def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | None:
-    """A number, or None where there is none or it is an array, which is put among the arrays."""
+    """Return a static number; for a JAX array move it to the arrays, and return None."""
     if not isinstance(value, jax.Array):
         return None if value is None else finite_number(value, name)
     if value.shape or not jnp.issubdtype(value.dtype, jnp.floating) | jnp.issubdtype(
@@ -90,14 +90,14 @@ def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | Non
 
 
 def _real(arrays: dict[str, Any]) -> Any:
-    """The dtype of numbers beside these arrays."""
+    """The dtype of traced numbers of a call: that of its accumulator."""
     return jnp.float64 if arrays["q"].dtype == jnp.float64 else jnp.float32
 
 
 def _words(seed: Any) -> Any:
-    """A seed as `run.READ` has it; None for what is no seed, which the check of the options refuses.
+    """The two words of a seed, as in `run.READ`; None for an invalid seed, which the option check refuses.
 
-    why a number too: as part of the program each new one would compile again.
+    why also a Python integer: as a static value each new one would recompile.
     """
     if not isinstance(seed, jax.Array):
         number = integer(seed)
@@ -106,7 +106,7 @@ def _words(seed: Any) -> Any:
         return jnp.asarray(np.array([number & 0xFFFFFFFF, number >> 32], np.uint32))
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and not seed.shape:
         return jax.random.bits(seed, (2,), jnp.uint32)
-    if seed.dtype == jnp.uint32 and seed.ndim == 1:  # a key as JAX had them before it had a dtype for keys
+    if seed.dtype == jnp.uint32 and seed.ndim == 1:  # a legacy key, without JAX's dtype for keys
         return jax.random.bits(jax.random.wrap_key_data(seed), (2,), jnp.uint32)
     if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise InvalidArgumentsError(

@@ -1,4 +1,4 @@
-"""Attention over a prefix that a batch shares, for JAX: its keys are read once; with gradients."""
+"""Attention over a shared prefix for JAX: its keys are read once; with gradients."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def attention_with_shared_prefix(
     return_lse: bool = False,
     **options: Unpack[RecordedPrefixOptions],
 ) -> Any:
-    """`attention` over keys of a prefix, which the whole batch shares, and each one's own behind them.
+    """`attention` over keys of a prefix that the whole batch shares, followed by each sequence's own keys.
 
-    As ``attention`` over ``prefix_k``, repeated for the batch, and ``k`` behind it, but the prefix is stored
-    and read once, by the queries of all sequences together; its gradients are sums over the batch.
+    Equivalent to ``attention`` over ``prefix_k``, repeated for the batch, followed by ``k``, but the prefix
+    is stored and read once, for the queries of all sequences; its gradients are sums over the batch.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def attention_with_shared_prefix(
     prefix_v : Array, shape (heads_k, prefix, head_dim_v)
         Like prefix_k.
     causal : bool
-        Of each one's own keys, of which there are as many as queries.
+        Causal over each sequence's own keys, of which there are as many as queries.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.

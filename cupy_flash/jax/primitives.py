@@ -7,14 +7,14 @@ With F attention, J its tangent, B its gradient and H the derivative of B in a d
     derivative of B     B of the other gradient, and H         transpose of B     J
     derivative of H     none: it would be the third            transpose of H     H, a Hessian is symmetric
 
-`bend`, the second derivative of the results in two directions, is not computed; its transpose is H. o and lse
-count as functions of the arrays.
+`bend`, the second derivative of the results in two directions, is never computed; its transpose is H. o and
+lse count as functions of the arrays.
 
-A derivative that does not exist is a primitive too, `missing`, linear in the tangents that ask for it: a
-program that drops it, behind a `stop_gradient`, runs, and any other raises when it is compiled or computed.
+A derivative that does not exist is the primitive `missing`, linear in the tangents that would need it: a
+program that drops it, behind a `stop_gradient`, runs; any other raises when it is compiled or computed.
 
-A primitive takes residuals, in which it is not linear, then what it is linear in (F: all its arrays). vmap
-gives all of the latter an axis in front, and of the residuals those that differ.
+Arguments of a primitive are residuals, in which it is not linear, then its linear arguments (F: all arrays).
+vmap adds a leading axis to all linear arguments, and to the residuals that differ along it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ __all__ = ["attention", "attention_over_cache", "missing"]
 
 
 class _How(NamedTuple):
-    """What a primitive holds fixed.
+    """Static parameters of a primitive.
 
     Attributes
     ----------
+    options : Options
+    longest : (int, int) or None
+        Longest lengths of packed sequences; None for a batch.
     names : tuple of str
-        Of the arrays, which come first.
+        Names of the arrays, which are the first arguments.
     along : tuple of str
-        Of the tangents it is linear in, if these are tangents of arrays.
+        Names of the arrays whose tangents are the linear arguments, if these are tangents.
     mapped : tuple of tuple of bool
-        For each axis of vmap, from the first on, which residuals have it.
+        For each axis of vmap, the outermost first, whether each residual has it.
     fixed : tuple of str
-        Of `bend`: of the tangents among its residuals.
+        For `bend`, names of the arrays whose tangents are among the residuals.
     cached : Cached, optional
-        Of attention over a cache.
+        Parameters of attention over a cache; None otherwise.
     """
 
     options: Options
@@ -65,7 +68,7 @@ class _How(NamedTuple):
 
     @property
     def arrays(self) -> int:
-        """How many residuals arrays, o and lse are."""
+        """Number of arrays plus o and lse."""
         return len(self.names) + 2
 
     def wanted(self) -> list[int]:
@@ -73,13 +76,13 @@ class _How(NamedTuple):
         return [i for i, name in enumerate(self.names) if name in differentiable(self.options)]
 
     def with_residuals(self, more: int, **others: Any) -> _How:
-        """The same with so many residuals after the arrays, o and lse, that have every axis of vmap."""
+        """A copy with `more` residuals after the arrays, o and lse, which have every axis of vmap."""
         mapped = tuple((*level[: self.arrays], *(True,) * more) for level in self.mapped)
         return self._replace(mapped=mapped, **others)
 
 
 def _split(args: Any, linear: int) -> tuple[list[Any], list[Any]]:
-    """Residuals, and what it is linear in: the last ones."""
+    """Split arguments into residuals and the last `linear` ones."""
     cut = len(args) - linear
     return list(args[:cut]), list(args[cut:])
 
@@ -89,7 +92,7 @@ def _bind(primitive: Primitive, how: _How, *args: Any) -> Any:
 
 
 def _with_all_axes(x: Any, residual: int, how: _How, lead: tuple[int, ...]) -> Any:
-    """A residual's tangent with every axis of vmap, as what a primitive is linear in has them."""
+    """Broadcast the tangent of a residual to every axis of vmap, which linear arguments must have."""
     for axis, level in enumerate(how.mapped):
         if not level[residual]:
             x = jnp.expand_dims(x, axis)
@@ -97,7 +100,7 @@ def _with_all_axes(x: Any, residual: int, how: _How, lead: tuple[int, ...]) -> A
 
 
 def _dots(how: _How, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, Any]:
-    """Those of the tangents of the arrays that are not 0, by name."""
+    """The non-zero tangents of the arrays, by name."""
     found = {}
     for i, name in enumerate(how.names):
         if type(tangents[i]) is ad.Zero or tangents[i].dtype == jax.dtypes.float0:
@@ -122,7 +125,7 @@ def _is_zero(x: Any) -> bool:
 
 
 def _all_or_none(some: list[Any]) -> list[Any] | None:
-    """Tangents or cotangents with zeros made real, None if all are 0."""
+    """Materialise symbolic zeros of tangents or cotangents; None if all are zero."""
     return None if all(map(_is_zero, some)) else [ad.instantiate_zeros(x) for x in some]
 
 
@@ -130,7 +133,7 @@ def _all_or_none(some: list[Any]) -> list[Any] | None:
 
 
 def attention(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None) -> tuple[Any, Any]:
-    """O and LSE with their derivatives; parameters as of `call.forward` and `call.backward`."""
+    """O and LSE with derivatives; parameters as in `call.forward` and `call.backward`."""
     how = _How(options, longest, tuple(arrays))
     o, lse = _bind(_forward_p, how, *arrays.values())
     return o, lse
@@ -164,7 +167,7 @@ def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
 
 
 def _refuse_learned(how: _How, all_of_them: bool) -> None:
-    """Refuse derivatives of what a score function learns: in its direction, or wherever it would have one."""
+    """Refuse derivatives by learned arguments of a score function: those in `along`, or all of them."""
     score = how.options.score
     if any(name.startswith("bound") for name in how.along) or (all_of_them and score and score.learned):
         raise UnsupportedError(
@@ -179,12 +182,12 @@ def _jvp(*args: Any, how: _How) -> Any:
 
 
 def _jvp_shapes(*avals: Any, how: _How) -> list[Any]:
-    """Of J and of `bend`: those of o and lse."""
+    """Results of J and of `bend`: shaped as o and lse."""
     return [_shaped(avals, how, how.arrays - 2), _shaped(avals, how, how.arrays - 1)]
 
 
 def _shaped(avals: Any, how: _How, residual: int) -> Any:
-    """The kind of a residual with every axis of vmap."""
+    """The abstract value of a residual with every axis of vmap."""
     aval, linear = avals[residual], avals[-1]
     own = sum(level[residual] for level in how.mapped)
     lead = linear.shape[: len(how.mapped)]
@@ -232,7 +235,7 @@ def _backward(*args: Any, how: _How) -> Any:
 
 
 def _gradient_shapes(*avals: Any, how: _How) -> list[Any]:
-    """Of B and H: those of the arrays that have gradients."""
+    """Results of B and H: shaped as the arrays with gradients."""
     return [_shaped(avals, how, i) for i in how.wanted()]
 
 
@@ -322,7 +325,7 @@ def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
 
 
 def attention_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
-    """Results of `call.over_cache`, and no derivative."""
+    """Results of `call.over_cache`, without derivatives."""
     how = _How(options, None, tuple(arrays), cached=cached)
     return tuple(_bind(_cache_p, how, *arrays.values()))
 
@@ -359,7 +362,7 @@ _OF_CACHE = (
 
 
 def missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | None:
-    """Tangents of the results that nobody can compute; None if all that they would come from are 0."""
+    """Tangents of results that cannot be computed; None if all input tangents are zero."""
     given = [x for x in tangents if not (_is_zero(x) or x.dtype == jax.dtypes.float0)]
     if not given:
         return None
@@ -440,7 +443,7 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
             return mlir.lower_fun(over_axes, multiple_results=True)(ctx, *args, how=how)
 
     mlir.register_lowering(primitive, lowered)
-    # why not an assignment: the stand-in for JAX with which the documentation is built knows none.
+    # why not an item assignment: the mock of JAX in the documentation build does not support it.
     ad.primitive_jvps.__setitem__(primitive, derivative)
     if transpose is not None:
         ad.primitive_transposes.__setitem__(primitive, transpose)

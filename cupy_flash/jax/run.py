@@ -1,4 +1,4 @@
-"""A call while its program runs: what XLA hands over becomes arrays, and these a call of the library."""
+"""A call at run time: turn XLA's buffers into views, and run the call of the library."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from ..varlen import check_packing, pack
 
 __all__ = ["READ", "Cached", "Config", "described", "held", "run", "values_of"]
 
-# Options that may be traced: arrays of one number, which the host reads when the program runs. A seed is two
-# words, the lower one first, as JAX may have no integers of 64 bits.
+# Options that may be traced: arrays of one number, which the host reads at run time. A seed is two words, the
+# low one first, as JAX may have no 64-bit integers.
 READ = ("scale", "softcap", "align", "seed")
 
 
 class Cached(NamedTuple):
-    """What a call over a KV cache holds fixed besides.
+    """Additional static parameters of a call over a KV cache.
 
     Attributes
     ----------
     call : CacheCall
     want_lse : bool
     check : bool or None
-        As in `attention_with_kv_cache`.
+        tuning.check; None for the default.
     packing : Packing, optional
-        Of packed queries.
+        Packing of the queries; None for a batch.
     head_dim_v : int or None
-        Of latents, columns of k_cache that are the values; there is no v_cache then.
+        For latents, the number of columns of k_cache that are the values, without a v_cache; else None.
     """
 
     call: CacheCall
@@ -57,7 +57,7 @@ class Cached(NamedTuple):
     head_dim_v: int | None = None
 
     def checked(self, device: tuple[str, int]) -> bool:
-        """Whether the host looks at lengths and tables."""
+        """Whether the host checks lengths and tables at run time."""
         if device != CPU and self.check:
             raise UnsupportedError(
                 "tuning.check is True on a GPU, where nothing but this call would know lengths and tables.",
@@ -67,21 +67,22 @@ class Cached(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What a call in a program holds fixed.
+    """Static parameters of a call in a program.
 
     Attributes
     ----------
     direction : {"forward", "backward", "decode"}
     options : Options
-    names, dtypes, ranks
-        Of the inputs, without axes of vmap.
+    names, dtypes, ranks : tuple
+        Names, dtypes and ranks of the inputs, without axes of vmap.
     results : tuple of (str, int, str)
         Name, rank and dtype of each output.
     longest : (int, int), optional
-        Of packed sequences.
+        Longest lengths of packed sequences; None for a batch.
     cached : Cached, optional
+        Parameters of a call over a cache; None otherwise.
     unrounded : bool
-        As of `problem.describe`.
+        As in `problem.describe`.
     """
 
     direction: str
@@ -107,16 +108,16 @@ def run(
     device: tuple[str, int],
     stream: int | None,
 ) -> None:
-    """Run one call per index of the axes that vmap put in front, into the outputs that XLA allocated.
+    """Run one call per index of the leading axes, which vmap adds, into outputs that XLA allocated.
 
     Parameters
     ----------
     config : Config
     shapes, pointers
-        Of the inputs and the outputs, with axes of vmap.
+        Shapes and addresses of the inputs and the outputs, with axes of vmap.
     device : (str, int)
     stream : int or None
-        None on a CPU.
+        CUDA stream handle; None on a CPU.
     """
     ranks, dtypes = config.of_buffers()
     lead = shapes[0][: len(shapes[0]) - ranks[0]]
@@ -160,7 +161,7 @@ def run(
 
 
 def _check_cuts(views: dict[str, ArrayView], packing: Packing | None) -> None:
-    """Refuse wrong offsets of queries and of new keys, which nothing could make up for."""
+    """Refuse invalid offsets of queries and of new keys, also without tuning.check."""
     if "cu_seqlens_k_new" in views:
         longest_length(views["cu_seqlens_k_new"], "cu_seqlens_k_new", views["k"].shape[2], None)
     if packing is not None:
@@ -170,7 +171,7 @@ def _check_cuts(views: dict[str, ArrayView], packing: Packing | None) -> None:
 
 
 def _as_given(views: dict[str, ArrayView], problem: Problem) -> dict[str, ArrayView]:
-    """The views of a call over a cache by the names that its caller gave."""
+    """The views of a call over a cache by the caller's names."""
     assert problem.cache is not None
     if not problem.cache.indexed:
         return views
@@ -178,7 +179,7 @@ def _as_given(views: dict[str, ArrayView], problem: Problem) -> dict[str, ArrayV
 
 
 def values_of(known: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """What the host has read, as the values of options."""
+    """Convert arrays that the host has read to option values."""
     return {
         name: int.from_bytes(x.tobytes(), "little") if name == "seed" else x[0].item()
         for name, x in known.items()
@@ -193,7 +194,7 @@ def held(
     driver: Driver | None,
     stream: int | None,
 ) -> np.ndarray[Any, Any]:
-    """What an array holds; on a GPU this waits for the stream."""
+    """Read an array to the host; on a GPU this waits for the stream."""
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if device == CPU or driver is None or stream is None:
         elements = ctypes.string_at(pointer, nbytes)
@@ -202,7 +203,7 @@ def held(
     return np.frombuffer(elements, dtype)
 
 
-# What a call sees that has no buffer of its own, and whose it then is.
+# Views that may share the buffer of another one: (view, owner of its buffer).
 _OTHERWISE = (
     ("cu_seqlens_k", "cu_seqlens_q"),
     ("block_table", "cache_batch_idx"),
@@ -221,11 +222,12 @@ def _ready(
     _environment: Hashable,
     read: tuple[tuple[str, float], ...],
 ) -> tuple[Backend, Problem, dict[str, tuple[int, ArrayView]], tuple[tuple[str, int], ...]]:
-    """A call, what it computes, and by name the number of each buffer and how to see it, but for its address.
+    """Return the backend, the problem, and by name the buffer index and a view without an address.
 
-    Last the numbers of the buffers whose addresses are all that it needs; none where arrays are looked at.
+    The last result has (name, buffer index) of the addresses that the backend needs; it is empty if the host
+    has to check contents of arrays.
 
-    why cached: a compiled program repeats its calls, and all that changes is where XLA put the arrays.
+    why cached: a compiled program repeats its calls, and only addresses change.
     """
     buffers = [
         ArrayView(pointer, shape, contiguous(shape), dtype, device, "jax", False, None)
@@ -237,7 +239,7 @@ def _ready(
         config.direction, given, options, config.longest, config.cached, config.unrounded
     )
     for (name, _, _), view in zip(config.results, buffers[len(config.names) :], strict=True):
-        if name not in views:  # a cache is seen as its input is, which it is
+        if name not in views:  # an updated cache has the buffer, and so the view, of its input
             layout = "bshd" if config.cached and config.cached.packing else options.layout
             views[name] = lifted(name, view, layout)
     places = {name: i for i, name in enumerate((*config.names, *(name for name, _, _ in config.results)))}
@@ -259,9 +261,9 @@ def described(
     cached: Cached | None = None,
     unrounded: bool = False,
 ) -> tuple[Problem, dict[str, ArrayView]]:
-    """A call whose arrays are stand-ins: a batch, packed sequences, which have longest lengths, or a cache.
+    """Describe a call from views without data: a batch, packed sequences (with longest), or over a cache.
 
-    Without cu_seqlens_k keys are cut as queries are.
+    Without cu_seqlens_k keys have the offsets of queries.
     """
     if cached is not None:
         if cached.head_dim_v:

@@ -1,4 +1,4 @@
-"""attention_statistics as a JAX function: the call of `cupy_flash`, put into a program."""
+"""attention_statistics as a JAX function, by a callback to `cupy_flash.attention_statistics`."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def attention_statistics(
     Parameters
     ----------
     q, k, lse, cache_seqlens
-        As in `cupy_flash.attention_statistics`. All arrays may be traced, lengths and offsets too; their
-        gradients are stopped.
+        As in `cupy_flash.attention_statistics`. All arrays may be traced, lengths and offsets, too; gradients
+        are stopped.
     want, top_k
         As in `cupy_flash.attention_statistics`; static under jit.
-    {options: As in `cupy_flash.attention_statistics`; what is no array is static under jit.}
+    {options: As in `cupy_flash.attention_statistics`; options that are not arrays are static under jit.}
 
     Returns
     -------
     AttentionStatistics
-        Of Arrays.
+        With JAX arrays.
 
     Raises
     ------
     InvalidArgumentsError
-        As in `cupy_flash.attention_statistics`. What is wrong with arrays or options raises when the program
-        runs, as an error of JAX with our text in it.
+        As in `cupy_flash.attention_statistics`. Wrong arrays or options raise when the program runs, as an
+        error of JAX with our message in it.
     UnsupportedError
         As in `cupy_flash.attention_statistics`, when the program runs.
     """
     names = results_of(want, top_k)
     leaves, tree = jax.tree.flatten((q, k, lse, cache_seqlens, options))
-    # why by identity: offsets given twice say that queries and keys are cut alike.
+    # why by identity: the same offsets given twice mean that queries and keys have the same lengths.
     arrays = {id(x): jnp.asarray(x) for x in leaves if hasattr(x, "shape")}
     places = list(arrays)
     sources = tuple(places.index(id(x)) if hasattr(x, "shape") else None for x in leaves)
@@ -79,20 +79,21 @@ def attention_statistics(
 
 
 class _Call(NamedTuple):
-    """What a compiled call holds fixed.
+    """Static parameters of a compiled call.
 
     Attributes
     ----------
     tree : PyTreeDef
-        Of q, k, lse, cache_seqlens and the options.
+        Structure of q, k, lse, cache_seqlens and the options.
     sources : tuple of (int or None)
-        Which input each of its leaves is; None for those that are `fixed`.
+        Index of the input of each leaf; None for static leaves.
     fixed : tuple of ((type, object) or None)
-        With types, as 1 is True.
+        Static leaves, with types, as 1 == True; None for arrays.
     dtypes : tuple of str
-        Of the inputs.
-    names, top_k
-        What is wanted.
+        Dtypes of the inputs.
+    names : tuple of str
+        Requested results.
+    top_k : int
     """
 
     tree: Any
@@ -106,7 +107,7 @@ class _Call(NamedTuple):
 def _kinds(
     q: Any, k: Any, cache_seqlens: Any, options: Mapping[str, Any], names: tuple[str, ...], top_k: int
 ) -> dict[str, Any]:
-    """Shape and dtype of each result, from shapes alone."""
+    """Shape and dtype of each result, from shapes of the inputs."""
     k = getattr(k, "latents", k)
     q, k = (getattr(x, "codes", x) for x in (q, k))
     for name, x, least in (("q", q, 2), ("k", k, 2 if cache_seqlens is None else 4)):
@@ -130,11 +131,11 @@ def _kinds(
 
 @functools.lru_cache(maxsize=1024)
 def _callback(static: _Call) -> Callable[..., None]:
-    """The callback of a call. why cached: JAX compiles anew for every new function object."""
+    """The callback of a call. why cached: JAX recompiles for every new function object."""
 
     def callback(_: Any, outs: Any, *ins: Any) -> None:
         views = [_view(x, dtype) for x, dtype in zip(ins, static.dtypes, strict=True)]
-        refuse_gpus({"q": views[0]})  # its leaf comes first
+        refuse_gpus({"q": views[0]})  # q is the first leaf
         arrays = [view.numpy() for view in views]
         leaves = [
             arrays[source or 0] if x is None else x[1]
@@ -155,7 +156,7 @@ def _callback(static: _Call) -> Callable[..., None]:
 
 
 def _view(buffer: Any, dtype: str) -> ArrayView:
-    """What XLA hands over."""
+    """View a buffer of XLA."""
     kind, ordinal = buffer.__dlpack_device__()
     device = CPU if kind == 1 else ("cuda", ordinal)
     shape = tuple(buffer.shape)

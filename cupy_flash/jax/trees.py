@@ -1,4 +1,4 @@
-"""Values of options as JAX sees them: trees of their arrays, beside what a program is compiled for."""
+"""Register option values as pytrees: their arrays are leaves, all else is static."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..program.function import Bound, Program
 
 __all__: list[str] = []
 
-# why: JAX takes every field of a named tuple for an array, and would trace flags and functions.
+# why: JAX treats every field of a named tuple as an array, and would trace flags and functions.
 
 
 def _arrays_of_rotary(given: Rotary) -> tuple[tuple[Any, ...], tuple[bool, ...]]:

@@ -47,7 +47,7 @@ def attention_varlen(
     block_table: Any = None,
     **options: Unpack[RecordedPackedFunctionOptions],
 ) -> Any:
-    """`cupy_flash.attention_varlen` as a JAX function, with gradients; lengths may change without compiling.
+    """`cupy_flash.attention_varlen` as a JAX function, with gradients; other lengths do not recompile.
 
     Parameters
     ----------

@@ -1,11 +1,10 @@
-"""What attention must compute, and how to hold an implementation to it.
+"""The specification of attention, and tools to test an implementation against it.
 
 `reference_attention` and `reference_backward` are the specification in plain FP64 NumPy, `reference_jvp` and
 `reference_hvp` that of second order, `reference_statistics` that of `cupy_flash.attention_statistics`;
-`assert_within_budget` compares any result with it; `naive_same_precision` is the yardstick of
-that budget; `gradient_check` is for functions that have no reference; `hostile` and `dead` make
-inputs and outputs that show stray reads and writes. `same_bits` holds the machine at hand to
-``reproducible="batch"``.
+`assert_within_budget` compares results with them; `naive_same_precision` defines the error budget of that
+comparison; `gradient_check` is for functions without a reference; `hostile` and `dead` make inputs and
+outputs that expose stray reads and writes. `same_bits` tests ``reproducible="batch"`` on this machine.
 """
 
 from .budget import Verdict, assert_within_budget, error_budget, to_numpy

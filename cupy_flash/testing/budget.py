@@ -1,19 +1,19 @@
-"""The error budget: how far from FP64 a correct result in some precision may be.
+"""The error budget: the largest allowed error of a correct result, relative to FP64.
 
-A result is within budget if, in the largest and in the root-mean-square element,
+A result is within budget if, both in the largest element and in root mean square,
 
     |ours - fp64|  <=  2 * |naive in the same precision - fp64|  +  floor.
 
-The naive term adapts to the problem. The floor is for what luck may hide there: with few
-elements the naive method can be exact by chance, and it may sum in a kinder order. It is the
-norm of a standard deviation ``sigma`` per element, derived by carrying rounding errors through
-the formulas to first order, with u the unit roundoff:
+The naive term adapts to the problem. The floor is needed because the naive error can be small by
+chance: few elements may be exact, and its order of summation may be better. The floor is the norm of a
+standard deviation ``sigma`` per element, from a first-order propagation of rounding errors through the
+formulas, with u the unit roundoff:
 
 - Rounding of P and dS to the input dtype (16-bit and TF32 only) and of O and the gradients to
   their dtype is independent per element: u / sqrt(6) times the size, added in squares (uniform
   within the last place, which is u to 2 u of the size; the mean square over that is u^2 / 6).
 - Rounding of O enters delta = rowsum(dO * O), and shifts a whole row of dS. Rows with the same delta round
-  alike (one-hot inputs have many): in a gradient that sums over rows, their errors add up, not their squares.
+  equally (one-hot inputs have many): in a gradient that sums over rows, errors add linearly, not in squares.
 - Weights of 8-bit inputs are rounded to e4m3 where tensor cores multiply them (precision "e4m3"):
   the same with u = 2^-4, and 2^-18 of a row's largest weight where they are too small for it. The
   row sum and LSE are of the weights before that.
@@ -47,19 +47,20 @@ __all__ = ["Verdict", "assert_within_budget", "error_budget", "to_numpy"]
 FORWARD = ("o", "lse")
 BACKWARD = reference.Gradients._fields
 UNIT_ROUNDOFF = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24, "float64": 2**-53}
-# Of a weight as e4m3, 3 bits of mantissa; and half of the least one, 2^-9, in units of the largest, 2^8.
+# Roundoff of a weight in e4m3, with 3 bits of mantissa; and half of the least e4m3, 2^-9, relative to 2^8.
 E4M3_ROUNDOFF, E4M3_LOST = 2**-4, 2**-18
-# Below this a value may be lost: half of the least float16; of the others what a unit that flushes calls 0.
+# Absolute error of tiny values: half of the least float16; for other dtypes, which may be flushed to zero,
+# the least normal number.
 HALF_SUBNORMAL = {"float16": 2**-25, "bfloat16": 2**-126, "float32": 2**-126, "float64": 2**-1022}
 # Unit roundoff of the operands of a product; tf32x3 splits each in two, which leaves 21 bits.
 OPERAND_ROUNDOFF = {"tf32": 2**-11, "tf32x3": 2**-21}
-# Roundings of a score besides its sum: scale, base change, bias, ALiBi, exp (two to three ulp).
+# Roundings of a score in addition to its sum: scale, base change, bias, ALiBi, exp (two to three ulp).
 ROUNDINGS_PER_SCORE = 6
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One tensor against its budget, in the largest element and in root mean square."""
+    """Errors of one tensor and its budget, in the largest element and in root mean square."""
 
     tensor: str
     mismatch: str  # why the values cannot be compared; empty if they can
@@ -78,7 +79,7 @@ class Verdict:
 
     @property
     def used(self) -> float:
-        """The larger share of its two budgets that the tensor uses; above 1 it is not within them."""
+        """The larger of the two shares of the budget that the tensor uses; above 1 it is outside."""
         if self.mismatch:
             return math.inf
         pairs = ((self.largest, self.largest_allowed), (self.rms, self.rms_allowed))
@@ -129,19 +130,19 @@ def error_budget(
     q_error: Any = None,
     **options: Any,
 ) -> list[Verdict]:
-    """Compare results with FP64 and say how much of the error budget each uses.
+    """Compare results with FP64, and return how much of the error budget each uses.
 
     Parameters
     ----------
     actual : mapping or object with attributes
-        Any of o, lse and the gradients; what is missing or None is not compared.
+        Any of o, lse and the gradients; missing ones and None are not compared.
     q, k, v, do, dlse : array
         The inputs; do is needed for gradients.
     precision : {None, "ieee", "tf32x3", "tf32", "e4m3"}, optional
-        Of float32 products; "e4m3" if weights of 8-bit inputs are rounded to that.
+        Precision of float32 products; "e4m3" if weights of 8-bit inputs are rounded to e4m3.
     q_error : array, optional
-        Of the shape of q: by how much its elements may be others than those that were computed with, as
-        where rotation in another precision rounds to the other of two neighbours. Of o and lse alone.
+        Uncertainty of the elements of q, in its shape, as where a rotation in another precision rounds to the
+        other neighbour. Only for o and lse.
     **options
         The fields of `Options`, as in `cupy_flash.attention`.
 
@@ -182,7 +183,7 @@ def error_budget(
 
 
 def assert_within_budget(actual: Mapping[str, Any] | Any, q: Any, k: Any, v: Any, **how: Any) -> None:
-    """Fail with every tensor's numbers unless all are within the budget of `error_budget`.
+    """Raise an AssertionError with the numbers of every tensor unless all are within `error_budget`.
 
     Parameters
     ----------
@@ -205,7 +206,7 @@ def assert_within_budget(actual: Mapping[str, Any] | Any, q: Any, k: Any, v: Any
 def _compare(
     name: str, actual: np.ndarray, exact: np.ndarray, naive: np.ndarray, sigma: np.ndarray, most_rows: int
 ) -> Verdict:
-    """Compare one tensor, special values first."""
+    """Compare one tensor: first NaN and infinities, then finite values."""
     if actual.shape != exact.shape:
         return Verdict(name, f"shape {actual.shape}, expected {exact.shape}")
     if actual.dtype != naive.dtype:
@@ -243,9 +244,9 @@ def _compare(
 
 
 def _alike(x: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return how many numbers differ, and of each how often it is there."""
+    """Return the number of distinct values, and for each element how often its value occurs."""
     with np.errstate(over="ignore"):
-        single = x.astype(np.float32)  # why: equal sums differ in FP64 by the order of their terms
+        single = x.astype(np.float32)  # why: equal sums can differ in FP64 by the order of their terms
     different, which, counts = np.unique(single, return_inverse=True, return_counts=True)
     return len(different), counts[which].reshape(x.shape)
 
@@ -265,9 +266,9 @@ def _sigmas(
     chosen: Options,
     q_error: Any = None,
 ) -> dict[str, tuple[np.ndarray, int]]:
-    """Return a correct result's standard deviation per element, and how many rows err independently at most.
+    """Return the standard deviation per element of a correct result, and the most independent rows.
 
-    Names: a ``*_walk`` is an absolute bound, added linearly; a ``*_square`` a variance.
+    Names: ``*_walk`` is an absolute bound, which adds linearly; ``*_square`` is a variance.
     """
     out = UNIT_ROUNDOFF[dtype]
     acc = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]

@@ -1,6 +1,6 @@
-"""Numbers with a derivative, on which a score function is run as it is: the specification of its slope.
+"""Dual numbers: a score function in Python, run on them, gives the specification of its derivative.
 
-It shares nothing with `cupy_flash.program`, so that a mistake in a graph or its derivative cannot hide here.
+This shares no code with `cupy_flash.program`, so that a mistake there cannot be repeated here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _chosen(condition: Any, a: Any, b: Any) -> Dual:
     return Dual(np.where(condition, a, b), np.where(condition, da, db))
 
 
-# Of one value, its slope; of two, those by each.
+# Derivative of a function of one argument; for two arguments, a pair of partial derivatives.
 _SLOPES: dict[str, Callable[..., Any]] = {
     "exp": lambda x: np.exp(x),
     "exp2": lambda x: np.log(2) * np.exp2(x),
@@ -43,12 +43,12 @@ _SLOPES: dict[str, Callable[..., Any]] = {
 
 
 class Dual(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of values, and of their derivatives in one direction.
+    """An array of values with their derivatives in one direction.
 
     Parameters
     ----------
     value, slope : array
-        They broadcast to each other.
+        Values and derivatives, which broadcast to each other.
     """
 
     def __init__(self, value: Any, slope: Any) -> None:
@@ -63,7 +63,7 @@ class Dual(np.lib.mixins.NDArrayOperatorsMixin):
         by_each = _SLOPES[ufunc.__name__](*values)
         by_each = by_each if isinstance(by_each, tuple) else (by_each,)
         with np.errstate(all="ignore"):
-            # why where: what does not move adds nothing, however steep it is.
+            # why where: an operand with derivative 0 adds 0, even if the slope is infinite.
             moved = [np.where(np.equal(d, 0), 0.0, np.multiply(by, d))
                      for by, d in zip(by_each, slopes, strict=True)]  # fmt: skip
         return Dual(result, sum(moved))

@@ -28,25 +28,25 @@ def gradient_check(
     f : callable
         Takes float64 arrays shaped like the inputs, returns an array or a number.
     inputs : sequence of array
-        Where to differentiate; converted to float64.
+        Point of the derivative; converted to float64.
     gradients : sequence of array or None
         One per input; None is not checked.
     cotangent : array, optional
         Shaped like the result of f; default ones.
     step : float
-        Of the difference. The error of a central difference is about ``step ** 2`` times the
+        Step of the difference. The error of a central difference is about ``step ** 2`` times the
         third derivative plus 1e-16 over ``step``; the default balances them.
     tolerance : float
-        Largest difference allowed, relative to the largest element of that gradient or 1.
+        Largest allowed difference, relative to the largest element of that gradient or 1.
     at_most : int
-        Elements checked per input, drawn without replacement if it has more.
+        Elements checked per input, drawn without replacement if there are more.
     seed : int
-        Of that draw.
+        Seed of that draw.
 
     Raises
     ------
     AssertionError
-        Names the input, the element and both values.
+        The message names the input, the element and both values.
     """
     points = [np.array(x, np.float64) for x in inputs]
     if len(points) != len(gradients):

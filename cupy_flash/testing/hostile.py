@@ -1,4 +1,4 @@
-"""Arrays that show every stray read and write: views inside larger buffers full of NaN."""
+"""Arrays that expose stray reads and writes: views inside larger buffers full of NaN."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 __all__ = ["DEAD", "STYLES", "Guarded", "dead", "hostile"]
 
-# How the view lies in its buffer. Guards surround it on every axis in each of them.
+# Layouts of the view in its buffer; in each of them guards surround the view on every axis.
 STYLES = ("padded", "aligned", "transposed", "strided", "reversed")
 
-# A value that no correct attention result holds, exact in every floating dtype.
+# A value that no correct attention result has, exact in every floating dtype.
 DEAD = -1.5 * 2.0**14
 
 
@@ -23,7 +23,7 @@ class Guarded:
     Attributes
     ----------
     view : array
-        What to hand to the function under test.
+        The array for the function under test.
     buffer : array
         The whole memory, guards included.
     """
@@ -35,17 +35,17 @@ class Guarded:
     xp: Any
 
     def check_guards(self) -> None:
-        """Fail if anything outside the view was written."""
+        """Raise an AssertionError if anything outside the view was written."""
         now, before = self.buffer.copy(), self.before.copy()
         now[self.inside] = before[self.inside]
         _same_bytes(now, before, "a guard zone was written", self.xp)
 
     def check_untouched(self) -> None:
-        """Fail if anything at all was written: for inputs."""
+        """Raise an AssertionError if the view or a guard was written; for inputs."""
         _same_bytes(self.buffer, self.before, "an input or its guard zone was written", self.xp)
 
     def check_written(self) -> None:
-        """Fail if an element of the view still holds the dead value; check the guards too."""
+        """Raise an AssertionError if an element of the view is still ``DEAD``, or a guard was written."""
         self.check_guards()
         left = (self.view == self.view.dtype.type(DEAD)).sum()
         if int(left):
@@ -58,14 +58,14 @@ def hostile(array: Any, *, style: str = "padded", xp: Any = np) -> Guarded:
     Parameters
     ----------
     array : array
-        Its values and dtype; NumPy's.
+        A NumPy array.
     style : str
         One of ``STYLES``: "padded" (odd offset and row stride, last axis contiguous), "aligned"
-        (rows start on 16-byte boundaries of the buffer), "transposed" (the axes lie in another
+        (rows start on 16-byte boundaries of the buffer), "transposed" (the axes are in another
         order in memory), "strided" (every second element of the last axis), "reversed"
         (negative stride along the sequence).
     xp : module
-        ``numpy`` or ``cupy``: whose arrays to make.
+        ``numpy`` or ``cupy``, which makes the arrays.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def hostile(array: Any, *, style: str = "padded", xp: Any = np) -> Guarded:
 
 
 def dead(shape: tuple[int, ...], dtype: Any, *, style: str = "padded", xp: Any = np) -> Guarded:
-    """Make an output inside a larger buffer full of NaN, pre-filled with the dead value.
+    """Make an output array, filled with ``DEAD``, inside a larger buffer full of NaN.
 
     Parameters
     ----------
@@ -123,14 +123,14 @@ def _embed(shape: tuple[int, ...], dtype: np.dtype, style: str, xp: Any) -> Guar
             inside.append(slice(high - 1, low - 1, -1))
         else:
             inside.append(slice(low, high, step[axis]))
-    # why the ellipsis: without it no axes are a number, no view
+    # why the ellipsis: without it a 0-dimensional array becomes a number instead of a view
     here = (*inside, ...)
     view = buffer[here].transpose([order.index(axis) for axis in range(rank)])
     return Guarded(view, buffer, None, tuple(inside), xp)
 
 
 def _same_bytes(now: Any, before: Any, what: str, xp: Any) -> None:
-    """Compare memory, so that NaN equals NaN and every bit counts."""
+    """Compare the bytes of two arrays, so that NaN equals NaN and every bit counts."""
     now, before = (xp.ascontiguousarray(x).reshape(-1).view(xp.uint8) for x in (now, before))
     if not bool((now == before).all()):
         raise AssertionError(f"{what}: {int((now != before).sum())} bytes differ")

@@ -1,9 +1,9 @@
 """The specification of attention over a KV cache: gather, append, rotate, then plain attention, in FP64.
 
-The rules beyond those of `reference`: where keys lie (`gather`), which of them a query names (`selected`),
-what appending stores (`append`), where queries stand (the last one on the last key), what rotation does
-(`rotate`). Entries of a table that lead outside the cache hide their keys; lengths beyond its room are cut
-to it.
+Its rules, in addition to those of `reference`: the location of keys (`gather`), the keys that a query
+selects (`selected`), what appending stores (`append`), the positions of queries (the last one at the position
+of the last key), and rotation (`rotate`). Table entries outside the cache hide their keys; lengths beyond the
+capacity are clamped.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class Sequence(NamedTuple):
-    """Queries of a sequence as a call of `reference_attention`: arrays (1, heads, seq, head_dim), options."""
+    """Arguments of `reference_attention` for queries of a sequence; arrays are (1, heads, seq, head_dim)."""
 
     batch: int
-    queries: slice  # all of them, or one that has keys of its own
+    queries: slice  # all queries, or a single one with selected keys
     q: np.ndarray  # rotated, and rounded to its dtype
-    q_error: np.ndarray  # like q: by how much rotation in float may round to another number
-    k: np.ndarray  # as stored: a key is this times its head's scale
-    v: np.ndarray
+    q_error: np.ndarray  # like q: uncertainty of its rounding after a rotation in float32
+    k: np.ndarray  # as stored, before multiplication by k_scale
+    v: np.ndarray  # as stored, before multiplication by v_scale
     k_scale: np.ndarray  # (heads_k,)
     v_scale: np.ndarray
     options: dict[str, Any]
 
 
 class CacheReference(NamedTuple):
-    """Output, log-sum-exp and the caches after the call, and what attention of each sequence was over."""
+    """Output, log-sum-exp, the caches after the call, and the attention problem of each sequence."""
 
     o: np.ndarray
     lse: np.ndarray
@@ -68,23 +68,23 @@ def reference_with_kv_cache(
     layout: str = "bhsd",
     **options: Any,
 ) -> CacheReference:
-    """Compute what `cupy_flash.attention_with_kv_cache` must, without changing its caches.
+    """Compute `cupy_flash.attention_with_kv_cache` in FP64, without changing its caches.
 
     Parameters
     ----------
     q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, indices, k, v, layout
-        As there.
+        As in `cupy_flash.attention_with_kv_cache`.
     rotary_cos, rotary_sin, rotary_interleaved, rotary_last
-        As there cos, sin, interleaved and last of rotary.
+        cos, sin, interleaved and last of `cupy_flash.Rotary`.
     k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale
-        As there.
+        scale, zero and block_scale of `cupy_flash.QuantizedCache`.
     **options
-        causal, window, scale, softcap, alibi_slopes, sinks, as there.
+        causal, window, scale, softcap, alibi_slopes, sinks, as in `cupy_flash.attention_with_kv_cache`.
 
     Returns
     -------
     CacheReference
-        o and lse in float64; the caches in their dtype, those of 4-bit codes as the floats they stand for.
+        o and lse in float64; the caches in their dtype, but 4-bit codes dequantised to floats.
     """
 
     def four(x: Any) -> np.ndarray:
@@ -182,19 +182,18 @@ def error_budget_with_kv_cache(
     layout: str = "bhsd",
     **options: Any,
 ) -> list[Verdict]:
-    """Compare results of `cupy_flash.attention_with_kv_cache` with FP64, a head of a sequence at a time.
+    """Compare results of `cupy_flash.attention_with_kv_cache` with FP64, for each key head of a sequence.
 
     Parameters
     ----------
     o, lse : np.ndarray
-        What the call returned.
+        Results of the call.
     q, k_cache, v_cache, layout, **options
-        As of `reference_with_kv_cache`, after the call: new keys are in the caches and counted in
-        cache_seqlens, and k and v are not given. Of a quantised cache v_scale is a power of two, so that the
-        result can be judged in the unit of what is stored; floats that 4-bit codes stand for are numbers of
-        the dtype of q.
+        As in `reference_with_kv_cache`, after the call: the caches and cache_seqlens include new keys, and k
+        and v are not given. v_scale of a quantised cache must be a power of two, so that dividing the result
+        by it is exact; dequantised 4-bit codes must be exact in the dtype of q.
     precision : str, optional
-        As of `error_budget`.
+        As in `error_budget`.
 
     Returns
     -------
@@ -234,7 +233,7 @@ def error_budget_with_kv_cache(
 def selected(
     indices: np.ndarray, seen: np.ndarray, stand: int, causal: bool = False, window: Any = None, **_: Any
 ) -> list[int]:
-    """The keys of a query that stands at a position, as often as it names them; outside of seen is none."""
+    """The visible keys among the indices of a query at position `stand`, with repetitions."""
     left, right = window or (None, None)
     right = 0 if causal else right
     return [
@@ -248,7 +247,7 @@ def selected(
 
 
 def gather(cache: np.ndarray, table: np.ndarray, length: int) -> np.ndarray:
-    """Return the keys of a sequence, (heads, length, head_dim) in float64; entries outside read page 0."""
+    """Return the keys of a sequence (heads, length, head_dim) in float64; invalid entries read page 0."""
     page = cache.shape[2]
     inside = np.where((table >= 0) & (table < cache.shape[0]), table, 0)
     rows = [cache[inside[j // page], :, j % page].astype(np.float64) for j in range(length)]
@@ -256,7 +255,7 @@ def gather(cache: np.ndarray, table: np.ndarray, length: int) -> np.ndarray:
 
 
 def append(cache: np.ndarray, table: np.ndarray, rows: np.ndarray, start: int, scale: np.ndarray) -> None:
-    """Store rows (heads, new, head_dim) from position start on, divided by scale and rounded."""
+    """Store rows (heads, new, head_dim) at position start and after, divided by scale and rounded."""
     page = cache.shape[2]
     largest = LARGEST.get(cache.dtype.name)
     for t in range(rows.shape[1]):
@@ -272,7 +271,7 @@ def append(cache: np.ndarray, table: np.ndarray, rows: np.ndarray, start: int, s
 
 
 def meant(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
-    """What codes stand for: feature i is in half i % 2 of byte i // 2, scale * code + zero of its group."""
+    """Dequantise codes: feature i is in half i % 2 of byte i // 2; its value is scale * code + zero."""
     made = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
     group = made.shape[-1] // scale.shape[-1]
     for i in range(made.shape[-1]):
@@ -282,9 +281,9 @@ def meant(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
 
 
 def through_codes(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
-    """Rows as a cache of 4-bit codes gives them back: 16 steps from the lowest to the highest of a group.
+    """Quantise rows to 4-bit codes and back: 16 levels from the lowest to the highest of a group.
 
-    NaN becomes the lowest; magnitudes are cut to what a zero holds, or to 2**126.
+    NaN becomes the lowest; magnitudes are clamped to the range of zero's dtype, and to 2**126.
     """
     most = min(float(np.finfo(zero.dtype).max), 2.0**126)
     groups = rows.reshape(*rows.shape[:-1], scale.shape[-1], rows.shape[-1] // scale.shape[-1])
@@ -301,7 +300,7 @@ def through_codes(rows: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.n
 
 
 def number(bits: int, exponents: int, mantissas: int) -> float:
-    """What a sign, so many bits of exponent and of mantissa stand for; all of them numbers."""
+    """Value of a float with a sign, exponent bits and mantissa bits, without infinities and NaN."""
     exponent, mantissa = divmod(bits % 2 ** (exponents + mantissas), 2**mantissas)
     bias, unit = 2 ** (exponents - 1) - 1, 2.0**-mantissas
     size: float = (mantissa * unit + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias)
@@ -313,7 +312,7 @@ E4M3 = np.array([number(bits, 4, 3) for bits in range(256)])
 
 
 def meant_e2m1(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
-    """What NVFP4 stands for: feature i is in half i % 2 of byte i // 2, times the scale of i // 16."""
+    """Dequantise NVFP4: feature i is in half i % 2 of byte i // 2, times the block scale i // 16."""
     made = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
     scale = E4M3[block_scale.view(np.uint8)]
     for i in range(made.shape[-1]):
@@ -322,7 +321,7 @@ def meant_e2m1(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
 
 
 def through_e2m1(rows: np.ndarray) -> np.ndarray:
-    """Rows as NVFP4 gives them back: the largest of 16 is 6 times the nearest scale, and NaN is 0."""
+    """Quantise rows to NVFP4 and back: a block scale is the e4m3 nearest to max / 6, and NaN becomes 0."""
     groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 16, 16)
     groups = np.clip(np.where(np.isnan(groups), 0, groups), -6 * 448, 6 * 448)
     step = nearest(np.abs(groups).max(-1, keepdims=True) / 6, E4M3[:127])
@@ -332,7 +331,7 @@ def through_e2m1(rows: np.ndarray) -> np.ndarray:
 
 
 def nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The nearest of rising numbers; of two the one with an even place."""
+    """Round x to the nearest of ascending numbers; ties to the even index."""
     far = np.abs(x[..., None] - numbers)
     found: np.ndarray = numbers[
         np.argmax((far == far.min(-1, keepdims=True)) * (2 - np.arange(len(numbers)) % 2), -1)
@@ -343,7 +342,7 @@ def nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 def pairs_of(
     dim: int, half: int, interleaved: bool, last: bool
 ) -> tuple[slice[int, int, int | None], slice[int, int, int | None]]:
-    """The first and the second features of the pairs that rotation turns."""
+    """Slices of the first and the second features of the pairs that rotation rotates."""
     begin = dim - 2 * half if last else 0
     middle, stop = begin + half, begin + 2 * half
     if interleaved:
@@ -357,7 +356,7 @@ def rotate(
 ) -> np.ndarray:  # fmt: skip
     """Rotate pairs of features of x (heads, rows, head_dim) by the angles of their positions.
 
-    Positions outside the tables take the nearest row of them.
+    Positions outside the tables are clamped.
     """
     positions = np.clip(positions, 0, len(cos) - 1)
     cos, sin = cos[positions], sin[positions]
@@ -372,10 +371,10 @@ def rotated_queries(
     q: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool,
     last: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Queries (heads, rows, head_dim) rotated and rounded to their dtype, and what is uncertain about each.
+    """Rotate queries (heads, rows, head_dim), round to their dtype; also return their uncertainty.
 
-    Of 16 bits: two products and their sum in float are off by up to three roundings of float, which next to
-    the middle of two numbers of the dtype decides between them, and both are right.
+    For 16-bit dtypes: two products and their sum in float32 have up to three rounding errors, which close to
+    a tie may round to either neighbour, and both are right.
     """
     exact = rotate(q.astype(np.float64), positions, cos, sin, interleaved, last)
     rounded = exact.astype(q.dtype).astype(np.float64)

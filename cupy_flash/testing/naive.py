@@ -1,4 +1,4 @@
-"""The yardstick: the naive O(S^2) algorithm in the precision of its inputs."""
+"""The naive O(S^2) algorithm in the precision of its inputs, which the error budget is measured by."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def naive_same_precision(
     result: Any = None,
     **options: Any,
 ) -> NaiveResult:
-    """Compute attention as a sensible naive implementation in the dtype of q does.
+    """Compute attention by the naive algorithm, rounded as in an implementation in the dtype of q.
 
     Products accumulate in float32 (float64 for float64), the softmax is float32, the
     probabilities and dS are rounded to the dtype before they are multiplied again, as any
     implementation that stores them or feeds them to tensor cores must, and results are rounded
     to the dtype. With ``precision="tf32"`` every operand of a product is rounded to 10 bits, with "e4m3"
-    the weights of 8-bit inputs to 3, before they are normalised and 2**8 times as large.
+    the weights of 8-bit inputs to 3 bits, times 2**8 and before normalisation.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def naive_same_precision(
     precision : {None, "ieee", "tf32x3", "tf32", "e4m3"}, optional
         Precision of float32 products; "e4m3" if the weights of 8-bit inputs are rounded to that.
     result : dtype, optional
-        Of o, if it is not that of q.
+        Dtype of o; default is that of q.
     **options
         The fields of `Options`.
 
@@ -65,7 +65,7 @@ def naive_same_precision(
     rank, layout = np.ndim(q), chosen.layout
 
     def operand(x: np.ndarray) -> np.ndarray:
-        """Round to what a product takes, in the accumulation type."""
+        """Round to the operand type of a product; return it in the accumulation type."""
         if dtype != stored:
             return x.astype(acc)
         return round_to_tf32(x) if precision == "tf32" else x.astype(dtype).astype(acc)

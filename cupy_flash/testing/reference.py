@@ -1,9 +1,9 @@
-"""The specification: attention and its gradients in plain FP64 NumPy, O(S^2), no cleverness.
+"""The specification: attention and its gradients in plain FP64 NumPy, O(S^2), by the definition.
 
-Every rule of semantics of `cupy_flash.attention` can be read off this file, in the order in
-which it applies: positions (`Options.offset`, `keep`), scores (`forward`, `function`), softmax with sinks
-(`forward`), dropout (`philox`, `dropout_weights`), gradients (`backward`). It shares no code
-with the library, so that a mistake there cannot hide here; finite differences check it.
+This file has every rule of the semantics of `cupy_flash.attention`, in the order in which it
+applies: positions (`Options.offset`, `keep`), scores (`forward`, `function`), softmax with sinks (`forward`),
+dropout (`philox`, `dropout_weights`), gradients (`reference_backward`). It shares no code with the
+library, so that a mistake there cannot be repeated here; finite differences check it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What `reference_statistics` returns, as `cupy_flash.AttentionStatistics`."""
+    """Results of `reference_statistics`; fields as in `cupy_flash.AttentionStatistics`."""
 
     key_sum: np.ndarray
     key_max: np.ndarray
@@ -55,7 +55,7 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """The options of `cupy_flash.attention` that change the result, as there; scales of float8 inputs."""
+    """The options of `cupy_flash.attention` that change the result, and the scales of float8 inputs."""
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -75,13 +75,13 @@ class Options:
     v_scale: Any = None
 
     def scales(self, heads_k: int) -> tuple[np.ndarray, ...]:
-        """Return what q, k and v as stored are multiplied by, each (1 or batch, key heads, 1, 1)."""
+        """Return the dequantisation scales of q, k and v, each (1 or batch, key heads, 1, 1)."""
         given = (self.q_scale, self.k_scale, self.v_scale)
         scales = (np.ones(heads_k) if x is None else np.asarray(x, np.float64) for x in given)
         return tuple(x.reshape(-1, heads_k, 1, 1) for x in scales)
 
     def masks(self) -> list[Any]:
-        """Return what the mask consists of, tuples in tuples too: all of it must hold."""
+        """Return the masks of a nested tuple as a flat list; a pair must pass all of them."""
         found, left = [], [self.mask]
         while left:
             x = left.pop()
@@ -92,7 +92,7 @@ class Options:
         return found
 
     def offset(self, seqlen_q: int, seqlen_k: int) -> int:
-        """Return the key position of query 0: query i stands at key position i + offset."""
+        """Return the key position of query 0; query i is at key position i + offset."""
         if isinstance(self.align, int):
             return self.align
         if seqlen_q == seqlen_k or self.align == "top_left":
@@ -105,10 +105,10 @@ class Options:
 
 
 class Forward(NamedTuple):
-    """Everything the forward pass computes, as FP64 arrays (batch, heads_q, ...)."""
+    """All intermediates of the forward pass, as FP64 arrays (batch, heads_q, ...)."""
 
     q: np.ndarray
-    k: np.ndarray  # repeated for grouped heads; as gradients take it: 0 for what is infinite or NaN
+    k: np.ndarray  # repeated for grouped heads; for gradients: 0 in place of infinities and NaN
     v: np.ndarray  # repeated for grouped heads
     group: int  # heads of q that share one head of k and v
     scale: float
@@ -117,7 +117,7 @@ class Forward(NamedTuple):
     added: np.ndarray  # bias + ALiBi
     keep: np.ndarray  # True where the query may attend to the key
     p: np.ndarray  # softmax
-    p_sink: np.ndarray  # share of the sink, (batch, heads_q, seqlen_q, 1)
+    p_sink: np.ndarray  # softmax weight of the sink, (batch, heads_q, seqlen_q, 1)
     dropout: np.ndarray  # 0 where dropped, 1 / (1 - dropout) where kept
     o: np.ndarray
     lse: np.ndarray
@@ -199,7 +199,7 @@ def reference_statistics(q: Any, k: Any, *, top_k: int = 8, **options: Any) -> S
     q, k : array
         As in `reference_attention`.
     top_k : int
-        Keys to list of each query.
+        Keys to list per query.
     **options
         The fields of `Options`; dropout changes nothing.
 
@@ -207,7 +207,7 @@ def reference_statistics(q: Any, k: Any, *, top_k: int = 8, **options: Any) -> S
     -------
     Statistics
         key_sum and key_max ([[batch,] heads_q,] seqlen_k), entropy (..., seqlen_q), top_weights and
-        top_keys (..., seqlen_q, top_k), as there.
+        top_keys (..., seqlen_q, top_k).
     """
     chosen = Options(**{**options, "dropout": 0.0})
     rank = np.ndim(q)
@@ -215,7 +215,7 @@ def reference_statistics(q: Any, k: Any, *, top_k: int = 8, **options: Any) -> S
     key_sum, key_max = p.sum(axis=2), p.max(axis=2, initial=0)
     entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(axis=-1)
     padded = np.concatenate([p, np.zeros((*p.shape[:-1], top_k))], axis=-1)  # there may be fewer keys
-    order = np.argsort(-padded, axis=-1, kind="stable")[..., :top_k]  # of equal weights the lower key first
+    order = np.argsort(-padded, axis=-1, kind="stable")[..., :top_k]  # equal weights: lower key first
     top_weights = np.take_along_axis(padded, order, axis=-1)
     top_keys = np.where(top_weights > 0, order, -1)
     of_rows = (restore_rows(x, rank) for x in (key_sum, key_max, entropy))
@@ -242,13 +242,13 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
         added = additive(chosen, full)
         kept = keep(chosen, full) & ~np.isneginf(added) & ~np.isneginf(changed)
         scores = np.where(kept, changed + added, -np.inf)
-    # What a hidden key holds takes no part in gradients either, and one that is seen has a dS of NaN.
+    # Hidden keys, whatever they hold, have no part in gradients; a visible NaN already makes dS NaN.
     capped, k4 = np.where(kept, capped, 0.0), np.where(np.isfinite(k4), k4, 0.0)
 
     sink = np.full((batch, heads_q, seqlen_q, 1), -np.inf)
     if chosen.sinks is not None:
         sink[:] = np.asarray(chosen.sinks, np.float64).reshape(1, heads_q, 1, 1)
-    extended = np.concatenate([scores, sink], axis=-1)  # the sink is one more key without a value
+    extended = np.concatenate([scores, sink], axis=-1)  # the sink is an additional key without a value
     row_max = extended.max(axis=-1, keepdims=True)
     row_max = np.where(np.isneginf(row_max), 0.0, row_max)
     weights = np.exp(extended - row_max)
@@ -263,7 +263,7 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
 
 
 def called(function: Any, *at: Any) -> Any:
-    """Return what a score or mask function, with the arrays bound to it, makes of scores or positions."""
+    """Call a score or mask function with its bound arrays on scores and positions."""
     function, bound = function if type(function).__name__ == "Bound" else (function, ())
     arrays = [np.asarray(x) for x in bound]
     arrays = [x.astype(np.float64) if x.dtype.kind not in "iub" else x for x in arrays]
@@ -271,7 +271,7 @@ def called(function: Any, *at: Any) -> Any:
 
 
 def function(chosen: Options, capped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the score function makes of scores (batch, head, i, j), and its derivative by them."""
+    """Return the score function of scores (batch, head, i, j), and its derivative with respect to them."""
     if chosen.score is None:
         return capped, np.ones(capped.shape)
     positions = np.ogrid[tuple(slice(n) for n in capped.shape)]
@@ -302,7 +302,7 @@ def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
             table, bits = map(np.asarray, mask)
             every = np.unpackbits(bits, axis=-1, bitorder="little").astype(
                 bool
-            )  # (n, queries, keys) of a block
+            )  # (n, queries, keys) per block
             rows, columns = every.shape[1:]
             code = table[..., i // rows, j // columns]
             n = np.clip(code - 2, 0, None)

@@ -1,4 +1,4 @@
-"""Whether the bits of a row stay the same whatever is computed beside it, on the machine at hand."""
+"""Test batch invariance on this machine: the bits of a row do not depend on what else is computed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .budget import to_numpy
 __all__ = ["SameBits", "same_bits"]
 
 Host = np.ndarray[Any, Any]
-# What one comparison compares: a name and both arrays, of the same shape.
+# One comparison: a name and two arrays of the same shape.
 Compared = tuple[str, Host, Host]
 
 
 class SameBits(NamedTuple):
-    """What `same_bits` found; prints as text.
+    """The result of `same_bits`; prints as text.
 
     Attributes
     ----------
     compared : int
-        Results that were compared.
+        Number of compared results.
     differences : tuple of str
-        Those that were not the same, each with the first element that differs.
+        Results that differ, each with the first different element.
     refused : tuple of str
-        Comparisons that could not be made, with the library's reason.
+        Comparisons that the library does not support, with its reason.
     """
 
     compared: int
@@ -40,7 +40,7 @@ class SameBits(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether anything was compared, and nothing differed."""
+        """Whether at least one result was compared, and none differs."""
         return self.compared > 0 and not self.differences
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class SameBits(NamedTuple):
 
 
 class _Sequence(NamedTuple):
-    """One sequence: rows (heads, seq, head_dim), and what it comes to alone."""
+    """Inputs of one sequence, each (heads, seq, head_dim)."""
 
     q: Host
     k: Host
@@ -60,29 +60,29 @@ class _Sequence(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Its queries, and keys."""
+        """Number of queries, which is that of keys."""
         return int(self.q.shape[1])
 
 
 class _Case(NamedTuple):
-    """What all comparisons share: some sequences, the way to the device, options, and results alone."""
+    """Data of all comparisons: sequences, conversions to the device, options, and results computed alone."""
 
     sequences: list[_Sequence]
-    integers: Callable[[Host], Any]
-    array: Callable[[Host], Any]
+    integers: Callable[[Host], Any]  # copies an int32 array to the device
+    array: Callable[[Host], Any]  # copies a float32 array to the device, in the dtype under test
     options: dict[str, Any]
-    alone: list[tuple[Host, Host]]  # o (heads, seq, head_dim) and lse (heads, seq)
+    alone: list[tuple[Host, Host]]  # o (heads, seq, head_dim) and lse (heads, seq) per sequence
 
     def packed(self, name: str) -> Any:
         """The arrays of all sequences, end to end: (rows, heads, head_dim)."""
         return self.array(np.concatenate([getattr(s, name).swapaxes(0, 1) for s in self.sequences]))
 
     def cuts(self) -> Host:
-        """Where sequences begin, and the last one ends."""
+        """cu_seqlens of the packed sequences."""
         return np.cumsum([0, *(s.length for s in self.sequences)], dtype=np.int32)
 
     def longest(self) -> int:
-        """Which sequence is the longest."""
+        """Index of the longest sequence."""
         return max(range(len(self.sequences)), key=lambda n: self.sequences[n].length)
 
 
@@ -101,30 +101,30 @@ def same_bits(
 ) -> SameBits:
     """Compare causal attention of random sequences, computed in several ways, bit for bit.
 
-    Each sequence alone is held to: all packed end to end (o, lse and gradients), batches of two, its prompt
-    in chunks, its last token by decode over a cache, in one piece and in pages, beside sequences of other
-    lengths.
+    Each sequence alone is compared with: all sequences packed (o, lse and gradients), batches of two, its
+    prompt in chunks, and its last token in decode, over a cache with and without pages, in a batch with
+    sequences of other lengths.
 
     Parameters
     ----------
     array : callable
-        From a NumPy array of float32 or int32 to one of the library and device in question, such as
+        Converts a NumPy array of float32 or int32 to the library and device under test, such as
         ``cupy.asarray`` or ``lambda x: torch.from_numpy(x).cuda()``.
     cast : callable, optional
-        From such an array of float32 to one of the dtype in question, such as ``torch.Tensor.bfloat16``.
+        Converts such an array of float32 to the dtype under test, such as ``torch.Tensor.bfloat16``.
     lengths : sequence of int
-        Of the sequences.
+        Lengths of the sequences.
     heads : (int, int)
-        Of q, and of k and v.
+        Heads of q, and heads of k and v.
     head_dim : int
     chunks : sequence of int
-        Queries of a chunk of the longest sequence; its first, last and one other chunk are computed.
+        Queries per chunk of the longest sequence; its first, last and one random chunk are computed.
     pages : sequence of int
-        Keys of a page, powers of two of at least 16.
+        Keys per page, powers of two of at least 16.
     seed : int
-        Of all that is random.
+        Seed of all random numbers.
     reproducible : {"batch", "prefill", "device"} or None
-        "prefill" compares decode too, which on Hopper differs; None shows what differs without the promise.
+        "prefill" also compares decode, which differs on Hopper; None shows what differs without the option.
     **options
         Other options that `cupy_flash.attention`, `cupy_flash.attention_varlen` and
         `cupy_flash.attention_with_kv_cache` share.
@@ -175,7 +175,7 @@ def same_bits(
 
 
 def _difference(actual: Host, expected: Host) -> str | None:
-    """The first element whose bits differ, in words."""
+    """Describe the first element with different bits; None if all are equal."""
     assert actual.shape == expected.shape
     kind = f"u{actual.itemsize}"
     bits = [np.ascontiguousarray(x).view(kind) for x in (actual, expected)]
@@ -187,7 +187,7 @@ def _difference(actual: Host, expected: Host) -> str | None:
 
 
 def _packed(case: _Case) -> Iterator[Compared]:
-    """All sequences end to end."""
+    """All sequences packed, against each alone."""
     cuts = case.cuts()
     on_device = case.integers(cuts)
     q, k, v = map(case.packed, "qkv")
@@ -200,7 +200,7 @@ def _packed(case: _Case) -> Iterator[Compared]:
 
 
 def _in_batches(case: _Case) -> Iterator[Compared]:
-    """The longest one beside itself with other values, on either side."""
+    """The longest sequence, first and second in a batch with another sequence, against itself alone."""
     n = case.longest()
     s = case.sequences[n]
     other = _Sequence(*(-x[:, ::-1] for x in s))
@@ -211,7 +211,7 @@ def _in_batches(case: _Case) -> Iterator[Compared]:
 
 
 def _in_chunks(case: _Case, chunks: Sequence[int], rng: np.random.Generator) -> Iterator[Compared]:
-    """Chunks of the prompt of the longest one."""
+    """Chunks of the prompt of the longest sequence, against the whole prompt."""
     n = case.longest()
     s, (o, lse) = case.sequences[n], case.alone[n]
     for chunk in chunks:
@@ -226,7 +226,7 @@ def _in_chunks(case: _Case, chunks: Sequence[int], rng: np.random.Generator) -> 
 
 
 def _by_decode(case: _Case, page: int, rng: np.random.Generator) -> Iterator[Compared]:
-    """The last token of each, over one cache; in pages that lie anywhere, or for page 0 in one piece."""
+    """The last token of each sequence over one cache, in shuffled pages, or without pages if page is 0."""
     lengths = np.array([s.length for s in case.sequences], np.int32)
     step = math.lcm(page or 1, 16)
     room = -(-int(lengths.max()) // step) * step
@@ -253,7 +253,7 @@ def _by_decode(case: _Case, page: int, rng: np.random.Generator) -> Iterator[Com
 
 
 def _gradients(case: _Case) -> Iterator[Compared]:
-    """Of all sequences end to end, and of each alone."""
+    """Gradients of all sequences packed, against those of each alone."""
     cuts = case.cuts()
     on_device = case.integers(cuts)
     q, k, v, do = (case.packed(name) for name in ("q", "k", "v", "do"))
@@ -269,7 +269,7 @@ def _gradients(case: _Case) -> Iterator[Compared]:
 
 
 def _in_pages(cache: Host, table: Host, page: int) -> Host:
-    """A cache (sequences, heads, room, head_dim) cut into pages at the places that a table gives."""
+    """Cut a cache (sequences, heads, capacity, head_dim) into pages, placed by a block table."""
     sequences, heads, room, width = cache.shape
     pages = cache.reshape(sequences, heads, room // page, page, width).swapaxes(1, 2)
     made = np.empty((table.size, heads, page, width), cache.dtype)

@@ -1,7 +1,7 @@
 """The specification of second order: tangents of attention and of its gradients, in plain FP64 NumPy, O(S^2).
 
-A dot is a derivative in one direction, that of the tangents of q, k, v, bias and sinks. Every intermediate of
-`reference.forward` has one (`along`); J and H are read off from them, and finite differences check both.
+`_dot` marks a derivative in one direction, given by the tangents of q, k, v, bias and sinks. `along` computes
+that of every intermediate of `reference.forward`; J and H follow from them. Finite differences check both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["reference_hvp", "reference_jvp"]
 
 
 class Along(NamedTuple):
-    """Derivatives of what the forward pass computes, in one direction; shapes as in `Forward`."""
+    """Derivatives of the intermediates of the forward pass in one direction; shapes as in `Forward`."""
 
     q: np.ndarray
     k: np.ndarray  # repeated for grouped heads
@@ -72,7 +72,7 @@ def reference_hvp(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, dq: Any = None, dk: Any = None, dv: Any = None,
     dbias: Any = None, dsinks: Any = None, **options: Any,
 ) -> Gradients:  # fmt: skip
-    """Compute the derivative of `reference_backward` in FP64, do and dlse held fixed.
+    """Compute the derivative of `reference_backward` in FP64, with constant do and dlse.
 
     Parameters
     ----------

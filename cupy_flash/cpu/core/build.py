@@ -1,4 +1,4 @@
-"""Compile the core with the system's compiler or the ziglang wheel: the same sources give the same bytes."""
+"""Compile the core with the system's compiler or the ziglang wheel; builds are reproducible."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .sources import OPTIONS, compiled, digest, library_name, options, parts
 
 __all__ = ["BuildFailed", "Compiler", "build", "compiler_of", "libraries_of"]
 
-# What zig calls a platform. why that glibc: what the manylinux2014 wheels of NumPy need too.
+# Targets of zig by platform. why glibc 2.17: the manylinux2014 wheels of NumPy need it, too.
 ZIG_TARGETS = {"linux-x86_64": "x86_64-linux-gnu.2.17", "linux-aarch64": "aarch64-linux-gnu.2.17",
                "macos-aarch64": "aarch64-macos.11.0", "windows-x86_64": "x86_64-windows-gnu"}  # fmt: skip
-# zig names what others call x86-64-v3 and armv8-a.
+# zig's names of x86-64-v4, ... and armv8-a.
 _ZIG_CPUS = {
     "v4": "-mcpu=x86_64_v4",
     "v3": "-mcpu=x86_64_v3",
@@ -38,7 +38,7 @@ _ZIG_CPUS = {
 
 
 class BuildFailed(RuntimeError):
-    """The core could not be made; the message says why."""
+    """The core could not be compiled; the message says why."""
 
 
 class Compiler(NamedTuple):
@@ -49,7 +49,7 @@ class Compiler(NamedTuple):
     command : tuple of str
     version : str
     zig : bool
-        It compiles for any platform; others for this one.
+        Whether it is zig, which compiles for any platform; the others compile for this one only.
     """
 
     command: tuple[str, ...]
@@ -58,7 +58,7 @@ class Compiler(NamedTuple):
 
 
 def compiler_of(name: str | None = None) -> Compiler:
-    """The compiler to use: that of $CXX, g++, clang++ or the ziglang wheel, the first that is there.
+    """The first available compiler of $CXX, g++, clang++ and the ziglang wheel.
 
     Parameters
     ----------
@@ -86,21 +86,21 @@ def _output(command: Sequence[str]) -> str:
 
 
 def libraries_of(platform: str) -> tuple[Isa, ...]:
-    """What is compiled for a platform."""
+    """Instruction sets that are compiled for a platform."""
     return tuple(isa for isa in ISAS if isa.machine == platform.partition("-")[2])
 
 
 def command_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: Path) -> list[str]:
-    """The command that compiles a library; zig links objects that are compiled already."""
+    """The command that compiles a library; for zig the command that links its object files."""
     sources = [str(file) for file in compiled(part)]
     if compiler.zig:
-        # why the lowest: zig compiles the C library of Windows anew for each, which takes a minute.
+        # why the lowest instruction set: zig compiles Windows' C library for each one, which takes a minute.
         target, link = _zig_target(platform, libraries_of(platform)[-1]), ["-lm"]
         sources = [str(output.with_name(f"{Path(source).stem}.o")) for source in sources]
         return [*compiler.command[:-2], *OPTIONS, "-s", *target, *sources, "-o", str(output), *link]
     if platform.startswith("linux"):
-        # why no other libraries: then one file serves every system with this C library. Pages of their own
-        # for code and for what is relocated would cost 8 KB, functions and labels that are aligned 2 KB.
+        # why no other libraries: one file serves every system with this C library. Separate pages for code
+        # and relocated data would cost 8 KB, aligned functions and labels 2 KB.
         target = [
             *options(isa, part),
             "-falign-functions=1",
@@ -122,7 +122,7 @@ def _zig_target(platform: str, isa: Isa) -> list[str]:
 
 
 def _objects_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: Path) -> list[list[str]]:
-    """The commands that compile what zig links."""
+    """The commands that compile object files with zig; none for other compilers."""
     if not compiler.zig:
         return []
     plain = [option for option in OPTIONS if option != "-shared"]
@@ -132,7 +132,7 @@ def _objects_of(compiler: Compiler, isa: Isa, part: str, platform: str, output: 
 
 
 def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | None = None) -> list[Path]:
-    """Compile the libraries of a platform that are not up to date, and their manifest.
+    """Compile the libraries of a platform that are not up to date, and write the manifest.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     Returns
     -------
     list of Path
-        What was compiled.
+        Compiled libraries.
     """
     wanted = libraries_of(platform) if isas is None else isas
     if not wanted:
@@ -161,7 +161,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     made = []
     missing = [(isa, part) for isa in wanted for part in parts(isa) if library_name(isa, part) not in entries]
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        # why all first: whoever loads one between it and the manifest takes it for damaged
+        # why all before any is written: until the manifest is written, a new library seems damaged
         compiled_now = [*compilers.map(lambda one: _compile(compiler, one[0], one[1], platform), missing)]
     for (isa, part), data in zip(missing, compiled_now, strict=True):
         name, made_from = library_name(isa, part), digest(isa, part)
@@ -174,9 +174,9 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
         made.append(path)
     text = json.dumps({**manifest, "libraries": dict(sorted(entries.items()))}, indent=1) + "\n"
     _replace(target / MANIFEST, text.encode())
-    for file in target.glob("*.so"):  # a wheel takes what is there
+    for file in target.glob("*.so"):  # a wheel would include stale files
         if file.stem not in entries:
-            with contextlib.suppress(OSError):  # Windows keeps what a process has loaded
+            with contextlib.suppress(OSError):  # Windows cannot delete a loaded library
                 file.unlink()
     return made
 
@@ -184,7 +184,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
 def _up_to_date(
     target: Path, manifest: dict[str, object], compiler: Compiler
 ) -> dict[str, dict[str, object]]:
-    """Entries of the manifest that is there whose libraries need not be made again."""
+    """Entries of the existing manifest whose libraries are up to date."""
     try:
         found = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
         if {name: found[name] for name in manifest} != manifest:
@@ -204,7 +204,7 @@ def _up_to_date(
 
 
 def _release_of(version: str) -> str:
-    """What a compiler says of itself, but for its name: GCC says the one that it was called by."""
+    """A compiler's version line without its name, which for GCC is the name of the command."""
     return version.partition(" ")[2]
 
 
@@ -224,7 +224,7 @@ def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all. why: a process may have the old one loaded."""
+    """Replace a file atomically. why: a process may have the old one loaded."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "wb") as file:
         file.write(data)

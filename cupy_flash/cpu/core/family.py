@@ -1,4 +1,4 @@
-"""The compiled core as a family: what it refuses, how it is planned, and how it is called."""
+"""The compiled core as a kernel family: its refusals, its tiles, and its calls."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from .worker_thread import run_aside
 __all__ = ["NAME", "Core", "decodes", "fills_tiles", "keeps_reals", "notes", "refusals", "workers"]
 
 NAME = "core"
-PANEL_KEYS, TILE_KEYS = 144, 192  # of a block; of one that AMX multiplies
-FEW_ROWS = 12  # of a key head, from which on they are not decode's
+PANEL_KEYS, TILE_KEYS = 144, 192  # keys of a block; with AMX
+FEW_ROWS = 12  # rows of a key head, from which on a call does not count as decode
 _PRODUCTS = {BFLOAT16: "pairs of bfloat16", AMX: "tiles of bfloat16, by AMX"}
-SUMS = "function_sums"  # the entry that follows a backward pass whose function learns
+SUMS = "function_sums"  # entry point after a backward pass of a score function with learned arguments
 
-# why: with less arithmetic than this, 20 us of a core, waking a second thread takes longer than it saves.
+# why: below this, 20 us of a core, waking a second thread takes longer than it saves.
 SMALL_FLOPS = 2e6
-# Longer calls run in a thread of their own, while the caller's waits for them or for a signal: Ctrl-C.
-# why not all: that thread has no team of torch's threads. Shorter ones take 0.2 s at 50 GFLOP/s, of two old
-# cores, and 30 ms at 300.
+# Calls with more operations run in a worker thread, while the caller's thread waits and handles Ctrl-C.
+# why not all calls: a worker cannot use torch's threads. Shorter calls take at most 0.2 s at 50 GFLOP/s, the
+# rate of two old cores, and 30 ms at 300.
 LONG_FLOPS = 1e10
 
 
 def refusals(problem: Problem) -> list[str]:
-    """Every reason why the core cannot answer a problem."""
+    """Every reason why the core does not support a problem."""
     p = problem
     if p.empty or not p.heads_k:
         return ["there is nothing to compute"]
@@ -62,7 +62,7 @@ def refusals(problem: Problem) -> list[str]:
 
 
 def keeps_reals(problem: Problem) -> list[str]:
-    """Every reason why products of a problem in bfloat16 are of reals, not of pairs, which round weights."""
+    """Every reason to multiply a bfloat16 problem in float32 rather than in pairs, which round weights."""
     p = problem
     reasons = []
     if p.cache is not None and p.cache.dtype != p.dtype:
@@ -77,23 +77,24 @@ def keeps_reals(problem: Problem) -> list[str]:
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether few rows read a cache, and need not have the bits that prompts have."""
+    """Whether a problem is decode (few rows over a cache) without the promise of a prompt's bits."""
     p = problem
     few = p.seqlen_q * (p.heads_q // p.heads_k) < FEW_ROWS
     return few and p.cache is not None and p.reproducible is None
 
 
 def fills_tiles(problem: Problem) -> bool:
-    """Whether AMX may multiply: a key head has rows enough, and none needs the bits that decode gives it.
+    """Whether AMX may multiply: a key head has enough rows, and none needs the bits of decode.
 
-    why not fewer rows: forward, decode's loops take them, and gradients need the sums that their LSE is of.
+    why not fewer rows: in the forward pass decode's loops compute them, and gradients have to use the same
+    sums as their LSE.
     """
     p = problem
     return p.seqlen_q * (p.heads_q // p.heads_k) >= FEW_ROWS and p.reproducible in (None, "run")
 
 
 def notes(problem: Problem, library: Library) -> list[str]:
-    """What of the arithmetic differs from the plain one, for people."""
+    """Notes for `explain`: where the arithmetic differs from float32 products, and which bits are kept."""
     p, found = problem, []
     if library.part in _PRODUCTS:
         of = _PRODUCTS[library.part]
@@ -112,19 +113,19 @@ def notes(problem: Problem, library: Library) -> list[str]:
 
 
 def workers(work: float, library: str = "") -> int:
-    """How many threads so many operations on a library's arrays are shared over."""
+    """Number of threads for a number of operations on arrays of a library."""
     return 1 if work < SMALL_FLOPS else threads.allowed(library)
 
 
 def work_of(problem: Problem) -> float:
-    """Operations of a problem; over a cache, as if it were full. Few queries read more than they compute."""
+    """Operations of a problem, over a cache as if it were full; see `decode.flops` for few queries."""
     if problem.direction == "backward" or problem.second_order:
         return flops(problem)
     return flops_of_decode(problem, problem.batch * problem.seqlen_k)
 
 
 def tile_of(isa: Isa, problem: Problem, library: Library) -> tuple[int, int]:
-    """Queries of a panel, and keys of a block."""
+    """Tile of the core: queries of a panel, and keys of a block."""
     lanes = isa.lanes // 2 if problem.accumulator == "float64" else isa.lanes
     return isa.vectors * lanes, TILE_KEYS if library.part == AMX else PANEL_KEYS
 
@@ -147,13 +148,14 @@ class Core(NamedTuple):
     ----------
     problem : Problem
     names : tuple of str
-        Entries, one after the other.
+        Entry points, in the order of the calls.
     entries : tuple of callable
+        The functions of these names.
     params : Params
     work : float
-        Operations of its products.
+        Operations of the products.
     function : FunctionCall, optional
-        Of scores.
+        The score function; None without one.
     """
 
     problem: Problem
@@ -174,9 +176,9 @@ class Core(NamedTuple):
         with_forward: bool = False,
         functions: Library | None = None,
     ) -> Core:
-        """Load the library and describe the arrays; those of each direction, in second order.
+        """Load the library and describe the arrays; in second order also those of each direction.
 
-        with_forward: o and lse of a jvp are computed, too. functions: the library of score functions.
+        with_forward: a jvp also computes o and lse. functions: the library of score functions.
         """
         first = "forward_jvp" if with_forward else problem.direction
         names = (first, *[f"{problem.direction}_dbias"] * problem.want_dbias)
@@ -204,15 +206,15 @@ class Core(NamedTuple):
         Parameters
         ----------
         addresses : mapping of str to int
-            Of all arrays.
+            Addresses of all arrays.
         seed : int
-            Of the dropout.
+            Seed of dropout.
         keep : object
-            What keeps the memory of the arrays alive.
+            Owner of the memory of the arrays, kept alive during the call.
         tell : callable, optional
-            Gets the share that is done, while the call is long.
+            Called with the finished share during a long call.
         library : str, optional
-            Whose arrays these are: "torch" lends its threads.
+            The library of the arrays; for "torch" its threads compute.
         """
         function: FilledFunction | None = None
         if self.function is not None:
@@ -240,14 +242,14 @@ class Core(NamedTuple):
         states: list[int] = []
         watch = None if tell is None else Watch(self.problem, self.names, struct)
 
-        def compute(_keep: object = keep) -> None:  # what it computes on lives as long as it does
+        def compute(_keep: object = keep) -> None:  # the arrays live as long as this function
             states.append(self._run(struct, watch))
 
         done = run_aside(compute)
         raised: BaseException | None = None
         while not done.is_set():
             try:
-                # Why in turns: a signal that comes right before a wait begins is seen when it ends.
+                # why a timeout: a signal that arrives right before a wait is handled when the wait ends.
                 done.wait(SECONDS)
                 if watch is not None and tell is not None and raised is None and not done.is_set():
                     tell(watch.share())

@@ -1,4 +1,4 @@
-"""A score function for the compiled core: the structs of kernels_cpu/function.h, filled for a problem."""
+"""Score functions for the compiled core: the structs of kernels_cpu/function.h, filled for a problem."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ STORED = ("float32", "float16", "bfloat16", "float64", "int32", "int8", "uint8",
 _STRIP, _TILE_KEYS = 16, 144
 _KEEPS = ("", "scores", "made")
 
-# Jobs that sum gradients of arguments for themselves: at most so many, in at most so many bytes, but for one.
-# why not one for each thread: then bits would depend on threads.
+# Jobs with gradient sums of their own: at most this number, and if more than one, at most this many bytes.
+# why not one per thread: bits would depend on the number of threads.
 _MOST_SLICES, _SUMS_BYTES = 64, 32 << 20
 
 
 def refusals(graph: Graph, sizes: tuple[int, int, int, int]) -> list[str]:
-    """Every reason why the core cannot compute a function for (batch, heads of q, queries, keys)."""
+    """Every reason why the core does not support a function for extents (batch, heads_q, queries, keys)."""
     reasons = []
     held = max(sum(part.registers) for part in machine(graph)) + 4
     if held > MOST_REGISTERS:
@@ -80,23 +80,23 @@ def _code(part: Machine) -> np.ndarray[Any, Any]:
 
 
 class FunctionCall(NamedTuple):
-    """The function of a problem. It never changes, and may be used in several threads.
+    """The score function of a problem; immutable and thread-safe.
 
     Attributes
     ----------
     graph : Graph
     template : bytes
-        A Function, and behind it its FunctionArrays, without addresses.
+        A Function struct followed by its FunctionArray structs, without addresses.
     places : tuple of (str, int)
-        Where those of arguments and gradients go.
+        Names of arguments and gradients, and the byte offsets of their addresses.
     code : tuple of array
-        Which the Function points to.
+        Instructions that the Function points to.
     learned : bool
-        Whether any argument is.
+        Whether an argument is learned.
     sums : int
-        How many there are of its gradients.
+        Elements of the gradient sums, for all slices.
     reals : int
-        That a thread needs besides.
+        Elements of scratch memory that a thread needs for a tile.
     """
 
     graph: Graph
@@ -111,7 +111,7 @@ class FunctionCall(NamedTuple):
     def of(
         cls, problem: Problem, views: Mapping[str, ArrayView], library: Library, panel: int
     ) -> FunctionCall:
-        """Write down the function of a problem, for panels of so many lanes."""
+        """Fill the structs for the function of a problem; panel is the number of queries of a panel."""
         graph = problem.function
         assert isinstance(graph, Graph)
         whole, parts = np.zeros((), FUNCTION), machine(graph)
@@ -149,7 +149,7 @@ class FunctionCall(NamedTuple):
         return cls(graph, template, tuple(places), code, sums > 0, sums * slices, reals)
 
     def filled(self, addresses: Mapping[str, int]) -> FilledFunction:
-        """The structs of one call."""
+        """Fill in the addresses of one call."""
         structs = bytearray(self.template)
         for name, place in self.places:
             _POINTER.pack_into(structs, place, addresses[name])
@@ -162,15 +162,16 @@ class FunctionCall(NamedTuple):
 
 
 class FilledFunction(NamedTuple):
-    """A Function with its memory, as long as a call runs.
+    """The structs of one call and their memory.
 
     Attributes
     ----------
     graph : Graph
     structs : bytearray
     address : int
-        Of the Function.
+        Address of the Function struct.
     sums : array or None
+        Gradient sums in float64; None without learned arguments.
     """
 
     graph: Graph
@@ -179,7 +180,7 @@ class FilledFunction(NamedTuple):
     sums: np.ndarray[Any, Any] | None
 
     def outside(self) -> InvalidArgumentsError:
-        """The error of a call that the interpreter has ended."""
+        """The error for a call that read an argument out of range."""
         whole = np.frombuffer(self.structs, FUNCTION, 1)[0]
         argument, axis, index = (int(whole[name]) for name in ("array", "axis", "index"))
         x = np.frombuffer(self.structs, ARRAY, offset=FUNCTION.itemsize)[argument]

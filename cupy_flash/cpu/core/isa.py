@@ -1,4 +1,4 @@
-"""Instruction sets that the core is compiled for, and which of them this CPU has."""
+"""Instruction sets that the core is compiled for, and which of them this CPU supports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
 ]  # fmt: skip
 
 OVERRIDE = "CUPY_FLASH_CPU"
-# What CUPY_FLASH_CPU may say behind an instruction set: how bfloat16 is multiplied.
+# Suffixes of an instruction set in CUPY_FLASH_CPU: how bfloat16 is multiplied.
 FLOATS, PAIRS, BY_AMX = "-floats", "-pairs", "-amx"
-# CPUs whose products of pairs are slower than those of floats, by what /proc/cpuinfo calls the vendor.
-# why not by timing: the bits of results would differ between runs. Measured on Emerald Rapids: floats are 1.5
-# to 1.7 times as fast; on Zen 4 and 5 pairs are 1.5 to 1.8 times as fast.
+# CPUs that multiply pairs more slowly than floats, by vendor_id of /proc/cpuinfo. why not by timing: the bits
+# of results would differ between runs. Measured: floats are 1.5 to 1.7 times as fast on Emerald Rapids, pairs
+# 1.5 to 1.8 times as fast on Zen 4 and 5.
 _SLOW_PAIRS = {"GenuineIntel": "pairs are multiplied at half the rate of floats on Intel"}
 
 
@@ -35,16 +35,16 @@ class Isa(NamedTuple):
     Attributes
     ----------
     name : str
-        Of its library, and what CUPY_FLASH_CPU calls it.
+        Name of its library, and its value of CUPY_FLASH_CPU.
     machine : {"x86_64", "aarch64"}
     title : str
-        For people.
+        Short description for messages.
     flags : frozenset of str
-        What it needs of a CPU, as /proc/cpuinfo writes it.
+        CPU flags that it needs, as in /proc/cpuinfo.
     options : tuple of str
-        For the compiler.
+        Options of the compiler.
     rows, vectors, lanes : int
-        The tile of the product: rows and vectors of accumulators, floats of a vector.
+        Register tile of the product: rows and vectors of accumulators, and floats per vector.
     """
 
     name: str
@@ -61,14 +61,14 @@ _V2 = frozenset(["cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"
 _V3 = _V2 | frozenset(["abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 
-# What NumPy calls the levels, and which of its features stand for them where it does not.
+# NumPy's name of each level, and the features that imply it for a NumPy without level names.
 _NUMPY = {
     _V2: ("X86_V2", "SSE42", "POPCNT"),
     _V3: ("X86_V3", "AVX2", "FMA3", "F16C"),
     _V4: ("X86_V4", "AVX512_SKX"),
 }
 
-# The best first.
+# Best first.
 ISAS = (
     Isa(
         "v4",
@@ -87,7 +87,7 @@ ISAS = (
 
 
 class Host(NamedTuple):
-    """The machine: "linux", "macos" ..., "x86_64", "aarch64" ..., and of its CPU the flags and the vendor."""
+    """The host: system ("linux", "macos"), machine ("x86_64", "aarch64"), flags and vendor of its CPU."""
 
     system: str
     machine: str
@@ -96,13 +96,13 @@ class Host(NamedTuple):
 
     @property
     def platform(self) -> str:
-        """The folder of its libraries."""
+        """Name of the folder of its libraries, such as "linux-x86_64"."""
         return f"{self.system}-{self.machine}"
 
 
 @functools.cache
 def host() -> Host:
-    """The machine that runs this."""
+    """Describe this machine."""
     machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
         platform.machine().lower(), platform.machine().lower()
     )
@@ -115,14 +115,14 @@ def host() -> Host:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What Linux says of the first CPU."""
+    """Fields of the first CPU in /proc/cpuinfo."""
     with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
         lines = itertools.takewhile(str.strip, file)
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _numpy_features() -> Mapping[str, bool]:
-    """What NumPy has found of this CPU. why NumPy: Python cannot ask a CPU."""
+    """CPU features that NumPy has detected. why NumPy: Python itself cannot query them."""
     for name in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):  # since, and before, 2.0
         with contextlib.suppress(ImportError, AttributeError):
             found: Mapping[str, bool] = importlib.import_module(name).__cpu_features__
@@ -131,24 +131,24 @@ def _numpy_features() -> Mapping[str, bool]:
 
 
 def flags_by_numpy(features: Mapping[str, bool]) -> frozenset[str]:
-    """Flags that these features of NumPy's stand for; where nothing is known none, so that nothing is run."""
+    """CPU flags that these features of NumPy imply; none if nothing is known, so that no core runs."""
     flags: frozenset[str] = frozenset()
     for level, (name, *older) in _NUMPY.items():
-        # why older ones: before 2.4 NumPy names no levels. What has these of a level has all of it.
+        # why older names: NumPy before 2.4 has no levels. A CPU with these features has the whole level.
         if features.get(name) or all(map(features.get, older)):
             flags |= level
     return flags
 
 
 def runnable() -> tuple[Isa, ...]:
-    """The instruction sets of this CPU, the best first."""
+    """The instruction sets of this CPU, best first."""
     here = host()
     return tuple(isa for isa in ISAS if isa.machine == here.machine and isa.flags <= here.flags)
 
 
 @functools.cache
 def amx_is_permitted() -> bool:
-    """Ask Linux for the tiles of AMX: it gives them, from 5.16 on, to processes that ask."""
+    """Request permission for the AMX tiles, which Linux 5.16 and newer grants per process."""
     if host().system != "linux":
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -156,12 +156,12 @@ def amx_is_permitted() -> bool:
 
 
 def name_of(override: str) -> str:
-    """The instruction set that CUPY_FLASH_CPU names."""
+    """The instruction set in a value of CUPY_FLASH_CPU, without its suffix."""
     return override.removesuffix(FLOATS).removesuffix(PAIRS).removesuffix(BY_AMX)
 
 
 def chosen(override: str) -> tuple[Isa, ...]:
-    """What may run: all that this CPU has, or what CUPY_FLASH_CPU asks for, which is nothing for "numpy"."""
+    """Instruction sets that may run: all of this CPU, or the one of CUPY_FLASH_CPU; none for "numpy"."""
     here = runnable()
     if not override:
         return here
@@ -184,9 +184,10 @@ def chosen(override: str) -> tuple[Isa, ...]:
 
 
 def why_floats(override: str, decode: bool = False) -> str:
-    """Why bfloat16 is multiplied as floats even if this CPU can multiply pairs; empty if pairs are.
+    """Why bfloat16 is multiplied as floats although this CPU can multiply pairs; empty if it uses pairs.
 
-    In decode pairs are 1.4 times as fast there, too: it waits for memory, where pairs lie as they are.
+    Decode always uses pairs: it is bound by memory, and pairs need no conversion, which is 1.4 times as fast
+    even on a CPU with slow pairs.
     """
     if override.endswith(FLOATS):
         return f"{OVERRIDE} is {override}"

@@ -1,4 +1,4 @@
-"""locate: find the library of an instruction set, and trust it only if its manifest and SHA-256 say so."""
+"""locate: find the library of an instruction set, and check its manifest and SHA-256."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Library(NamedTuple):
     path : Path
     bytes : int
     compiler : str
-        Which one made it.
+        Version line of the compiler that built it.
     origin : str
-        Where it was found, for people.
+        The place where it was found, for messages.
     sha256 : str
     part : str
-        Which of an instruction set's, of `sources.PARTS`.
+        One of `sources.PARTS`.
     """
 
     isa: str
@@ -51,7 +51,7 @@ class Library(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """A place with libraries: <root>/<platform>/<name>.so, and the command that makes it whole."""
+    """A place with libraries, <root>/<platform>/<name>.so; `mend` is the command that repairs it."""
 
     name: str
     root: Path
@@ -59,7 +59,7 @@ class _Origin(NamedTuple):
     from_sources: bool = False
 
     def folder(self) -> Path:
-        """Where the libraries of this platform are."""
+        """The folder of the libraries of this platform."""
         return self.root / host().platform
 
 
@@ -75,7 +75,7 @@ def _origins() -> Iterator[_Origin]:
 
 
 def _entries(origin: _Origin) -> dict[str, Any]:
-    """What a place holds for this platform, empty if nothing; refused if it was not made for this version."""
+    """Manifest entries of a place for this platform, empty if there are none; refuse another version."""
     path = origin.folder() / MANIFEST
     try:
         held = manifest.read(path, "libraries", _FIELDS)
@@ -93,7 +93,7 @@ def _entries(origin: _Origin) -> dict[str, Any]:
 
 
 def _damage(path: Path, entry: dict[str, Any], isa: Isa, part: str, origin: _Origin) -> str:
-    """What is wrong with a file; empty if it is whole."""
+    """Why a file cannot be used; empty if it can."""
     if found := manifest.damage(path, entry):
         return found
     if origin.from_sources and entry["source"] != digest(isa, part):
@@ -109,12 +109,12 @@ def locate(isa: Isa, part: str = "") -> Library | None:
     ----------
     isa : Isa
     part : str
-        Which, of `sources.PARTS`.
+        One of `sources.PARTS`.
 
     Returns
     -------
     Library or None
-        Its file has the manifest's SHA-256, and `load` loads it; None if no place has one.
+        A file with the SHA-256 of its manifest, for `load`; None if no place has one.
 
     Raises
     ------
@@ -137,14 +137,14 @@ def locate(isa: Isa, part: str = "") -> Library | None:
 
 @functools.cache
 def load(library: Library) -> ctypes.CDLL:
-    """Load a library that `locate` has found: the bytes that have its SHA-256, whatever its path is by then.
+    """Load a library that `locate` has found, after checking its SHA-256 again.
 
-    Linux loads the open file; elsewhere it is loaded by its path, right after it was hashed.
+    Linux loads the open file, so that the path cannot be replaced in between; other systems load the path.
     """
     with library.path.open("rb") as file:
         manifest.check_bytes(library.path, file.read(), library.sha256)
-        # why drawn: a name that glibc has seen is the library that had it, numbers of files return, and a
-        # process may hold a second copy of this package.
+        # why a random path: glibc returns the loaded library for a path that it has seen, file numbers are
+        # reused, and a process may hold a second copy of this package.
         unique = "".join("/./" if byte & 1 else "/" for byte in os.urandom(64))
         opened = f"/proc/self/fd{unique}{file.fileno()}"
         by_descriptor = sys.platform == "linux" and Path(opened).exists()
@@ -152,10 +152,10 @@ def load(library: Library) -> ctypes.CDLL:
 
 
 def how_to_get_one() -> str:
-    """The command that brings libraries for this platform."""
+    """The command that installs libraries for this platform."""
     origins = {origin.name for origin in _origins()}
     if "checkout" in origins:
         return "scripts/build_cpu.py"
-    if PACKAGE in origins:  # that of other platforms, which holds no library
+    if PACKAGE in origins:  # the package of a platform without libraries
         return "pip install . in a checkout, with a C++ compiler"
     return trust.how_to_install(PACKAGE)

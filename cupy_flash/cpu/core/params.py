@@ -1,4 +1,4 @@
-"""The structs of kernels_cpu, field by field, and how a problem fills them."""
+"""The params structs of kernels_cpu, and their contents for a problem."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ABI_VERSION = 6
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "codes")
-STOP, NO_MEMORY, OUTSIDE = 1, 2, 3  # of the field state
+STOP, NO_MEMORY, OUTSIDE = 1, 2, 3  # values of the field state
 
 TENSOR = np.dtype(
     [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8"), ("type", "<i4"),
@@ -43,7 +43,7 @@ BLOCKS = np.dtype(
      ("log_queries", "<i4"), ("log_keys", "<i4")]
 )  # fmt: skip
 CODES = np.dtype([("scale", TENSOR), ("zero", TENSOR), ("group", "<i8")])
-# Our names of the arrays, in the order of the struct, and what each is called there.
+# Names of arrays in Python and in the struct, in the order of the struct.
 TENSORS = {
     "q": "q", "k": "k", "v": "v", "o": "o", "do": "d_o", "dq": "dq", "dk": "dk", "dv": "dv", "lse": "lse",
     "dlse": "dlse", "mask": "mask", "bias": "bias", "dbias": "dbias", "alibi_slopes": "alibi_slopes",
@@ -54,11 +54,11 @@ POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k":
             "cache_seqlens": "used_k", "block_table": "pages", "seqused_q": "used_q",
             "mask_starts": "starts_mask", "cu_seqlens_k_new": "starts_new", "rotary_seqlens": "turned_from",
             "cache_leftpad": "leftpad"}  # fmt: skip
-# What 4-bit codes stand for.
+# Fields of the scales and zeros of 4-bit codes.
 _CODES = {"k_scale": ("k_codes", "scale"), "k_zero": ("k_codes", "zero"),
           "v_scale": ("v_codes", "scale"), "v_zero": ("v_codes", "zero"),
           "k_block_scale": ("k_codes", "scale"), "v_block_scale": ("v_codes", "scale")}  # fmt: skip
-# What the arrays of a call over a cache are to the core.
+# Names that the core uses for arrays of a call over a cache.
 _OF_CACHE = {"k": "new_k", "v": "new_v", "k_cache": "k", "v_cache": "v"}
 CALL = np.dtype(
     [(name, TENSOR) for name in TENSORS.values()]
@@ -92,7 +92,7 @@ STATISTICS = np.dtype(
     [("call", CALL), *[(name, TENSOR) for name in _OF_STATISTICS], ("places", "<i8")], align=True
 )
 
-# Axes of an array by its rank, or its own; the tables of rotation are (position, feature).
+# Axes of an array by its rank, or by its name; the rotary tables are (position, feature).
 _AXES = {
     4: ("batch", "head", "row", "column"),
     3: ("batch", "head", "row"),
@@ -100,21 +100,21 @@ _AXES = {
     1: ("head",),
 }
 _AXES_OF = {"rotary_cos": ("row", "column"), "rotary_sin": ("row", "column"), "ragged_mask": ("column",)}
-_FAR = 1 << 40  # an open side of the band, or a position that no sequence reaches
+_FAR = 1 << 40  # an unbounded side of the band, and a limit for offsets
 
 
 class Params:
-    """All of a call but addresses and seed. It never changes, and may be used in several threads.
+    """The params of a call without addresses and seed; immutable and thread-safe.
 
     Parameters
     ----------
     problem : Problem
     views : mapping of str to ArrayView
-        Inputs and outputs; only their shapes, strides and dtypes are looked at.
+        Inputs and outputs; only shapes, strides and dtypes are used.
     directions : sequence of mapping of str to ArrayView, optional
-        Of second order: tangents and results of each direction, equally far apart.
+        In second order: tangents and results of each direction, with equal steps between directions.
     function_reals : int
-        That a score function needs for a tile.
+        Elements of scratch memory of the score function for a tile.
     """
 
     __slots__ = ("_places", "_template")
@@ -168,7 +168,7 @@ class Params:
             _describe(call[field], view, _AXES_OF.get(name) or _AXES[len(view.shape)])
             places[name] = _offset(field)
         if p.cache is not None:
-            places.setdefault("cache_seqlens", _offset("used_k"))  # of one number, where no array gives them
+            places.setdefault("cache_seqlens", _offset("used_k"))  # one number for all, if there is no array
         used = views.get("seqused_k", views.get("cache_seqlens"))
         call["used_step"] = 0 if used is None else used.strides[0]
         if p.cache is not None:
@@ -194,7 +194,7 @@ class Params:
             "scale",
         ):
             call[name] = getattr(p, name)
-        if p.packed:  # a caller may say any longest length
+        if p.packed:  # max_seqlen of the caller may exceed the rows
             call["seqlen_q"] = min(p.seqlen_q, views["q"].shape[2])
         if p.packed and p.cache is None:
             call["seqlen_k"] = min(p.seqlen_k, views["k"].shape[2])
@@ -213,7 +213,7 @@ class Params:
         self._template = whole.tobytes()
 
     def filled(self, addresses: Mapping[str, int], seed: int, threads: int, parallel: int = 0) -> bytearray:
-        """The struct of one call; parallel: the address of GOMP_parallel, if its threads compute."""
+        """The struct of one call; parallel is the address of GOMP_parallel, or 0 for the core's threads."""
         call = bytearray(self._template)
         for name, place in self._places:
             _POINTER.pack_into(call, place, addresses[name])
@@ -228,14 +228,14 @@ class Params:
 def _describe(tensor: np.ndarray[Any, Any], view: ArrayView, axes: tuple[str, ...]) -> None:
     for axis, stride in zip(axes, view.broadcast().strides, strict=True):
         tensor[axis] = stride
-    if view.dtype != "int32":  # the keys of statistics, which are of nothing else
+    if view.dtype != "int32":  # top_keys of statistics are always int32
         tensor["type"] = TYPES.index("codes" if view.dtype == "uint8" else view.dtype)
 
 
 def _describe_directions(
     whole: np.ndarray[Any, Any], directions: Sequence[Mapping[str, ArrayView]]
 ) -> dict[str, int]:
-    """Describe what belongs to each direction; return where the addresses of the first one go."""
+    """Describe the arrays of the directions; return the offsets of the addresses of the first one."""
     whole["directions"] = len(directions)
     second = directions[min(1, len(directions) - 1)]
     for name, view in directions[0].items():
@@ -245,7 +245,7 @@ def _describe_directions(
 
 
 def _offset(field: str, of: np.dtype[Any] = CALL) -> int:
-    """Where a field of a struct begins."""
+    """Byte offset of a field in a struct."""
     assert of.fields is not None
     return int(of.fields[field][1])
 

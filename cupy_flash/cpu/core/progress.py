@@ -1,4 +1,4 @@
-"""How much of a call the compiled core has done, from the jobs that it counts."""
+"""Progress of a call of the compiled core, from its count of finished jobs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from .params import DONE, JOBS
 
 __all__ = ["Watch", "share_of"]
 
-# Products of matrices in the jobs of an entry.
+# Matrix products per tile of each entry point, as weights of its share.
 _PRODUCTS = {"forward": 2, "backward": 5, "backward_dbias": 2, "function_sums": 0, "decode": 2, "jvp": 5,
              "forward_jvp": 6, "hvp": 15, "hvp_dbias": 6, "statistics": 1}  # fmt: skip
 
 
 def share_of(problem: Problem, jobs: int, done: int) -> float:
-    """The share of the pairs of an entry whose jobs are done.
+    """The share of (query, key) pairs in the finished jobs of an entry point.
 
-    why not that of the jobs: those of the last queries see the most keys of a causal call. The jobs of a key
-    head follow each other, parts of its queries from the last one on.
+    why not the share of jobs: in a causal call the last queries see the most keys. The jobs of a key head
+    are consecutive, and each is a part of its queries, the last part first.
     """
     p = problem
     heads = p.batch * p.heads_k
     total = p.band.pairs(p.seqlen_q, p.seqlen_k)
     parts = jobs // heads
-    # why not: without LSE half of the jobs of statistics are of another pass.
+    # why not statistics: without LSE half of its jobs belong to another pass.
     plain = p.packed or p.cache is not None or p.second_order or p.direction == "statistics"
     if plain or not total or jobs % heads or parts > p.seqlen_q:
         return done / jobs
@@ -34,15 +34,15 @@ def share_of(problem: Problem, jobs: int, done: int) -> float:
 
 
 class Watch:
-    """Looks at a call that runs in another thread.
+    """Reads the progress of a call that runs in another thread.
 
     Parameters
     ----------
     problem : Problem
     names : tuple of str
-        Entries, one after the other.
+        Entry points, in the order of the calls.
     struct : ctypes array
-        Their params.
+        Their params struct, in which the core counts jobs.
     """
 
     def __init__(self, problem: Problem, names: tuple[str, ...], struct: ctypes.Array[ctypes.c_char]) -> None:
@@ -51,12 +51,12 @@ class Watch:
         self._begun, self._most = -1, 0.0
 
     def begin(self) -> None:
-        """Count the jobs of the next entry."""
+        """Start to count the jobs of the next entry point."""
         self._jobs.value = self._done.value = 0
         self._begun += 1
 
     def share(self) -> float:
-        """The share of the call that is done; it never falls, whichever of the numbers is seen first."""
+        """The finished share of the call; it never falls, in whichever order the counters become visible."""
         begun, jobs, done = self._begun, self._jobs.value, self._done.value
         if begun >= 0 and jobs:
             inside = share_of(self._problem, jobs, min(done, jobs)) * self._products[begun]

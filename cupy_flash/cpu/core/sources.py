@@ -1,4 +1,4 @@
-"""What a library is made from: the C++ sources, the compiler's options, and one hash over all of it."""
+"""The inputs of a library of the core: C++ sources and compiler options, and the hash over both."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ __all__ = [
     "parts",
 ]
 
-# why: no exceptions and no libstdc++; errno and traps would keep loops from becoming vectors; a product and a
-# sum are one instruction; -O3 doubles the size, and the inner loops are vectors as they are written, so that
-# those of a compiler's own would be size alone. Nothing that changes results otherwise, such as -ffast-math.
+# why: no exceptions and no libstdc++; errno and traps prevent vectorisation; FMA contraction is allowed; -O3
+# doubles the size, and the inner loops are written with vectors, so that automatic vectorisation would only
+# add size. No option that changes results otherwise, such as -ffast-math.
 OPTIONS = (
     "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions",
     "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-fno-asynchronous-unwind-tables", "-fno-tree-vectorize",
-    "-fno-unroll-loops",  # of clang those that the source does not unroll would be a tenth of a library
+    "-fno-unroll-loops",  # loops that only clang unrolls would be a tenth of a library
     "-Wall", "-Wextra", "-Wno-psabi", "-pthread",
 )  # fmt: skip
 
 SECOND_ORDER, STATISTICS, FUNCTIONS = "second_order", "statistics", "functions"
 BFLOAT16, AMX = "bfloat16", "amx"
-# The libraries of an instruction set, and which sources they are made from; the first from all that no
-# other one has to itself. why others: most programs never ask for them. The second is nearly as large as the
-# first; the others call that of functions; the last two are passes of the first with products that few CPUs
-# have.
+# The libraries of an instruction set, and their sources; the main library "" has all sources that are not
+# in second order, statistics or functions. why several: most programs never load the others, and second order
+# is nearly as large as the main library. Passes call the library of functions through a pointer. The last two
+# hold passes of the main library with products that few CPUs support.
 PARTS = {
     "": (),
     SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp"),
@@ -56,9 +56,9 @@ PARTS = {
     BFLOAT16: ("backward.cpp", "decode.cpp", "forward.cpp"),
     AMX: ("backward.cpp", "decode.cpp", "forward.cpp"),
 }
-# What CUPY_FLASH_CPU calls products of bfloat16, the fastest first.
+# Libraries with other products of bfloat16, by their suffix in CUPY_FLASH_CPU, the fastest first.
 PRODUCTS = {BY_AMX: AMX, PAIRS: BFLOAT16}
-# What a library of an instruction set needs of a CPU besides, and of the compiler.
+# CPU flags and compiler options of a library, in addition to those of the instruction set.
 _BESIDES = {
     ("v4", BFLOAT16): (frozenset(["avx512_bf16"]), ("-mavx512bf16",)),
     ("v4", AMX): (
@@ -73,23 +73,23 @@ def parts(isa: Isa) -> tuple[str, ...]:
 
 
 def needs(isa: Isa, part: str) -> frozenset[str]:
-    """What a library needs of a CPU, as /proc/cpuinfo writes it."""
+    """CPU flags that a library needs, as in /proc/cpuinfo."""
     return isa.flags | _BESIDES.get((isa.name, part), (frozenset[str](), ()))[0]
 
 
 def options(isa: Isa, part: str) -> tuple[str, ...]:
-    """What the compiler is told of the CPU."""
+    """Compiler options that select the CPU."""
     return isa.options + _BESIDES.get((isa.name, part), (frozenset[str](), ()))[1]
 
 
 def multiplies(isa: Isa, part: str) -> bool:
-    """Whether an instruction set has a library for BFLOAT16 or AMX, and this CPU its instructions."""
+    """Whether an instruction set has a library for BFLOAT16 or AMX, and this CPU supports it."""
     there = part in parts(isa) and needs(isa, part) <= host().flags
     return there and (part != AMX or amx_is_permitted())
 
 
 def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
-    """Values of CUPY_FLASH_CPU for instruction sets, with all ways to multiply bfloat16, the best first."""
+    """Values of CUPY_FLASH_CPU for instruction sets, with every supported suffix, the best first."""
     found = []
     for isa in isas:
         ways = [way for way, part in PRODUCTS.items() if multiplies(isa, part)]
@@ -99,17 +99,17 @@ def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
 
 @functools.cache
 def folder() -> Path:
-    """The folder of the sources, beside the package in a checkout; an installation has none."""
+    """The folder of the sources, next to the package in a checkout; it does not exist in an installation."""
     return own_folder().parent / "kernels_cpu"
 
 
 def files() -> list[Path]:
-    """Everything that is compiled or included."""
+    """All source files and headers."""
     return sorted(path for path in folder().iterdir() if path.suffix in (".cpp", ".h"))
 
 
 def compiled(part: str = "") -> list[Path]:
-    """What is compiled into a library."""
+    """Source files that are compiled into a library."""
     elsewhere = {*PARTS[SECOND_ORDER], *PARTS[STATISTICS], *PARTS[FUNCTIONS]}
     return [
         file
@@ -119,12 +119,12 @@ def compiled(part: str = "") -> list[Path]:
 
 
 def library_name(isa: Isa, part: str = "") -> str:
-    """What a library is called in its folder and its manifest."""
+    """Name of a library in its folder and its manifest."""
     return f"{isa.name}_{part}" if part else isa.name
 
 
 def digest(isa: Isa, part: str = "") -> str:
-    """Hash of what decides a library: sources and options."""
+    """Hash over the sources and options of a library."""
     total = hashlib.sha256("\n".join((*OPTIONS, *options(isa, part))).encode())
     for file in (*compiled(part), *(file for file in files() if file.suffix == ".h")):
         total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")

@@ -1,6 +1,6 @@
-"""Threads beside the caller's, for long calls: a signal is seen between bytecodes of the main thread only.
+"""Worker threads for long calls, so that Ctrl-C works: Python handles signals only between bytecodes.
 
-Where no thread can be made (a limit of processes, an interpreter that ends) the caller's computes.
+If no thread can be started (a process limit, interpreter shutdown), the caller's thread computes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ __all__ = ["run_aside"]
 
 _Task = tuple[Callable[[], None], threading.Event]
 
-# Of threads that have nothing to do. why kept: to start one, and to get memory for its jobs, takes 0.2 ms.
+# Queues of idle threads. why kept: starting a thread, and memory for its jobs, take 0.2 ms.
 _idle: deque[SimpleQueue[_Task]] = deque()
 if hasattr(os, "register_at_fork"):  # a child has the queues, but not the threads
     os.register_at_fork(after_in_child=_idle.clear)
 
 
 def run_aside(compute: Callable[[], None]) -> threading.Event:
-    """Run in another thread, or in the caller's before this returns if there is none.
+    """Run a function in a worker thread, or in the caller's thread if none can be started.
 
     Parameters
     ----------
     compute : callable
-        It lives no longer than it runs.
+        The worker drops its reference when it returns.
 
     Returns
     -------
     threading.Event
-        Set when it is done, however it ended.
+        Set when the function has returned or raised.
     """
     done = threading.Event()
     try:
@@ -55,6 +55,6 @@ def _serve(queue: SimpleQueue[_Task]) -> None:
         try:
             compute()
             del compute  # and the arrays that it holds
-            _idle.append(queue)  # before anyone hears of it, who may call again
+            _idle.append(queue)  # before the event is set: the waiting caller may call again at once
         finally:
             done.set()

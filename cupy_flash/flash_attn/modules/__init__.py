@@ -1,1 +1,1 @@
-"""Modules by the names of flash-attn's ``modules``."""
+"""Modules with the names of flash-attn's ``modules``."""

@@ -1,4 +1,4 @@
-"""Attention as torch modules, by the names of flash-attn's ``modules.mha``; those without weights."""
+"""The torch modules without weights of flash-attn's ``modules.mha``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FlashCrossAttention", "FlashSelfAttention", "get_alibi_slopes"]
 
 
 def get_alibi_slopes(nheads: int) -> list[float]:
-    """The slopes of the ALiBi paper (arXiv:2108.12409), one for each head.
+    """Compute the slopes of the ALiBi paper (arXiv:2108.12409), one per head.
 
     Parameters
     ----------
@@ -26,8 +26,8 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     Returns
     -------
     list of float
-        A geometric series from 2 ** (-8 / n) on, n the power of two below nheads; what is missing comes from
-        every second slope of 2 n.
+        A geometric series that starts at 2 ** (-8 / n), with n the largest power of two up to nheads;
+        the remaining heads have every second slope for 2 n heads.
     """
     power = 1 << (nheads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
@@ -35,7 +35,7 @@ def get_alibi_slopes(nheads: int) -> list[float]:
 
 
 class _Attention(torch.nn.Module):
-    """The options of both."""
+    """Options that both modules share."""
 
     if TYPE_CHECKING:
         alibi_slopes: torch.Tensor | None
@@ -58,7 +58,7 @@ class _Attention(torch.nn.Module):
         self.deterministic = deterministic
 
     def _options(self, causal: bool | None) -> dict[str, Any]:
-        # why float(): a model that was made half carries its buffers along.
+        # why float(): model.half() converts buffers, too.
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.float()
         return {
             "dropout_p": self.drop.p if self.training else 0.0,
@@ -71,14 +71,14 @@ class _Attention(torch.nn.Module):
 
 
 class FlashSelfAttention(_Attention):
-    """Attention of packed queries, keys and values.
+    """Self-attention over queries, keys and values in one tensor.
 
     Parameters
     ----------
     causal, softmax_scale, window_size, alibi_slopes, deterministic
         As in `cupy_flash.flash_attn.flash_attn_func`.
     attention_dropout : float
-        While training.
+        Dropout probability while training.
     """
 
     def forward(
@@ -88,17 +88,17 @@ class FlashSelfAttention(_Attention):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: Any = None,
     ) -> Any:
-        """Attend.
+        """Compute attention.
 
         Parameters
         ----------
         qkv : Tensor, shape (batch, seqlen, 3, heads, head_dim) or, packed, (rows, 3, heads, head_dim)
         causal : bool, optional
-            Instead of the module's.
+            Default: that of the module.
         cu_seqlens : Tensor of int32, shape (sequences + 1,), optional
-            Of packed sequences.
+            Offsets of packed sequences.
         max_seqlen : int, optional
-            The longest of them.
+            The longest length.
 
         Returns
         -------
@@ -111,14 +111,14 @@ class FlashSelfAttention(_Attention):
 
 
 class FlashCrossAttention(_Attention):
-    """Attention of queries over packed keys and values.
+    """Cross-attention over keys and values in one tensor.
 
     Parameters
     ----------
     causal, softmax_scale, window_size, alibi_slopes, deterministic
         As in `cupy_flash.flash_attn.flash_attn_func`.
     attention_dropout : float
-        While training.
+        Dropout probability while training.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class FlashCrossAttention(_Attention):
         window_size: tuple[int, int] = (-1, -1),
         deterministic: bool = False,
     ) -> None:
-        # why: this class has the last ones in another order than the other one.
+        # why: flash-attn's two modules differ in the order of the last parameters.
         super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
 
     def forward(
@@ -143,18 +143,18 @@ class FlashCrossAttention(_Attention):
         cu_seqlens_k: Any = None,
         max_seqlen_k: Any = None,
     ) -> Any:
-        """Attend.
+        """Compute attention.
 
         Parameters
         ----------
         q : Tensor, shape (batch, seqlen_q, heads, head_dim) or, packed, (rows_q, heads, head_dim)
         kv : Tensor, shape (batch, seqlen_k, 2, heads_k, head_dim) or (rows_k, 2, heads_k, head_dim)
         causal : bool, optional
-            Instead of the module's.
+            Default: that of the module.
         cu_seqlens, cu_seqlens_k : Tensor of int32, shape (sequences + 1,), optional
-            Of packed queries and keys.
+            Offsets of packed queries and keys.
         max_seqlen, max_seqlen_k : int, optional
-            The longest of them.
+            The longest lengths.
 
         Returns
         -------
