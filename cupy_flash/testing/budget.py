@@ -166,14 +166,16 @@ def error_budget(
     if do is not None and q_error is not None:
         raise ValueError("q_error is of o and lse, and not of gradients")
 
-    exact = reference.reference_attention(q, k, v, **options)._asdict()
+    chosen = Options(**options)
+    f = reference.forward(q, k, v, chosen)
+    exact = reference.results(f, q.ndim, chosen)._asdict()
     if do is not None:
-        exact |= reference.reference_backward(do, q, k, v, dlse=dlse, **options)._asdict()
+        exact |= reference.gradients(do, dlse, f, q.ndim, chosen)._asdict()
     result = q.dtype
     if q.dtype.itemsize == 1:  # the caller chose the dtype of o
         result = given["o"].dtype if "o" in given else np.dtype(np.float32)
     naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, result=result, **options)
-    sigma = _sigmas(q, k, v, do, dlse, precision, result.name, Options(**options), q_error)
+    sigma = _sigmas(f, q, do, dlse, precision, result.name, chosen, q_error)
     return [
         _compare(name, value, exact[name], getattr(naive, name), *sigma[name])
         if exact[name] is not None
@@ -256,9 +258,8 @@ def _rms(x: np.ndarray) -> float:
 
 
 def _sigmas(
+    f: reference.Forward,
     q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
     do: np.ndarray | None,
     dlse: np.ndarray | None,
     precision: str | None,
@@ -293,7 +294,6 @@ def _sigmas(
         transposed: np.ndarray = x.swapaxes(-1, -2)
         return transposed
 
-    f = reference.forward(q, k, v, chosen)
     depth_qk = np.sqrt(f.q.shape[-1]) + ROUNDINGS_PER_SCORE
     depth_v = np.sqrt(f.v.shape[-1]) + ROUNDINGS_PER_SCORE
     depth_keys = np.sqrt(f.k.shape[2]) + ROUNDINGS_PER_SCORE

@@ -141,8 +141,11 @@ def reference_attention(q: Any, k: Any, v: Any, **options: Any) -> Reference:
         o, in the layout of q, and lse, shape ([[batch,] heads_q,] seqlen_q), float64.
     """
     chosen = Options(**options)
-    state = forward(q, k, v, chosen)
-    rank = np.ndim(q)
+    return results(forward(q, k, v, chosen), np.ndim(q), chosen)
+
+
+def results(state: Forward, rank: int, chosen: Options) -> Reference:
+    """Return o and lse with the rank and layout of q."""
     return Reference(restore(state.o, rank, chosen.layout), restore_rows(state.lse, rank))
 
 
@@ -166,8 +169,12 @@ def reference_backward(do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **o
         Shaped like q, k, v, bias and sinks; float64.
     """
     chosen = Options(**options)
-    state = forward(q, k, v, chosen)
-    rank, layout = np.ndim(q), chosen.layout
+    return gradients(do, dlse, forward(q, k, v, chosen), np.ndim(q), chosen)
+
+
+def gradients(do: Any, dlse: Any, state: Forward, rank: int, chosen: Options) -> Gradients:
+    """Compute the gradients from the intermediates of the forward pass."""
+    layout = chosen.layout
     do4 = canonical(do, layout).astype(np.float64)
     dlse3 = np.zeros(state.lse.shape) if dlse is None else canonical_rows(dlse).astype(np.float64)
 
@@ -273,7 +280,7 @@ def called(function: Any, *at: Any) -> Any:
 def function(chosen: Options, capped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the score function of scores (batch, head, i, j), and its derivative with respect to them."""
     if chosen.score is None:
-        return capped, np.ones(capped.shape)
+        return capped, np.ones((1, 1, 1, 1))
     positions = np.ogrid[tuple(slice(n) for n in capped.shape)]
     made = called(chosen.score, Dual(capped, np.ones(capped.shape)), *positions)
     value, slope = (made.value, made.slope) if isinstance(made, Dual) else (made, 0.0)
@@ -317,7 +324,7 @@ def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
 
 def additive(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
     """Return bias plus ALiBi for all (batch, head, i, j)."""
-    added = np.zeros(full)
+    added = np.zeros((1, 1, 1, 1))
     if chosen.bias is not None:
         added = added + np.asarray(chosen.bias).astype(np.float64)
     if chosen.alibi_slopes is not None:
@@ -331,7 +338,7 @@ def additive(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
 def dropout_weights(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
     """Return 0 for a dropped weight and 1 / (1 - dropout) for a kept one."""
     if not chosen.dropout:
-        return np.ones(full)
+        return np.ones((1, 1, 1, 1))
     batch, heads, seqlen_q, seqlen_k = full
     seed = int(chosen.seed or 0)
     groups_of_four = -(-seqlen_k // 4)
