@@ -170,14 +170,15 @@ def _meant(name: str, called: str, names: list[str]) -> str:
 # why: torch.compile then calls the function instead of tracing into difflib.
 _meant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-_PLACE = re.compile(r"^    \{(options|shared|tangents)(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
-_ROW = re.compile(r"^    (\w+(?:, \w+)*)(?: : .*)?$", re.MULTILINE)
+_PLACE = re.compile(r"^\{(options|shared|tangents)(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
+_ROW = re.compile(r"^(\w+(?:, \w+)*)(?: : .*)?$", re.MULTILINE)
 
 
 def documented(doc: str | None, options: dict[str, Option]) -> str | None:
     """A docstring with its placeholders replaced by rows of options."""
     if doc is None:
         return None
+    doc = inspect.cleandoc(doc)  # as Python 3.13 and newer have it from the start
     described = {name for row in _ROW.findall(doc) for name in row.split(", ")}
     left = {name: option for name, option in options.items() if name not in described}
     for place in sorted(_PLACE.finditer(doc), key=lambda place: place[1] == "options"):
@@ -199,5 +200,5 @@ def _rows(options: dict[str, Option], text: str | None) -> str:
         rows = [(names.rstrip(","), text) for names in wrap(", ".join(options), 106)]
     else:
         rows = [(f"{name} : {x.kind}", x.text) for name, x in options.items()]
-    wrapped = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
-    return "\n".join(f"    {head}\n{wrapped.fill(text)}" for head, text in rows)
+    wrapped = TextWrapper(106, initial_indent=" " * 4, subsequent_indent=" " * 4, break_on_hyphens=False)
+    return "\n".join(f"{head}\n{wrapped.fill(text)}" for head, text in rows)
