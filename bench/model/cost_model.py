@@ -1,9 +1,9 @@
 """A lower bound of the time of kernels on a GPU, per resource, to explain gaps to it.
 
 Counts are from the simulator (costs.csv), those of FP64 arithmetic from SASS (doubles.py); rates are
-published (rates.py). Each resource alone gives a time; a kernel that overlaps all of them perfectly takes the largest,
-one that overlaps none takes their sum. Neither includes launch, ramp-up and the last wave, waits at barriers,
-and instructions that are not counted.
+published (rates.py). Each resource alone gives a time; a kernel that overlaps all of them perfectly takes the
+largest, one that overlaps none takes their sum. Neither includes launch, ramp-up and the last wave, waits at
+barriers, and instructions that are not counted.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def seconds(schedule: str, passes: str, x: Sequence, rate: Rate, links: Links = 
 
 
 def _ring(passes: str, x: Sequence, part: Mapping[str, float], rate: Rate, links: Links) -> float:
-    """Steps of two half parts; the next keys, and earlier sums, are sent during the computation."""
+    """Each step computes half of the pairs of a part, while the next keys and earlier sums are sent."""
     work = x.flops(passes) / x.ranks / rate(passes, x.rows * math.sqrt(0.5))
     if x.ranks == 1:
         return work

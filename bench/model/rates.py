@@ -54,7 +54,7 @@ _CONSUMER = {"16-bit": 512.0, "tf32": 256.0}
 # 8-bit floats since Ada: twice 16 bits. GeForce halves both where accumulators are FP32.
 _GEFORCE = {"8-bit": 1024.0, **_CONSUMER}
 # why twice: the 8-bit kernel uses products with block scales there, at twice the rate of others, as measured
-# on an RTX 5090 (flashinfer #4149). For the RTX PRO, which does not halve the others, there is no measurement.
+# on an RTX 5090 (flashinfer #4149). For the RTX PRO, which does not halve the others, there is none.
 _GEFORCE_50 = {**_GEFORCE, "8-bit": 2048.0}
 _ADA_PRO = {"8-bit": 2048.0, "16-bit": 1024.0, "tf32": 512.0}
 _HOPPER = {"8-bit": 8192.0, "16-bit": 4096.0, "tf32": 2048.0}
