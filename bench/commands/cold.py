@@ -1,4 +1,4 @@
-"""cold: a fresh process: import, first call, second call. What a kernel compiled at first use pays for."""
+"""cold: import, first call and second call in a fresh process, also of peers that compile at first use."""
 
 from __future__ import annotations
 

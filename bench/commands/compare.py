@@ -1,4 +1,4 @@
-"""compare: two result files, or two commits of one, row by row: ratios, and whether noise explains them."""
+"""compare: ratios of two result files, or of two commits in one, row by row, with their noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cpu: the compiled core beside NumPy, torch and JAX on the CPU, in the shapes of the README's table."""
+"""cpu: the compiled core compared with NumPy, torch and JAX on the CPU, for the table of the README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""decode: one query per sequence over a long cache of keys, beside what it costs to read them."""
+"""decode: one query per sequence over a long KV cache, compared with the time to read it."""
 
 from __future__ import annotations
 

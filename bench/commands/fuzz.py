@@ -1,4 +1,4 @@
-"""fuzz: calls with nonsense among their arguments; only our three errors, or a result, may come out."""
+"""fuzz: calls with invalid arguments, which may only return a result or raise one of our three errors."""
 
 from __future__ import annotations
 

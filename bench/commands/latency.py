@@ -1,4 +1,4 @@
-"""latency: small problems, where a call costs more than its arithmetic: from the call to the result."""
+"""latency: time from the call to the result, for problems with more overhead than arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""latents: decode over one array that is keys and values (MLA), beside two arrays that say the same."""
+"""latents: decode over one array of keys and values (MLA), compared with two arrays of the same contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memory: how much a call takes at its peak, beside its inputs, by length; each in a process of its own."""
+"""memory: peak memory of a call in addition to its inputs, by length, each in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pages: docs/benchmarks, and what docs/performance.md says first, from measured rows only."""
+"""pages: write docs/benchmarks, and the first table of docs/performance.md, from measured rows."""
 
 from __future__ import annotations
 

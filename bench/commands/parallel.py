@@ -1,4 +1,4 @@
-"""parallel: times of a long sequence over several GPUs, by the model of schedules: a projection."""
+"""parallel: times of a long sequence over several GPUs for each schedule, by a model: a projection."""
 
 from __future__ import annotations
 

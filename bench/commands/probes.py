@@ -1,4 +1,4 @@
-"""probes: what a GPU and its driver do, before any kernel of ours: ceilings, exp, launches, cubins."""
+"""probes: basic rates of a GPU and its driver, without our kernels: ceilings, exp, launches, cubins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""varlen: sequences of unequal length, packed end to end, beside one call per sequence."""
+"""varlen: packed sequences of unequal lengths, compared with one call per sequence."""
 
 from __future__ import annotations
 
