@@ -124,7 +124,7 @@ class Session:
         return sum(all(row.get(n) == mine.get(n, "") for n in same) for row in results.read(self.path))
 
     def row(self, case: Case | None, implementation: str, **measured: Any) -> dict[str, str]:
-        """A row with all columns but those of measurements that are not given."""
+        """A row of this run with the given measurements; other measurements are empty."""
         row = dict.fromkeys(results.COLUMNS, "")
         row |= {name: value for name, value in self.where.items() if name in row}
         row |= {"what": self.what, "implementation": implementation, "load": conditions.load()}
