@@ -35,7 +35,10 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> dict[
 
 
 class Case(NamedTuple):
-    """One problem. Causal queries are aligned to the end of the keys (align="bottom_right")."""
+    """One problem; None for heads_k and seqlen_k means equal to heads and seqlen.
+
+    Causal queries are aligned to the end of the keys (align="bottom_right").
+    """
 
     batch: int
     heads: int
