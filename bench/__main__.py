@@ -1,4 +1,4 @@
-"""python -m bench: measure cupy_flash beside its peers, on any machine."""
+"""python -m bench: compare the speed of cupy_flash with its peers, on any machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .measure.session import Settings
 
 
 class Command(NamedTuple):
-    """A subcommand: what it is for, what runs, and which arguments it takes besides the common ones."""
+    """A subcommand: its help, its function, and its arguments in addition to the common ones."""
 
     help: str
     run: Callable[..., object]
@@ -81,7 +81,7 @@ COMMANDS = {
 
 
 def everything(settings: Settings) -> None:
-    """What this machine can measure, one after the other, and the figures."""
+    """Run all measurements that this machine supports, then draw the figures."""
     for name, command in COMMANDS.items():
         if command.measures and name != "all":
             print(f"== {name}", flush=True)

@@ -1,4 +1,4 @@
-"""What is timed, as a value, and how much work it is."""
+"""The problems that are timed, with their work: FLOP, bytes and errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cupy_flash.plan.choose import choose
 ITEM = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT8, RESULT_OF_FLOAT8 = "float8_e4m3fn", "bfloat16"
 PASSES = ("forward", "backward", "forward+backward")
-# Matrix products of a pass over those of a forward pass: the forward pass has 2 (Q K^T and P V), the backward
-# pass 5 (S, dP, dV, dK, dQ). Kernels that compute some twice still count 5, as everywhere else. The tangents
-# of a forward pass that has been run are 5 (S, two of dotS, two of dotO), the derivatives of its gradients 10
-# (S, two of dotS, dP, dotdP, dotdV, two each of dotdQ and dotdK).
+# Matrix products of a pass relative to a forward pass, which has 2 (Q K^T and P V). A backward pass has 5 (S,
+# dP, dV, dK, dQ), also for kernels that compute some of them twice, as is usual. A jvp after a forward pass
+# has 5 (S, two for dotS, two for dotO), an hvp 10 (S, two for dotS, dP, dotdP, dotdV, two each for dotdQ and
+# dotdK).
 PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5, "jvp": 2.5, "hvp": 5.0}
 
 
@@ -35,7 +35,10 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> dict[
 
 
 class Case(NamedTuple):
-    """One problem. Causal queries stand at the end of the keys (align="bottom_right")."""
+    """One problem; None for heads_k and seqlen_k means equal to heads and seqlen.
+
+    Causal queries are aligned to the end of the keys (align="bottom_right").
+    """
 
     batch: int
     heads: int
@@ -90,25 +93,25 @@ class Case(NamedTuple):
     def inputs(self, seed: int = 0) -> dict[str, np.ndarray]:
         """Random q, k, v and do on the host.
 
-        why random: on zeros a GPU draws less power and so clocks higher, 12 % in matrix products.
+        why random: with zeros a GPU draws less power and clocks higher, 12 % in matrix products.
         """
         return drawn(self.shapes(), self.dtype, seed) | self.constants()
 
     def pairs(self) -> int:
-        """Pairs of a query and a key that are not masked, in one head."""
+        """Visible (query, key) pairs of one head."""
         offset = self.keys - self.seqlen
         return Band(offset, None, 0 if self.causal else None).pairs(self.seqlen, self.keys)
 
     def flops(self) -> float:
-        """Additions and multiplications in the matrix products: 4 per pair and feature forward.
+        """FLOP of the matrix products: 4 per pair and feature in a forward pass.
 
-        The count of the papers (Dao, arXiv:2307.08691, section 4), with causal pairs counted one by one
-        instead of as a half. Softmax is not counted.
+        As counted in the papers (Dao, arXiv:2307.08691, section 4), but with the exact number of causal pairs
+        instead of half of all. Softmax is not counted.
         """
         return 4.0 * self.batch * self.heads * self.pairs() * self.head_dim * PRODUCTS[self.passes]
 
     def traffic(self) -> float:
-        """Bytes that have to move at least: every operand and result once."""
+        """Least memory traffic in bytes: every operand and result once."""
         item, sizes = ITEM[self.dtype], {name: float(np.prod(s)) for name, s in self.shapes().items()}
         result = ITEM[RESULT_OF_FLOAT8] if self.dtype == FLOAT8 else item
         # q k v in, o out
@@ -127,20 +130,20 @@ class Case(NamedTuple):
         return part[self.passes]
 
     def score_bytes(self) -> int:
-        """Bytes of one S x S matrix in float32, as methods that are not flash keep several of."""
+        """Bytes of one S x S matrix in float32; methods other than flash attention store several."""
         return 4 * self.batch * self.heads * self.seqlen * self.keys
 
     def verdicts(
         self, results: Mapping[str, Any], host: Mapping[str, np.ndarray], precision: str | None
     ) -> list[testing.Verdict]:
-        """Each result against FP64 and the error budget."""
+        """Compare each result with FP64 and its error budget."""
         q, k, v, do = (host[name] for name in ("q", "k", "v", "do"))
-        if self.dtype == FLOAT8:  # weights are rounded to it, too
+        if self.dtype == FLOAT8:  # weights are rounded to float8, too
             precision = "e4m3"
         return testing.error_budget(results, q, k, v, do=do, precision=precision, **self.options())
 
     def plan(self, arch: str, softcap: float | None = None) -> Any:
-        """The kernels that we would run on an architecture."""
+        """The plan of this case on an architecture."""
         problem = cupy_flash.memory_report(
             self.batch, self.heads, self.seqlen, self.head_dim, heads_k=self.key_heads, seqlen_k=self.keys,
             dtype=RESULT_OF_FLOAT8 if self.dtype == FLOAT8 else self.dtype, causal=self.causal,
@@ -154,12 +157,12 @@ class Case(NamedTuple):
 
 
 class Named:
-    """A case with something that its name says: a function, a mask. Offers what `Case` does.
+    """A case with an additional option, such as a function or a mask; it has the interface of `Case`.
 
     Parameters
     ----------
     name : str
-        The `detail` of its rows.
+        Name of the option, the column `detail` of its rows.
     case : Case
     """
 

@@ -90,7 +90,7 @@ def facts() -> dict[str, Any]:
 
 
 def _drivers() -> list[dict[str, str]]:
-    """What loads and launches kernels, by library of the arrays, and why."""
+    """The driver that loads and launches kernels, by library of the arrays, with the reason."""
     why = choice.why_without_cupy()
     if not why:
         return [{"of": "CuPy, torch and JAX arrays", "with": "CuPy", "why": ""}]
@@ -102,7 +102,7 @@ def _drivers() -> list[dict[str, str]]:
 
 
 def _on_cpu(problems: list[str]) -> str:
-    """What computes on the CPU, and why not the compiled core if it is not used."""
+    """The implementation on the CPU, and if that is not the compiled core, the reason."""
     try:
         simulator = choice.host_driver()
         if simulator is not None:

@@ -62,7 +62,7 @@ def check_version(manifest: Mapping[str, Any], abi: int, what: str, hint: str) -
 
 
 def damage(path: Path, entry: Mapping[str, Any]) -> str:
-    """What is wrong with a file; "" if size and SHA-256 match its entry."""
+    """Why a file cannot be used; "" if size and SHA-256 match its entry."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Size limits for the kernels of a release, and an estimate of the sizes from those that are compiled."""
+"""Size limits for the kernels of a release, and an estimate of sizes from the compiled part of them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from cupy_flash.plan import catalog, families  # noqa: E402
 from cupy_flash.plan.families import decode_wide, flash  # noqa: E402
 
 WHEEL_BYTES = 60_000_000
-# Of the kernels of a family for one target. From sm_100 on a cubin holds its code twice, which is why it has
-# 1.2 to 1.4 times the bytes of sm_80; the second one is what the driver makes code for higher minors of.
-# Head dims above 256 brought sm_120 to 12.05 MB, all compiled; estimates differ from that by 2 %.
+# Limit for all kernels of a family for one target. From sm_100 on a cubin has its code twice, the second time
+# in a form that the driver compiles for higher minors, so that it has 1.2 to 1.4 times the bytes of sm_80.
+# With head dims above 256 sm_120 has 12.05 MB, all compiled; estimates differ from that by 2 %.
 FAMILY_BYTES = {flash.NAME: 13_000_000}
-# Of what few people call, compressed, for all targets of a wheel. Latents are keys and values in one (MLA).
+# Limit for rarely used kernels, compressed, over all targets of a wheel. Latents are those of MLA.
 ABOVE_256, LATENTS = "head dims above 256", "latents"
 PART_BYTES = {ABOVE_256: 5_000_000, LATENTS: 3_000_000}
-REFERENCE = "sm_80"  # the target that CI compiles whole
+REFERENCE = "sm_80"  # the target with all kernels compiled in CI
 
 
 def excess(sizes: Mapping[tuple[str, str], float]) -> list[str]:
-    """Budgets that are exceeded, a line for each, with a way out.
+    """Describe exceeded family budgets, one line each, with a hint.
 
     Parameters
     ----------
     sizes : dict of (str, str) to float
-        Bytes of a target's kernels of a family.
+        Bytes of kernels by (target, family).
     """
     return [
         f"the {family} kernels of {target} take {size / 1e6:.2f} MB, over their budget of "
@@ -43,9 +43,9 @@ def excess(sizes: Mapping[tuple[str, str], float]) -> list[str]:
 
 
 def part_of(variant: catalog.Variant) -> str:
-    """Which of `PART_BYTES` a kernel counts in; empty if in none.
+    """The key of `PART_BYTES` that a kernel counts towards; empty if none.
 
-    Those of the simple family take any head dim, and are no more for that.
+    Kernels of the simple family support any head dim without additional cubins, so that they do not count.
     """
     if variant.head_dim == decode_wide.LATENT:
         return LATENTS
@@ -53,7 +53,7 @@ def part_of(variant: catalog.Variant) -> str:
 
 
 def excess_of_parts(sizes: Mapping[str, float]) -> list[str]:
-    """The same of `PART_BYTES`, by bytes in a wheel."""
+    """Describe exceeded `PART_BYTES`, one line each, by bytes in a wheel."""
     return [
         f"the kernels of {part} take {sizes[part] / 1e6:.2f} MB, over their budget of {most / 1e6:.2f} MB. "
         "Try: fewer variants, or another PART_BYTES in scripts/budgets.py"
@@ -65,23 +65,24 @@ def excess_of_parts(sizes: Mapping[str, float]) -> list[str]:
 def estimate(
     target: str, family: str | None, sizes: Mapping[str, int], reference: Mapping[str, int]
 ) -> float:
-    """Bytes of all kernels of a family for a target, of which only some are compiled; None: of every family.
+    """Estimate the bytes of all kernels of a family for a target from the compiled ones.
 
-    What is compiled is scaled by what all of them would take for the reference, over what these would.
+    Their bytes are scaled by the ratio of all kernels to the same kernels for `REFERENCE`.
 
     Parameters
     ----------
     target : str
     family : str, optional
+        Default: every family.
     sizes : dict of str to int
-        Bytes of the variants that are compiled for the target.
+        Bytes of the compiled variants of the target.
     reference : dict of str to int
         Bytes of all variants for `REFERENCE`.
 
     Returns
     -------
     float
-        0 if nothing of it is compiled.
+        0 if no variant is compiled.
     """
     of_kind = collections.defaultdict(list)
     for variant in families.variants(REFERENCE):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compile the CPU core: kernels_cpu in, <out>/<platform>/<isa>.so and manifest.json out.
 
-It takes the system's compiler (g++ 12 or clang++ 15 at least), or pip install ziglang, which compiles for
-other platforms too.
+It uses the system's compiler (at least g++ 12 or clang++ 15), or that of pip install ziglang, which also
+compiles for other platforms.
 """
 
 from __future__ import annotations

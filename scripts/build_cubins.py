@@ -23,7 +23,7 @@ from cupy_flash.plan import families  # noqa: E402
 
 
 def table(built: build.Built) -> list[str]:
-    """Lines with the size and the cost of each family in a folder."""
+    """Lines with size and compile time of each family in a folder."""
     entries = json.loads((built.folder / locate.MANIFEST).read_text(encoding="utf-8"))["cubins"]
     of_family: dict[str, list[str]] = collections.defaultdict(list)
     for variant, family in families.names(built.folder.name).items():
@@ -39,13 +39,13 @@ def table(built: build.Built) -> list[str]:
 
 
 def _archs(asked: list[str], cuda: int) -> list[str]:
-    """The requested architectures, with native and all expanded."""
+    """Expand native and all in the requested architectures."""
     meant = {"all": build.targets(cuda), "native": build.archs_here()}
     return [arch for name in asked for arch in meant.get(name, (name,))]
 
 
 def _part(text: str) -> tuple[int, int]:
-    """K and N of "K/N"."""
+    """Parse "K/N"."""
     k, n = map(int, text.split("/"))
     if not 0 <= k < n:
         raise ValueError(text)
@@ -53,7 +53,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _of_part(archs: list[str], only: str, part: tuple[int, int]) -> str | set[str]:
-    """The pattern, or the names in one part of its matches."""
+    """The pattern, or for several parts the set of its matching names in one part."""
     k, n = part
     targets = (target for arch in archs for target in build.native_targets(arch))
     names = {v.name for target in targets for v in families.variants(target)}
@@ -108,7 +108,7 @@ def main() -> int:
         lines = [f"{folder.relative_to(arguments.out).as_posix()}\n" for folder in folders]
         arguments.list.write_text("".join(lines), encoding="utf-8")
     sys.stdout.flush()
-    for failure in failures:  # behind all else; build_wheels.py looks for this word
+    for failure in failures:  # last, and with a word that build_wheels.py looks for
         print("error:", failure, file=sys.stderr)
     return 1 if failures else 0
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Lay out a repository of the Hugging Face hub, as its package `kernels` loads one: build/hub.
 
-A variant is the library, its kernels as data, and metadata with a SHA-256 of each file: `torch-cpu` with the
-CPU core, `torch-cuda` with the cubins too. Both must be compiled before. To publish, upload the
+A variant has the library, its kernels as data, and metadata with a SHA-256 of each file: `torch-cpu` with the
+CPU core, `torch-cuda` also with the cubins. Both must be compiled before. To publish, upload the
 folder to a repository of type `kernel`, to its branch v1.
 """
 
@@ -32,10 +32,10 @@ from cupy_flash.version import ABI_VERSION  # noqa: E402
 
 NAME = "cupy-flash"
 VARIANTS = ("torch-cpu", "torch-cuda")
-# The branch v1. why not 0, as of a beta: transformers asks a repository that it does not know for 1.
+# The branch v1. why not 0, as for a beta: transformers requests version 1 of an unknown repository.
 VERSION = 1
 
-# The names that `kernels` exports from a variant: the library, and the functions that transformers looks for.
+# Names that a variant exports: the library, and the functions that transformers looks for.
 EXPORTS = """
 from . import torch as torch
 from .flash_attn import (
@@ -87,11 +87,11 @@ cupy_flash.torch.attention(q, k, v, causal=True)     # by its own
 
 
 class Unfit(RuntimeError):
-    """The compiled files cannot be published; the message says why, and what to do."""
+    """The compiled files cannot be published; the message says why, with a hint."""
 
 
 def library() -> Iterator[tuple[str, Path]]:
-    """The files of the package as a wheel has them: name in the variant, and file."""
+    """Yield the files of the package as in a wheel: name in the variant, and file."""
     package, kernels = ROOT / "cupy_flash", ROOT / "kernels_cu"
     for path in (*sorted(package.rglob("*.py")), package / "py.typed"):
         yield path.relative_to(package).as_posix(), path
@@ -102,7 +102,7 @@ def library() -> Iterator[tuple[str, Path]]:
 
 
 def cubins(store: Path) -> Iterator[tuple[str, Path]]:
-    """Those of every target in a folder; Unfit if one is not complete, or not of these sources."""
+    """Yield the cubins of every target in a folder; raise Unfit for an incomplete or outdated one."""
     for folder in sorted(path.parent for path in store.glob(f"cuda1[23]/*/{locate.MANIFEST}")):
         cuda, target = int(folder.parent.name.removeprefix("cuda")), folder.name
         mend = f"scripts/build_cubins.py --cuda {cuda} --arch {target}"
@@ -115,7 +115,7 @@ def cubins(store: Path) -> Iterator[tuple[str, Path]]:
 
 
 def core(store: Path) -> Iterator[tuple[str, Path]]:
-    """The libraries of every platform in a folder; Unfit if they are not of these sources."""
+    """Yield the libraries of every platform in a folder; raise Unfit for incomplete or outdated ones."""
     for folder in sorted(path.parent for path in store.glob(f"*/{locate.MANIFEST}")):
         mend = f"scripts/build_cpu.py --platform {folder.name}"
         wanted = {
@@ -130,17 +130,17 @@ def core(store: Path) -> Iterator[tuple[str, Path]]:
 def whole(
     folder: Path, table: str, suffix: str, abi: int, wanted: Mapping[str, str], mend: str
 ) -> Iterator[Path]:
-    """The files of a folder that belong to its manifest, which has them all; Unfit if not.
+    """Yield the files of a folder, checked against its manifest; raise Unfit if one is missing or outdated.
 
     Parameters
     ----------
     folder : Path
     table, suffix, abi : str, str, int
-        What the manifest lists, how its files end, and the version of their structs.
+        Key of the files in the manifest, suffix of the files, and version of their structs.
     wanted : mapping of str to str
-        Which files there have to be, and the hash of the sources of each.
+        Required files, with the hash of the sources of each.
     mend : str
-        The command that makes them.
+        The command that compiles them, for the hint.
     """
     path = folder / locate.MANIFEST
     held = manifest.read(path, table, ("bytes", "sha256", "source"))
@@ -160,7 +160,7 @@ def whole(
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a variant, in base64, as `kernels` compares them."""
+    """The SHA-256 of every file of a variant in base64, the format of `kernels`."""
     return {
         path.relative_to(folder).as_posix(): base64.b64encode(
             hashlib.sha256(path.read_bytes()).digest()
@@ -171,14 +171,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def capability(target: str) -> str:
-    """The compute capability of a target as `kernels` writes it: "9.0a" for "sm_90a"."""
+    """The compute capability of a target in the format of `kernels`: "9.0a" for "sm_90a"."""
     number = target.removeprefix("sm_")
     digits = number.rstrip("af")
     return f"{digits[:-1]}.{digits[-1]}{number[len(digits) :]}"
 
 
 def lay_out(variant: str, out: Path, cubin_store: Path, core_store: Path) -> Path:
-    """Make the folder of a variant anew; Unfit if what it has to hold is not there."""
+    """Write the folder of a variant from scratch; raise Unfit if compiled files are missing."""
     folder = out / "build" / variant
     files = {**dict(library()), **dict(core(core_store))}
     if not any(name.startswith("_core/") for name in files):
@@ -197,7 +197,7 @@ def lay_out(variant: str, out: Path, cubin_store: Path, core_store: Path) -> Pat
     with (folder / "__init__.py").open("a", encoding="utf-8") as file:
         file.write(EXPORTS)
     found = digests(folder)
-    # why a hash of everything: two versions in one process need two names, also for torch's operators.
+    # why a hash of everything: two versions in one process need different names, also of torch operators.
     unique = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:10]
     metadata = {
         "name": NAME,

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Build a release: cupy-flash (wheel and sdist), cupy-flash-cuda12x and -cuda13x, cupy-flash-cpu by platform.
 
-Every build is isolated: pip fetches scikit-build-core and NVRTC. The same sources give the same bytes.
-Needs PyPA's build: pip install '.[dev]'. Last it prints the table of sizes and times in docs/install.md, and
-what failed.
+Every build is isolated: pip downloads scikit-build-core and NVRTC. Builds are reproducible. It needs PyPA's
+build: pip install '.[dev]'. At the end it prints the table of sizes and times for docs/install.md, and
+failures.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from cupy_flash.cubins import locate  # noqa: E402
 from cupy_flash.plan import families  # noqa: E402
 from cupy_flash.version import __version__  # noqa: E402
 
-# What pip calls the platforms of the CPU core. why that manylinux: zig links against its C library.
-# none: without a library, where no other wheel fits.
+# pip's platform tags of the CPU core. why manylinux2014: zig links against its C library.
+# none: a wheel without a library, for all other platforms.
 PLATFORM_TAGS = {
     "none": "any",
     "linux-x86_64": "manylinux2014_x86_64",
@@ -44,26 +44,26 @@ PLATFORM_TAGS = {
 
 
 def store_of(package: str, platform: str) -> Path:
-    """Where CMakeLists.txt keeps the compiled files of a package, so that the next build resumes."""
+    """The folder in which CMakeLists.txt keeps the compiled files of a package, so that a build resumes."""
     if platform:
         return ROOT / "build" / "cpu_release" / platform
     return ROOT / "build" / "cubins" / package.removeprefix("cupy-flash-").removesuffix("x")
 
 
 def build_release(out: Path) -> None:
-    """Build the sdist of cupy-flash, and from it the wheel, which proves that the sdist is complete."""
+    """Build the sdist of cupy-flash, and the wheel from it, which shows that the sdist is complete."""
     environment = {"CUPY_FLASH_RELEASE": "1"}
     run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], extra_environ=environment)
 
 
 class Failed(RuntimeError):
-    """A command of a build failed; the message is its reason."""
+    """A command of a build failed; the message has its error."""
 
 
 def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
-    """Run a command of a build: its output is passed on at once, and its reasons are kept if it fails.
+    """Run a command of a build: print its output at once, and raise Failed with its error if it fails.
 
-    why: scripts/build_cubins.py says them from inside CMake, which goes on talking.
+    why: errors of scripts/build_cubins.py are followed by output of CMake, which runs it.
     """
     said: list[str] = []
     with subprocess.Popen(
@@ -79,7 +79,7 @@ def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, 
 
 
 def reason(said: Sequence[str]) -> str:
-    """The error of a failed build, in one line: from "error:" on, and the lines indented under it."""
+    """The errors of a failed build in one line: lines that start with "error:", and indented ones below."""
     found, within = [], False
     for line in said:
         within = line.startswith("error: ") or (within and line.startswith("  "))
@@ -89,9 +89,9 @@ def reason(said: Sequence[str]) -> str:
 
 
 class Packages(contextlib.ExitStack):
-    """Builds the wheels of packages, in an isolated environment for each package.
+    """Builds wheels, in one isolated environment per package.
 
-    why one for all platforms: the compiler that comes into it is 19,520 files.
+    why not one per platform: its compiler has 19,520 files.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Packages(contextlib.ExitStack):
         self._known: dict[Path, tuple[Any, Any]] = {}
 
     def build(self, project: Path, out: Path, settings: Mapping[str, str]) -> None:
-        """Build a wheel; its output, with the compilation's progress bar, goes to ours."""
+        """Build a wheel; print its output, including the progress bar."""
         import build.env
 
         if project not in self._known:
@@ -113,19 +113,20 @@ class Packages(contextlib.ExitStack):
 
 
 class Wheel(NamedTuple):
-    """The table's figures of a wheel with cubins; sizes are compressed, as in the wheel.
+    """Figures of a wheel with cubins for the table; sizes are compressed, as in the wheel.
 
     Attributes
     ----------
     name : str
     bytes : int
     parts : dict of str to int
-        Bytes of every target, of every family of kernels, and of what `budgets.part_of` names.
+        Bytes of every target, of every family of kernels, and of every part of `budgets.part_of`.
     sizes : dict of (str, str) to int
-        Bytes of a target's family when they are installed.
+        Installed bytes by (target, family).
     cubins : int
+        Number of cubins.
     seconds : (float, float)
-        Of the build: of a clock, and of processors.
+        Wall-clock and CPU time of the build.
     """
 
     name: str
@@ -156,7 +157,7 @@ def measure(wheel: Path, seconds: tuple[float, float]) -> Wheel:
 
 
 def excess(wheel: Wheel) -> list[str]:
-    """Budgets that a wheel exceeds: a line for each, with a way out."""
+    """Describe the budgets that a wheel exceeds, one line each, with a hint."""
     found = budgets.excess(wheel.sizes) + budgets.excess_of_parts(wheel.parts)
     if wheel.bytes > budgets.WHEEL_BYTES:
         found.append(
@@ -174,7 +175,7 @@ def kind_of(target: str) -> dict[str, tuple[str, str]]:
 
 
 def table(wheels: Sequence[Wheel]) -> list[str]:
-    """The sizes and times as a table in Markdown, a column for each wheel."""
+    """The sizes and times as a Markdown table, with one column per wheel."""
     every = {part for wheel in wheels for part in wheel.parts}
     targets = sorted((part for part in every if part.startswith("sm_")), key=locate.capability)
     rows = [["MB in the wheel", *(f"`{wheel.name}`" for wheel in wheels)], ["---"] * (1 + len(wheels))]
@@ -210,7 +211,7 @@ def main() -> int:
     given = arguments.cuda or arguments.cpu
     for platform in ["none", *(arguments.cpu or [])] if given else PLATFORM_TAGS:
         settings = {"wheel.tags": f"py3-none-{PLATFORM_TAGS[platform]}"}
-        if platform == "none":  # nothing to compile, so that no compiler need be fetched
+        if platform == "none":  # nothing to compile, so that no compiler is downloaded
             settings |= {"wheel.cmake": "false", "build.requires": "scikit-build-core"}
         else:
             settings["cmake.define.CUPY_FLASH_CPU"] = platform
@@ -246,7 +247,7 @@ def main() -> int:
             seconds = time.perf_counter() - clock, sum(after[2:4]) - sum(before[2:4])
             tag = PLATFORM_TAGS.get(platform, "any")
             wheel = arguments.out / f"{package.replace('-', '_')}-{__version__}-py3-none-{tag}.whl"
-            if not platform:  # the table is of cubins
+            if not platform:  # the table has wheels with cubins only
                 made.append(measure(wheel, seconds))
             digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
             print(

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Check the wheels of scripts/build_wheels.py: install, use and remove them in clean environments.
 
-First what a package index will show of them, by twine, and which of them pip takes on each platform. Then,
-for each Python: the core brings the CPU core of this platform from the same folder, and computes on NumPy
-arrays; both CUDA packages install and uninstall in either order without harm; every cubin has its
-manifest's SHA-256; a damaged one is refused by name; a truncated wheel changes nothing; and installing,
-importing and explaining are quick.
+First it checks metadata by twine, and which wheels pip selects on each platform. Then, for each Python: the
+library installs the CPU core of this platform from the same folder, and computes on NumPy arrays; both CUDA
+packages install and uninstall in either order; every cubin has the SHA-256 of its manifest; a damaged cubin
+is refused by name; a truncated wheel changes nothing; and installation, import and explain are fast.
 
-Limits are of processor time, which other work on the machine hardly lengthens; clock time is printed.
+Limits are in CPU time, which hardly depends on other work on the machine; wall-clock time is also printed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MINORS = range(10, 15)
 PLACEHOLDER = "https://github.com/OWNER"
 
-# Of docs/install.md, as pip calls them; the last two have no CPU core of their own.
+# Platforms of docs/install.md, by pip's names; the last two have no CPU core.
 PLATFORMS = (
     "manylinux2014_x86_64", "manylinux2014_aarch64", "macosx_11_0_arm64", "win_amd64",
     "musllinux_1_2_x86_64", "win_arm64",
@@ -77,7 +76,7 @@ class Spent(NamedTuple):
 
 
 def quickest(runs: Iterable[Spent], limit: float, what: str) -> Spent:
-    """The fastest run, which must keep to the limit."""
+    """The fastest run, which must not exceed the limit."""
     best = min(runs, key=lambda run: run.processor)
     if best.processor > limit:
         raise SystemExit(f"{what} took {best}; the limit is {limit} s of a processor")
@@ -93,7 +92,7 @@ class Environment:
         self.python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
 
     def run(self, *arguments: str, fails: bool = False) -> tuple[str, Spent]:
-        """Output and time of a command of this Python, which cannot see the checkout."""
+        """Run this Python without access to the checkout; return output and time."""
         ours = ("PYTHON", "CUPY_FLASH_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
@@ -114,11 +113,11 @@ class Environment:
         return self.run("-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, fails=fails)[1]
 
     def first_result(self) -> Spent:
-        """Time from before the import to a result, in a new process."""
+        """Time from the start of the import to a result, in a new process."""
         return Spent(*map(float, self.run("-c", FIRST_RESULT)[0].split()))
 
     def sets(self) -> set[str]:
-        """Packages whose cubins are all whole."""
+        """Packages with cubins, all of which must be undamaged."""
         rows = json.loads(self.run("-c", SETS)[0])
         broken = [row for row in rows if row[3] or not row[2]]
         assert not broken, broken
@@ -126,11 +125,11 @@ class Environment:
 
 
 def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
-    """Take one Python through everything; its version."""
+    """Run all checks with one Python; return its version."""
     environment = Environment(base, folder)
     version = environment.run("-c", "import platform; print(platform.python_version())")[0].strip()
     environment.pip("install", "numpy", "threadpoolctl")
-    # Its dependencies are in its folder, as on an index; it needs no others.
+    # Dependencies come from its folder instead of an index; it needs no others.
     installed = environment.pip("install", "--no-index", "--find-links", str(core.parent), str(core))
     first = quickest((environment.first_result() for _ in range(3)), FIRST, "the first result")
     computes = environment.run("-c", COMPUTES)[0].strip()
@@ -144,7 +143,7 @@ def check(base: str, core: Path, data: list[Path], folder: Path) -> str:
     names = {wheel: "-".join(wheel.name.split("-")[0].split("_")) for wheel in data}
     for order in itertools.permutations(data):
         for wheel in order:
-            # why without dependencies: CuPy is a gigabyte when installed, and cannot run here.
+            # why without dependencies: CuPy takes a gigabyte, and cannot run here.
             spent = installed + environment.pip("install", "--no-deps", str(wheel))
             print(f"Python {version}: core and {names[wheel]} installed in {spent}", flush=True)
             quickest([spent], INSTALL, "installing")
@@ -204,7 +203,7 @@ def tagged(folder: Path) -> list[tuple[str, str]]:
 
 
 def check_platforms(wheels: Path) -> None:
-    """Ask pip for every package on each platform: for any, but for the CPU core where it has a wheel."""
+    """Check that pip finds every package on each platform, with a platform wheel of the CPU core if any."""
     packages = sorted({package for package, _ in tagged(wheels)})
     tags = {tag for _, tag in tagged(wheels)}
     local = ["--quiet", "--no-deps", "--no-index", "--find-links", str(wheels), "--only-binary=:all:"]
@@ -221,7 +220,7 @@ def check_platforms(wheels: Path) -> None:
 
 
 def pythons() -> list[str]:
-    """A command for each installed Python: on the path, or in pyenv's folder."""
+    """A command for each installed Python version, on PATH or in pyenv's folder."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = []
     for minor in MINORS:
@@ -234,7 +233,7 @@ def pythons() -> list[str]:
 
 
 def works(python: str) -> bool:
-    """Whether a command is a Python; version managers leave names that are not."""
+    """Whether a command runs Python; version managers have shims that do not."""
     return (
         bool(shutil.which(python)) and not subprocess.run([python, "-c", ""], capture_output=True).returncode
     )

@@ -1,8 +1,8 @@
 """A character-level transformer in plain array code, its gradients written out by hand.
 
-The same lines run on NumPy and on CuPy. Every step returns its result and a function from the gradient of
-that result to the gradient of its input; going back is calling those functions in reverse order. Attention
-is `cupy_flash.attention` and `cupy_flash.attention_backward`: no array here has the size length x length.
+The same code runs on NumPy and on CuPy. Every step returns its result and a function that maps the gradient
+of that result to the gradient of its input; the backward pass calls these functions in reverse order.
+Attention is `cupy_flash.attention` and `cupy_flash.attention_backward`: no array is length x length.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from cupy_flash import attention, attention_backward
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Back = Callable[[Array], Array]
-Cache = list[tuple[Array, Array]]  # per layer the keys and values of the text so far
+Cache = list[tuple[Array, Array]]  # keys and values of the text so far, per layer
 
-# Positions of queries are those of the last keys, which matters while a cached text grows.
+# Queries are at the positions of the last keys, which matters with a cache.
 ATTENTION: dict[str, Any] = {"causal": True, "align": "bottom_right", "layout": "bshd"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a transformer; width / heads, the features of a head, is an even number."""
+    """Sizes of a transformer; width / heads, the head dim, has to be even."""
 
     vocabulary: int
     context: int = 256
@@ -57,7 +57,7 @@ class Transformer:
         numpy or cupy.
     sizes : Sizes
     seed : int
-        Of the initial weights.
+        Seed of the initial weights.
     dtype : str
         "float32", or "float64" to check gradients.
 
@@ -80,14 +80,14 @@ class Transformer:
         self.cosine, self.sine = xp.asarray(np.cos(angles), dtype), xp.asarray(np.sin(angles), dtype)
 
     def loss(self, text: Array, targets: Array) -> tuple[float, Callable[[], None]]:
-        """Mean of -log p(target) in nats, and a function that computes the gradients of it."""
+        """Mean of -log p(target) in nats, and a function that computes its gradients."""
         logits, back_logits = self.logits(text)
         p, wanted = softmax(logits), self._one_hot(targets)
         loss = -float(self.xp.log((p * wanted).sum(axis=-1)).mean())
         return loss, lambda: back_logits((p - wanted) / len(p))
 
     def logits(self, text: Array, cache: Cache | None = None) -> tuple[Array, Callable[[Array], None]]:
-        """Score each next character, (batch * length, vocabulary). With a cache, text continues it."""
+        """Logits of each next character, (batch * length, vocabulary). With a cache, text continues it."""
         batch, backs = len(text), []
         x, back_embed = self.embed(text)
         for layer in range(self.sizes.layers):
@@ -98,7 +98,7 @@ class Transformer:
             x = x + change
             backs.append(back)
         x, back_normal = normal(x)
-        table = self.weights["character"]  # tied: what embeds a character also predicts it
+        table = self.weights["character"]  # tied weights: the embedding is also the output layer
 
         def back_all(dlogits: Array) -> None:
             dx = back_normal(dlogits @ table)
@@ -110,7 +110,7 @@ class Transformer:
         return x @ table.T, back_all
 
     def embed(self, text: Array) -> tuple[Array, Callable[[Array], None]]:
-        """Add what stands for the character and what stands for its predecessor."""
+        """Add the embeddings of each character and of its predecessor."""
         here, before = text[:, 1:].ravel(), text[:, :-1].ravel()
 
         def back(dx: Array) -> None:
@@ -120,7 +120,7 @@ class Transformer:
         return self.weights["character"][here] + self.weights["predecessor"][before], back
 
     def attend(self, x: Array, layer: int, batch: int, cache: Cache | None = None) -> tuple[Array, Back]:
-        """Let every position look at those before it."""
+        """The attention block of a layer."""
         (q, k, v), back_heads = self.heads(x, layer, batch, cache)
         o, lse = attention(q, k, v, return_lse=True, **ATTENTION)
         change, back_mix = self._linear(o.reshape(x.shape), f"mix{layer}")
@@ -155,7 +155,7 @@ class Transformer:
         return (q, k, v), back
 
     def think(self, x: Array, layer: int) -> tuple[Array, Back]:
-        """Change every position by itself."""
+        """The feed-forward block of a layer."""
         x, back_normal = normal(x)
         x, back_up = self._linear(x, f"up{layer}")
         positive = x * (x > 0)
@@ -194,7 +194,7 @@ class Transformer:
         unseen = text
         for _ in range(count):
             logits = self.logits(unseen, cache)[0].reshape(len(text), -1, sizes.vocabulary)[:, -1]
-            # why: the place of the largest sum of logit and Gumbel noise is a draw from their softmax.
+            # why: the argmax of logits plus Gumbel noise is a sample from their softmax.
             noise = xp.asarray(random.gumbel(size=logits.shape))
             drawn = (logits / temperature + noise).argmax(axis=-1).astype(text.dtype)
             text = xp.concatenate([text, drawn[:, None]], axis=1)
@@ -230,7 +230,7 @@ class AdamW:
         self.square = {name: 0 * weight for name, weight in model.weights.items()}
 
     def step(self) -> None:
-        """Change the weights along the gradients."""
+        """Update the weights."""
         self.taken = t = self.taken + 1
         warm = min(1.0, t / (1 + self.steps // 10))
         rate = self.rate * warm * (1 + float(np.cos(np.pi * t / self.steps))) / 2

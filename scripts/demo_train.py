@@ -1,6 +1,6 @@
-"""Train a small transformer on Python's own sources with cupy_flash, and show what its attention costs.
+"""Train a small transformer on Python's own sources with cupy_flash, and show the cost of its attention.
 
-On NumPy without a GPU; with one, the same lines run on CuPy. scripts/demo installs, compiles and runs this.
+It runs on NumPy, or on CuPy if there is a GPU. scripts/demo installs, compiles and runs this.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Corpus(NamedTuple):
     Attributes
     ----------
     alphabet : str
-        Character of each number; the last stands for all that are rare.
+        Character of each number; the last one replaces all rare characters.
     train, held_out : array of int32
+        Texts as numbers of characters.
     """
 
     alphabet: str
@@ -70,7 +71,7 @@ class Corpus(NamedTuple):
         return "".join(self.alphabet[n] for n in numbers.tolist())
 
     def unigram_bits(self) -> float:
-        """Entropy per character of the held-out text: the best that counting characters can do."""
+        """Entropy per character of the held-out text: the lowest loss of any unigram model."""
         p = np.bincount(self.held_out) / len(self.held_out)
         return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
 
@@ -104,7 +105,7 @@ def one_file(path: Path) -> tuple[str, str]:
 
 
 def array_library(device: str) -> Any:
-    """Cupy if there is a GPU that it can use, else numpy; "cpu" and "gpu" insist."""
+    """Cupy if it can use a GPU, else numpy; "cpu" and "gpu" select one of them."""
     if device != "cpu":
         try:
             driver.devices()
@@ -118,7 +119,7 @@ def array_library(device: str) -> Any:
 
 
 def train(model: Transformer, text: Array, steps: int) -> Iterator[float]:
-    """Take steps on random windows of the text; the loss of each, in bits per character."""
+    """Train on random windows of the text; yield the loss of each step in bits per character."""
     xp, length = model.xp, model.sizes.context
     random = np.random.default_rng(SEED)
     text, window = xp.asarray(text), xp.arange(length + 2)
@@ -133,7 +134,7 @@ def train(model: Transformer, text: Array, steps: int) -> Iterator[float]:
 
 
 def train_with_bar(model: Transformer, text: Array, steps: int) -> list[float]:
-    """Train, and show the running mean of the loss; the loss of each step."""
+    """Train with a bar that shows the running mean of the loss; return the loss of each step."""
     start, mean = time.perf_counter(), 0.0
     losses = []
     with tqdm(total=steps, unit="step", mininterval=0.5) as bar:
@@ -190,7 +191,7 @@ def attention_errors(model: Transformer, text: Array) -> Iterator[tuple[str, flo
 
 
 def peak_bytes(sizes: Sizes, length: int) -> int:
-    """What one head of causal attention of this length allocates on NumPy, its result included."""
+    """Bytes that one head of causal attention of this length allocates on NumPy, including its result."""
     q = np.ones((length, sizes.width // sizes.heads), np.float32)
     tracemalloc.start()
     attention(q, q, q, causal=True)
@@ -200,7 +201,7 @@ def peak_bytes(sizes: Sizes, length: int) -> int:
 
 
 def report(model: Transformer, corpus: Corpus, bits: float, prompts: Sequence[str]) -> None:
-    """Print the losses, text drawn after each prompt, memory and errors."""
+    """Print the losses, text sampled after each prompt, memory and errors."""
     sizes, xp = model.sizes, model.xp
     print(f"\nheld-out text: {corpus.unigram_bits():.2f} bits/character by counting (unigram entropy)")
     print(f"               {bits:.2f} bits/character by this model")
@@ -227,7 +228,7 @@ def report(model: Transformer, corpus: Corpus, bits: float, prompts: Sequence[st
 
 
 def picture(path: Path, losses: Sequence[float], counting: float, held_out: float, sizes: Sizes) -> bool:
-    """Draw what was learned, and what attention costs by length; False if there is no matplotlib."""
+    """Plot the loss, and the cost of attention by length; return False without matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -283,8 +284,8 @@ def main() -> int:
     model = Transformer(xp, Sizes(len(corpus.alphabet)), SEED)
     weights = sum(weight.size for weight in model.weights.values())
     print(f"{len(corpus.train) / 1e6:.1f} million characters, {weights:,} weights, on {xp.__name__}")
-    # why: these products are too small for a second thread to gain much, and on a busy machine BLAS
-    # threads that wait for each other lose several times what they gain.
+    # why: these products are too small to gain much from a second thread, and on a busy machine BLAS
+    # threads that wait for each other lose several times as much.
     with threadpool_limits(1):
         losses = train_with_bar(model, corpus.train, options.steps)
         bits = held_out_bits(model, corpus.held_out)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Show what a variant became: its macros, registers and shared memory, and the instructions of its SASS.
+"""Show a compiled variant: its macros, registers and shared memory, and the instructions of its SASS.
 
-It compiles nothing: build first with scripts/build_cubins.py.
+It needs the cubins of scripts/build_cubins.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cupy_flash.cubins import locate, sass  # noqa: E402
 from cupy_flash.errors import CubinNotFoundError, UnsupportedError  # noqa: E402
 from cupy_flash.plan import catalog, families  # noqa: E402
 
-# Forms of these do different things, so they are counted separately.
+# Instructions whose forms are counted separately.
 _IN_FULL = ("HMMA", "IMMA", "QMMA", "HGMMA", "QGMMA", "LDSM", "MUFU", "LDGSTS", "LDG", "STG", "LDS", "STS")
 
 
 def histogram(instructions: Iterable[sass.Instruction]) -> str:
-    """Names by how often they occur."""
+    """Names with counts, the most frequent first."""
     counts = collections.Counter(i.name + (i.form if i.name in _IN_FULL else "") for i in instructions)
     return "  ".join(f"{name} {count}" for name, count in counts.most_common())
 

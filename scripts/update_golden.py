@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Rewrite the golden files of tests/golden from the tree as it is; the diff is for a reviewer to judge."""
+"""Rewrite the golden files of tests/golden from this checkout, for review of the diff."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.simulator import cost_cases
 
 
 def main() -> None:
-    """Write golden plans, costs of kernels in the simulator, and resources of those that are built."""
+    """Write golden plans, simulated costs of kernels, and resources of compiled kernels."""
     for cases in (plan_cases, cost_cases):
         for case in cases.CASES:
             path = cases.golden_path(case)

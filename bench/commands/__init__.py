@@ -1,1 +1,1 @@
-"""A module per command of `python -m bench`."""
+"""One module per command of `python -m bench`."""

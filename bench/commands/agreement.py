@@ -1,7 +1,7 @@
-"""agreement: what it costs that processes compare their calls, beside a step over 8,192 tokens.
+"""agreement: cost of comparing calls between processes, relative to a step over 8,192 tokens.
 
-Two processes of this machine, over gloo. A comparison is the difference of two small calls, one with it and
-one without, each the least of many; a step is a forward and a backward pass, each of which compares once.
+Two processes on this machine, over gloo. The cost of a comparison is the difference of two small calls, with
+and without it, each the minimum of many; a step is a forward and a backward pass, with one comparison each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _process(rank: int, folder: str) -> None:
         call()
         return min(timeit.repeat(call, number=1, repeat=repeat)) * 1e3
 
-    # why in turn: what else runs on the machine changes.
+    # why in turn: the load of the machine changes.
     small = [[least(CALLS, 2 * RANKS, agreement) for agreement in ("call", "never")] for _ in range(3)]
     compared, alone = (min(times) for times in zip(*small, strict=True))
     step = least(STEPS, TOKENS, "call")

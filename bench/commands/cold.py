@@ -1,4 +1,4 @@
-"""cold: a fresh process: import, first call, second call. What a kernel compiled at first use pays for."""
+"""cold: import, first call and second call in a fresh process, also of peers that compile at first use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..work import Case
 CASE = Case(1, 8, 1024, 64, "float32")
 STEPS = ("import", "first call", "second call")
 
-# Each prints seconds of the three steps. Making the inputs starts CUDA where there is a GPU, so that the
-# first call is a call's and not the context's.
+# Each prints the seconds of the three steps. Making the inputs initialises CUDA on a GPU, so that the first
+# call does not include the creation of the context.
 _FRAME = """
 import json, time
 import numpy as np

@@ -1,4 +1,4 @@
-"""compare: two result files, or two commits of one, row by row: ratios, and whether noise explains them."""
+"""compare: ratios of two result files, or of two commits in one, row by row, with their noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import median
 from ..measure import results
 from ..measure.peers import OURS
 
-# How far apart two runs of the same code may be besides what the visits of each show.
+# Relative difference between two runs of the same code, in addition to the spread of their repetitions.
 RUN_TO_RUN = 0.02
 
 
@@ -21,7 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rows_of(name: str) -> dict[tuple[str, ...], list[results.Row]]:
-    """What the last run in FILE or FILE@COMMIT says of each measurement, visit by visit.
+    """Repetitions of each measurement in the last run of FILE or FILE@COMMIT.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def rows_of(name: str) -> dict[tuple[str, ...], list[results.Row]]:
 
 
 def spread(visits: list[results.Row]) -> float:
-    """How far apart the visits of a run lie, relative to their median; the quartiles of a single one."""
+    """Range of the repetitions of a run, relative to their median; of a single one, from its quartiles."""
     medians = [float(row["median_ms"]) for row in visits]
     if len(medians) > 1:
         return (max(medians) - min(medians)) / median(medians)
@@ -49,10 +49,10 @@ def spread(visits: list[results.Row]) -> float:
 
 
 def noise(visits: list[results.Row], usual: float) -> float:
-    """What the median of a run's visits may be off by, relative to it: the spread, or the run's usual one.
+    """Relative uncertainty of the median of a run's repetitions: their spread, or the run's usual spread.
 
-    why the whole distance: half of it left out 3 of 24 rows of two runs of one version, quartiles within the
-    visits 10. why the usual one: visits that happen to agree left out 2 of 100 rows.
+    why the whole range: for two runs of one version, half of it missed 3 of 24 rows, quartiles within the
+    repetitions 10. why the usual spread: repetitions that happen to agree missed 2 of 100 rows.
     """
     return max(spread(visits), usual) + RUN_TO_RUN
 
@@ -85,7 +85,7 @@ def run(chosen: argparse.Namespace) -> int:
     for identity in shared:
         a, b = (results.pooled(run[identity]) for run in (before, after))
         ratio = float(a["median_ms"]) / float(b["median_ms"])
-        # why squares: the two runs' noises are independent
+        # why squares: the noise of the two runs is independent
         uncertain = (noise(before[identity], usual[0]) ** 2 + noise(after[identity], usual[1]) ** 2) ** 0.5
         verdict = "same within noise"
         if abs(log(ratio)) > uncertain:

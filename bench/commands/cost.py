@@ -1,4 +1,4 @@
-"""cost: least times of GPUs, at hand or not, by the cost model: a projection."""
+"""cost: lower bounds of times on any GPU by the cost model: a projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cpu: the compiled core beside NumPy, torch and JAX on the CPU, in the shapes of the README's table."""
+"""cpu: the compiled core compared with NumPy, torch and JAX on the CPU, for the table of the README."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(settings: Settings) -> None:
         for passes in ("forward", "forward+backward")
     ]
     everyone = chosen(session.place, settings.peers)
-    # why torch alone: of 16 bits the others take ten times as long, or have none.
+    # why torch alone: in 16 bits the others take ten times as long, or have no support.
     torch_alone = [peer for peer in everyone if peer is OURS or peer.name.startswith("torch")]
     rows = [
         row

@@ -1,4 +1,4 @@
-"""decode: one query per sequence over a long cache of keys, beside what it costs to read them."""
+"""decode: one query per sequence over a long KV cache, compared with the time to read it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _cached(case: Case, inputs: Inputs, place: Place) -> Call:
 
 
 def _paged(case: Case, inputs: Inputs, place: Place) -> Call:
-    """The same keys in pages, which lie in no order."""
+    """The same keys in shuffled pages."""
     pages = -(-case.keys // PAGE)
     order = np.random.default_rng(0).permutation(case.batch * pages).astype(np.int32)
     table, lengths = place.put(order.reshape(case.batch, pages)), _lengths(case, place)
@@ -55,7 +55,7 @@ def _in_pages(x: Any, order: np.ndarray, pages: int) -> Any:
 
 
 def who(place: Place, wanted: str | None) -> list[Peer]:
-    """The cache calls, attention without a cache, and the peers."""
+    """Our calls over a cache, ours without a cache, and the peers."""
     return [
         Peer(OURS.name, _cached),
         Peer("cupy_flash paged", _paged),
@@ -65,10 +65,10 @@ def who(place: Place, wanted: str | None) -> list[Peer]:
 
 
 def _references(session: Session, case: Case) -> list[dict[str, str]]:
-    """Time what no decoding can beat, on all threads of the case, and the bar that it should come near.
+    """Time references for decode: a lower bound, on all threads of the case, and a copy.
 
     "numpy read" reads every key and value once. "numpy copy" moves as many bytes, half of them written, on
-    one thread; unlike the ceiling, which is the best of a run, its median meets the weather of its rows.
+    one thread; the ceiling is the best of a run, but the median of this copy is under the load of its rows.
     """
     workers = session.settings.threads or os.cpu_count() or 1
     inputs = session.place.inputs(case)

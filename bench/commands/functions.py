@@ -1,7 +1,7 @@
-"""functions: what torch's gallery of flex_attention says as score functions, beside flex_attention itself.
+"""functions: the gallery of torch's flex_attention as score functions, compared with flex_attention.
 
-Compiling is not timed, nor is making block masks, of which flex_attention has one for each function that
-masks. They skip tiles without asking, as our blocks do; a function alone is asked about every pair.
+Neither compilation nor making block masks is timed; flex_attention has a block mask for each mask function.
+Block masks skip tiles, as our blocks do; a function alone is evaluated for every pair.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..measure.peers import Call, Inputs, Peer, Skipped
 from ..measure.session import Session, Settings
 from ..work import Case, Named
 
-WINDOW = 256  # keys that a query sees
+WINDOW = 256  # visible keys of a query
 
 Arguments = Callable[[int, int], tuple[np.ndarray, ...]]
 
@@ -33,14 +33,15 @@ class Entry(NamedTuple):
     Attributes
     ----------
     function : callable
-        Of s, b, h, i, j and arguments; without s if it masks.
+        Takes s, b, h, i, j and the arguments; without s if it is a mask.
     arguments : callable
-        Makes them for so many heads and positions.
+        Makes the arguments for a number of heads and positions.
     masks : bool
+        Whether it is a mask function.
     for_torch : callable, optional
-        The same in torch's names.
+        The same function with torch operators; None if `function` works in torch, too.
     of_heads : bool
-        It masks each head in its own way.
+        Whether the mask depends on the head.
     """
 
     function: Callable[..., Any]
@@ -71,7 +72,7 @@ def _softcap_of_torch(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def _away(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
-    """T5: distances in buckets, of which the far ones are wide."""
+    """T5: a bias per bucket of distances, with wider buckets for larger distances."""
     away = abs(i - j)
     return s + table[h, np.where(away < 8, away, np.minimum(8 + (away - 8) // 16, 31))]
 
@@ -94,12 +95,12 @@ def prefix(length: int) -> int:
 
 
 def widths(heads: int, length: int) -> np.ndarray:
-    """Keys that each head sees to either side, its own one included."""
+    """Keys that each head sees on either side, including the query's own."""
     return np.maximum(length >> np.arange(1, heads + 1), 16).astype(np.int32)
 
 
 def _kept(heads: int, length: int) -> tuple[np.ndarray, ...]:
-    """A table of blocks of 64, of which three of five are seen, those of the diagonal among them."""
+    """A random table of blocks of 64, three fifths of which are visible, including the diagonal."""
     blocks = -(-length // 64)
     kept = np.random.default_rng(0).random((heads, blocks, blocks)) < 0.6
     kept[:, range(blocks), range(blocks)] = True
@@ -135,7 +136,7 @@ GALLERY = {
     ),
     "table": Entry(lambda b, h, i, j, kept: kept[h, i // 64, j // 64], _kept, masks=True, of_heads=True),
 }  # fmt: skip
-# why: a function that is compiled takes flex_attention half a minute, and all of them more than two.
+# why: flex_attention takes half a minute to compile a function, and more than two minutes for all.
 QUICK = tuple(GALLERY)[:6]
 
 
@@ -161,7 +162,7 @@ class Gallery(Named):
 
 
 class Blocks(Gallery):
-    """The same with a mask by blocks, made of the function."""
+    """A mask function of the gallery, converted to a block mask."""
 
     def options(self) -> dict[str, Any]:
         length = self.case.seqlen
@@ -189,10 +190,10 @@ def _flex(compiled: bool) -> Callable[[Gallery, Inputs, Place], Call]:
     return prepare
 
 
-# why remembered: a case is visited several times, and each function that is compiled takes half a minute.
+# why cached: a case is repeated several times, and compiling a function takes half a minute.
 @functools.cache
 def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """flex_attention for a function of the gallery, and the keywords that say which."""
+    """flex_attention, and its keyword arguments for a function of the gallery."""
     torch = importlib.import_module("torch")
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     entry = GALLERY[name]
@@ -202,8 +203,8 @@ def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callabl
     )
     attend = flex.flex_attention
     if compiled:
-        # why: torch would give up after a few functions and run the rest uncompiled, and compile for any
-        # shape after the second one, which is slower.
+        # why: torch would run functions uncompiled after a few recompilations, and compile for dynamic shapes
+        # after the second shape, which is slower.
         torch._dynamo.config.recompile_limit = 256
         attend = torch.compile(attend, dynamic=False)
     if not entry.masks:
@@ -216,7 +217,7 @@ def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callabl
 
 
 def who(wanted: str | None) -> list[Peer]:
-    """Ourselves, and those of the peers that are wanted."""
+    """Ours, and the selected peers."""
     numpy = next(peer for peer in peers.PEERS if peer.name == "cupy_flash numpy")
     others = [
         Peer("cupy_flash blocks", _by_blocks),

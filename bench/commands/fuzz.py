@@ -1,4 +1,4 @@
-"""fuzz: calls with nonsense among their arguments; only our three errors, or a result, may come out."""
+"""fuzz: calls with invalid arguments, which may only return a result or raise one of our three errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Odd:
-    """An object that is no array, and says odd things about itself."""
+    """An object that is not an array, but has odd array attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -61,7 +61,7 @@ def _read_only(x: np.ndarray) -> np.ndarray:
 
 
 def _arrays(draw: random.Random) -> Any:
-    """Arrays of any shape, dtype and stride, some of them fit."""
+    """An array of random shape, dtype and strides, which may fit."""
     shape = draw.choice([
         (2, 4, 6, 8), (2, 2, 6, 8), (2, 4, 6), (4, 6, 8), (6, 8), (6, 6), (1, 1, 6, 6), (2, 4, 6, 6),
         (2, 1, 1, 6),
@@ -99,7 +99,7 @@ def _broadcasts(shape: tuple[int, ...]) -> bool:
 
 
 def _things(draw: random.Random) -> Any:
-    """Anything that is no array."""
+    """A value that is not an array."""
     return draw.choice([
         None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1.0, 1.5, -1.0,
         1e-320, 1e308, float("nan"), float("inf"), -float("inf"), 1j, "", "bhsd", "bshd", "sbhd", "top_left",
@@ -122,7 +122,7 @@ def _anything(draw: random.Random) -> Any:
     return _arrays(draw) if draw.random() < 0.45 else _things(draw)
 
 
-# ---------------------------------------------------------------------- calls that are right
+# ---------------------------------------------------------------------- valid calls
 
 
 def _normal(*shape: int) -> np.ndarray:
@@ -145,7 +145,7 @@ _CACHED = {
     "cache_seqlens": np.array([5, 16], np.int32),
 }
 
-# By the name of the function and, behind a blank, of what it is called on.
+# By name of the function, followed by a blank and its kind of arguments, if it has several.
 GOOD: dict[str, dict[str, Any]] = {
     "attention": _INPUTS,
     "attention_backward": _BACK,
@@ -192,7 +192,7 @@ MASK = cupy_flash.mask(lambda b, h, i, j: (i >= j) | (b + h > 3))
 
 
 def _mask(draw: random.Random, deep: int) -> Any:
-    """A mask of each kind, right or of anything, or several together."""
+    """A mask of a random kind, valid or made of anything, or a tuple of masks."""
     kind = draw.randrange(6 if deep else 5)
     if kind == 0:
         return draw.choice([np.ones((6, 6), bool), np.zeros((2, 1, 6, 6), bool), _anything(draw)])
@@ -209,15 +209,15 @@ def _mask(draw: random.Random, deep: int) -> Any:
 
 
 def _quantized(draw: random.Random) -> Any:
-    """A cache of codes, or what is nearly one."""
+    """A quantised cache, valid or nearly."""
     codes = draw.choice([np.ones((2, 2, 16, 8), "i1"), np.ones((2, 2, 16, 4), "u1"), _anything(draw)])
     units = (draw.choice([None, np.ones(2, F), _anything(draw)]) for _ in range(3))
     return cupy_flash.QuantizedCache(codes, *units)
 
 
-# Most calls are of what most people call.
+# Common functions are called more often.
 _OFTEN = ("attention", "attention", "attention_backward", "attention_varlen", *GOOD)
-# What an argument of this name would hold if it were right, or nearly.
+# Valid and nearly valid values by name of the argument.
 _NEARLY: dict[str, Callable[[random.Random], Any]] = {
     "want": lambda draw: draw.choice(["key_sum", ("key_max", "top_k"), ["entropy"], (), "max", None, 3]),
     "top_k": lambda draw: draw.choice([1, 3, 0, -1, 2.0, True, np.int32(5), None]),
@@ -274,11 +274,11 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def call_of(seed: int) -> tuple[Callable[..., Any], str, dict[str, Any]]:
-    """The call of a seed: a right one, with one to three arguments replaced or added."""
+    """The call of a seed: a valid one, with one to three arguments replaced or added."""
     draw = random.Random(seed)
     name = draw.choice(_OFTEN)
     function = function_of(name)
-    # why copies: a call may write into them
+    # why copies: a call may write to its arrays
     arguments = {key: x.copy() if isinstance(x, np.ndarray) else x for key, x in GOOD[name].items()}
     names = list(inspect.signature(function).parameters)
     if names == ["args", "kwargs"] or "kwargs" in names:
@@ -293,12 +293,12 @@ def call_of(seed: int) -> tuple[Callable[..., Any], str, dict[str, Any]]:
 
 
 def outcome(seed: int) -> str:
-    """Make the call of a seed; say what came out.
+    """Make the call of a seed; return the kind of its outcome.
 
     Raises
     ------
     Exception
-        Whatever is not one of our three errors.
+        Any error other than our three.
     """
     function, _, arguments = call_of(seed)
     with warnings.catch_warnings():

@@ -1,9 +1,8 @@
-"""gpu_check: everything worth knowing from one visit to a machine with a GPU, in a bounded time.
+"""gpu_check: probes, correctness and speed in one session on a machine with a GPU, in limited time.
 
-Runs from the tree, without an install, as stages in processes of their own: probes, correctness,
-compute-sanitizer, then speed beside the peers. What a stage found is on disk when it ends, and when the time
-is over another visit goes on where this one stopped. Without a GPU the same stages run on the CPU, as a
-rehearsal.
+It runs from the checkout, without an install, as stages in processes of their own: probes, correctness,
+compute-sanitizer, then speed compared with the peers. Each stage writes its results to disk, so that another
+run can resume after the time limit. Without a GPU the same stages run on the CPU, as a rehearsal.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from .compare import label
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG, STATE, RESULTS, PROBES = "log.txt", "state.json", "results.csv", "probes.json"
-# What tests/gpu imports; without one of these the soak stands in for it.
+# Imports of tests/gpu; if one is missing, the soak replaces these tests.
 NEEDED_BY_TESTS = ("pytest", "ml_dtypes")
-# Files of tests/gpu that come first: instructions, then what is made of the rarest of them.
+# Files of tests/gpu that run first: instructions, then kernels that use the rarest of them.
 FIRST = ("test_primitives.py", "test_hopper.py", "test_adapters.py", "test_kv_cache.py")
 LOG_BYTES_PER_STAGE = 1_500_000
 
 
 class Stage(NamedTuple):
-    """One process.
+    """One stage, a process.
 
     Attributes
     ----------
     name : str
     command : tuple of str
-        After the interpreter.
+        Arguments of the interpreter.
     most : float
-        Its share of the whole time, at most.
+        Its largest share of the whole time, 0 to 1.
     goes_on : bool
-        If its time ends before it does, it can go on where it stopped.
+        Whether it can resume after its time limit.
     before : tuple of str
-        What it runs under.
+        Command in front of the interpreter, such as a sanitizer.
     """
 
     name: str
@@ -68,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def stages(out: Path, device: str, cubins: Path | None, minutes: float) -> list[Stage]:
-    """What to do, in the order of what one must know first."""
+    """All stages, the most important first."""
     bench = ("-m", "bench")
     given = ("--cubins", str(cubins.resolve())) if cubins else ()
     on = ("--device", device)
@@ -88,16 +87,16 @@ def stages(out: Path, device: str, cubins: Path | None, minutes: float) -> list[
 
 
 def _correctness(on: tuple[str, ...], minutes: float) -> list[Stage]:
-    """tests/gpu a file at a time, or what needs no pytest."""
+    """Stages of tests/gpu, one per file; without pytest the soak."""
     soak = Stage("soak", ("-m", "bench", "soak", "--minutes", f"{minutes / 20:.3f}", *on), 0.15)
     missing = [name for name in NEEDED_BY_TESTS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"{', '.join(missing)} not installed: the soak stands in for tests/gpu")
         longer = ("-m", "bench", "soak", "--minutes", f"{minutes / 5:.3f}", *on)
         return [soak._replace(command=longer, most=0.3)]
-    # -p no:cacheprovider: the tree may be read-only, and nothing of ours belongs in it.
-    # -W default: a new version of a package there may warn, and that is no error of ours.
-    # -v: a kernel that hangs ends with its stage, and the log's last line is the test.
+    # -p no:cacheprovider: the checkout may be read-only.
+    # -W default: a newer version of a package may warn, which is not an error of this library.
+    # -v: if a kernel hangs until the stage ends, the last line of the log names the test.
     pytest = ("-m", "pytest", "-v", "-rfE", "--tb=short", "--maxfail=30", "-p", "no:cacheprovider")
     pytest += ("-W", "default")
     names = {name: place for place, name in enumerate(FIRST)}
@@ -120,7 +119,7 @@ def _sanitizer(on: tuple[str, ...]) -> list[Stage]:
 
 
 class Visit:
-    """One run of the command: its clock, its folder, what is known already."""
+    """One run of the command: its time limit, its folder, and the state of earlier runs."""
 
     def __init__(self, out: Path, minutes: float, environment: dict[str, str]) -> None:
         self.out, self.environment = out, environment
@@ -140,7 +139,7 @@ class Visit:
         return self.state["stages"].get(stage.name, {}).get("status") in ("passed", "failed")
 
     def run(self, stage: Stage) -> None:
-        """Run a stage within what time is left; note how it ended."""
+        """Run a stage within the remaining time, and record how it ended."""
         left = self.end - time.monotonic()
         limit = min(left, stage.most * self.seconds)
         if left < min(20.0, 0.05 * self.seconds):
@@ -148,7 +147,7 @@ class Visit:
             return
         begun = time.monotonic()
         command = [*stage.before, sys.executable, *stage.command]
-        if stage.goes_on:  # it ends by itself, with its last row whole
+        if stage.goes_on:  # it ends by itself after a whole row
             command += ["--minutes", f"{0.9 * limit / 60:.3f}"]
         with (self.out / LOG).open("ab") as log:
             log.write(f"\n== {stage.name}: {' '.join(command)}\n".encode())
@@ -176,7 +175,7 @@ class Visit:
 
 
 def _cut(log: Path, start: int) -> str:
-    """What was written from a place on; a stage that wrote too much keeps its beginning and its end."""
+    """The log from an offset on; cut the middle out of the log of a stage that wrote too much."""
     data = log.read_bytes()
     text = data[start:]
     if len(text) > LOG_BYTES_PER_STAGE:
@@ -192,7 +191,7 @@ def _last(text: str) -> str:
 
 
 def _table(path: Path) -> list[str]:
-    """Our speed and the best peer's, a line for each case."""
+    """Our speed and that of the fastest peer, one line per case."""
     cases: dict[tuple[str, ...], dict[str, results.Row]] = {}
     for row in map(results.pooled, results.runs(results.read(path))):
         if row["median_ms"]:

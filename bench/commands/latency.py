@@ -1,4 +1,4 @@
-"""latency: small problems, where a call costs more than its arithmetic: from the call to the result."""
+"""latency: time from the call to the result, for problems with more overhead than arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..work import Case, Named
 
 
 def to_result(place: Place) -> timing.Stopwatch:
-    """Seconds from the call until its result is there, Python and the launch included."""
+    """Seconds from the call until its result is ready, including Python and the launch."""
 
     def seconds(call: timing.Call) -> float:
         call()
@@ -27,7 +27,7 @@ def to_result(place: Place) -> timing.Stopwatch:
 
 
 def to_return(place: Place) -> timing.Stopwatch:
-    """Seconds until the call returns, the work being enqueued only."""
+    """Seconds until the call returns, with its work only enqueued."""
 
     def seconds(call: timing.Call) -> float:
         place.synchronize()
@@ -45,7 +45,7 @@ def run(settings: Settings) -> None:
     peers = chosen(place, settings.peers)
     if place.name == "gpu":
         details["to return"] = to_return(place)
-        peers.append(WITHOUT_CUPY)  # both ways to the driver differ in nothing but this
+        peers.append(WITHOUT_CUPY)  # the two drivers differ only in latency
     lengths = (1, 64, 256) if settings.quick else (1, 16, 64, 128, 256, 512)
     suite: list[Any] = [
         Named(detail, Case(1, 8, length, 64, place.dtypes[0], passes=passes))

@@ -1,4 +1,4 @@
-"""latents: decode over one array that is keys and values (MLA), beside two arrays that say the same."""
+"""latents: decode over one array of keys and values (MLA), compared with two arrays of the same contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..work import ITEM, Case
 
 # DeepSeek's: a latent of 512 columns, which are its value, and 64 that are rotated.
 COLUMNS, VALUES = 576, 512
-# (batch, heads, keys): what does not stay in a cache of the CPU.
+# (batch, heads, keys): sizes that exceed the caches of the CPU.
 CPU_CACHES = ((4, 16, 16384), (4, 1, 16384), (4, 128, 4096))
 GPU_CACHES = ((32, 16, 8192), (32, 128, 8192), (1, 128, 131072))
 ONE, TWO = "cupy_flash latents", "cupy_flash keys and values"

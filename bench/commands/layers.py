@@ -1,6 +1,6 @@
-"""layers: attention between torch's linear layers, as models call it.
+"""layers: attention between torch's linear layers, as in models.
 
-After a layer torch's threads spin, and other arrays are in the caches. Only attention is timed.
+After a layer, torch's threads spin, and the caches hold other arrays. Only attention is timed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(settings: Settings) -> None:
 def alternate(
     torch: Any, case: Case, ways: dict[str, Attention], repetitions: int
 ) -> dict[str, timing.Timing]:
-    """Time the attention of a layer by each way in turn."""
+    """Time the attention of a layer by each implementation in turn."""
     attentions = {name: _layer(torch, case, attend) for name, attend in ways.items()}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repetitions + 3):
@@ -77,7 +77,7 @@ def alternate(
 
 
 def _layer(torch: Any, case: Case, attend: Attention) -> Iterator[float]:
-    """Seconds that attention takes in each pass of a layer: q, k, v of one product, then that of o."""
+    """Yield the seconds of attention in each run of a layer: the QKV product, attention, output product."""
     width, shape = case.heads * case.head_dim, (case.batch, case.seqlen, 3, case.heads, case.head_dim)
     dtype = getattr(torch, case.dtype)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""memory: how much a call takes at its peak, beside its inputs, by length; each in a process of its own."""
+"""memory: peak memory of a call in addition to its inputs, by length, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..work import Case
 
 
 def _peak(peer: Peer, case: Case, device: str) -> int | str:
-    """Bytes at the peak of a call in a fresh process, or why there are none."""
+    """Peak bytes of a call in a fresh process, or why they could not be measured."""
     command = [sys.executable, "-m", "bench.measure.peak", peer.name, json.dumps(case), device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -1,8 +1,8 @@
-"""What a call costs besides its arithmetic: import, adopting arrays, checking, planning, adapters.
+"""Overhead of a call besides its arithmetic: import, adopting arrays, checking, planning, adapters.
 
-Every number is the best of many averages over a millisecond or two, so that other processes hardly count; an
-adapter's is the difference of two such, its own and that of cupy_flash.attention with the same results.
-Of an import and a first call it is the processor time of fresh processes, whose bytecode is on disk.
+Every number is the best of many averages over a millisecond or two, so that other processes hardly count; the
+overhead of an adapter is its time less that of cupy_flash.attention with the same results. The numbers of
+import and first call are CPU times of fresh processes, with bytecode on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCKS = 400
 
 
 class Row(NamedTuple):
-    """One line: what, microseconds, and the project's limit if it sets one."""
+    """One line: what is measured, microseconds, and the project's limit; None without one."""
 
     what: str
     us: float
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Best of several averages of each call, in turn: what it costs when nothing interrupts it."""
+    """The best of several averages of each call, measured in turn: its time without interruptions."""
     for call in calls.values():
         call()
     one = {name: min(timeit.repeat(call, number=1, repeat=9)) for name, call in calls.items()}
@@ -55,11 +55,11 @@ def _call_us(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 class Missing(Exception):
-    """What rows need is not here; the message says what, and which rows."""
+    """Rows cannot be measured on this machine; the message says why, and which rows."""
 
 
 class NoGpu:
-    """A driver whose kernels do nothing: what is left of a call on a GPU is ours."""
+    """A driver with empty kernels, so that a call on a GPU takes only our own time."""
 
     pointer = 0
 
@@ -88,7 +88,7 @@ class NoGpu:
 
 
 class _Ampere(NoGpu):
-    """The same as a GPU whose kernels take no tensor maps."""
+    """The same for a GPU with kernels without tensor maps."""
 
     def arch(self, _device: int) -> str:
         return "sm_80"
@@ -107,7 +107,7 @@ def _calls() -> dict[str, Callable[[], object]]:
         "attention": lambda: cupy_flash.attention(q, k, v, causal=True),
         "attention with lse": lambda: cupy_flash.attention(q, k, v, causal=True, return_lse=True),
         "attention_backward": lambda: cupy_flash.attention_backward(q, q, k, v, q, lse, causal=True),
-        # NumPy's offsets are read and checked in every call; those on a GPU are not.
+        # Offsets in NumPy arrays are read and checked in every call; those on a GPU are not.
         "attention_varlen": lambda: cupy_flash.attention_varlen(
             rows, rows, rows, cut, cut, max_seqlen_q=200, max_seqlen_k=200, causal=True
         ),
@@ -129,7 +129,7 @@ def _to_launch() -> list[Row]:
 
 
 def _by_either_driver() -> list[Row]:
-    """A call on a GPU until it returns, by CuPy and by the driver's own library: only the launch differs."""
+    """A call on a GPU until it returns, through CuPy and through libcuda: only the launch differs."""
     import torch
 
     if not torch.cuda.is_available():
@@ -148,8 +148,8 @@ def _by_either_driver() -> list[Row]:
 
 
 def _over_a_stand_in() -> list[Row]:
-    """What the host does for a launch, by CuPy and by the driver's own library, where there is no GPU."""
-    from tests.virtual_gpu import build, host_time, wheels  # why here: an image for GPUs lacks the tests
+    """Host time of a launch, through CuPy and through libcuda, on a machine without a GPU."""
+    from tests.virtual_gpu import build, host_time, wheels  # why here: GPU machines may lack the tests
 
     if reason := build.unavailable():
         raise Missing(f"{reason}: launches over a stand-in for the driver")

@@ -1,4 +1,4 @@
-"""pages: docs/benchmarks, and what docs/performance.md says first, from measured rows only."""
+"""pages: write docs/benchmarks, and the first table of docs/performance.md, from measured rows."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from . import compare
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDER, FRONT = DOCS / "benchmarks", DOCS / "performance.md"
-# Rows of a CPU before that are of the library's NumPy path: the compiled core came then.
+# Earlier rows of a CPU measured the NumPy path: the compiled core was added on this day.
 COMPILED = "2026-11-23"
 COMMAND = "python -m bench pages"
-_SHOWN = 4  # of the cases in which a peer is faster, before the table of all
+_SHOWN = 4  # cases with a faster peer that are listed before the full table
 
 
 class Page(NamedTuple):
-    """A page: what is measured, which rows it takes, and by what they are compared.
+    """A page of docs/benchmarks: its rows, and how they are compared.
 
     Attributes
     ----------
     name, title, what : str
-        `what` is the sentence that the page begins with.
+        File name, heading, and first sentence.
     files : tuple of str
-        Of bench/results.
+        Files of bench/results.
     takes : callable
-        Whether a row belongs here.
+        Whether the page includes a row.
     field : str
-        What is compared; its unit is that of `tables.UNITS`.
+        Column to compare; its unit is in `tables.UNITS`.
     group : callable
-        Rows with the same words are counted together.
+        Name of the group of a row; comparisons are counted per group.
     rows : callable, optional
-        Rows that are no lines of a CSV file.
+        Returns rows from other sources than the CSV files.
     text : str
-        What a reader has to know besides.
+        Text after the summary.
     more : callable, optional
-        Markdown that follows the tables of runs.
+        Returns Markdown after the tables of runs.
     figures : tuple of (str, str)
-        Of bench/plots, and what each shows.
+        Files of bench/plots, with captions.
     errors : bool
-        Whether the tables have errors.
+        Whether the tables include errors.
     """
 
     name: str
@@ -117,7 +117,7 @@ float32 every block. RMS error over the RMS of O with 0.5 added to V, on an H200
 
 
 def _overhead() -> str:
-    """What a call costs Python, of the newest run."""
+    """The section on Python overhead, from the newest run."""
     rows = results.read(results.RESULTS / "overhead.csv")
     newest = [row for row in rows if row["when"] == rows[-1]["when"]]
     one = newest[0]
@@ -134,7 +134,7 @@ of 5 or 9:
 
 
 def _counted_memory() -> str:
-    """Bytes that memory_report counts."""
+    """The section on memory, counted by memory_report."""
     lines = []
     for seqlen in (1024, 16384, 131072):
         report = cupy_flash.memory_report(1, 1, seqlen, 128, causal=True, backward=True)
@@ -273,7 +273,7 @@ def _worse(page: Page) -> str:
 
 
 def _slower(page: Page, found: Sequence[Beside]) -> str:
-    """What peers are better at, the worst case first."""
+    """List cases in which peers are better, the worst first."""
     worse: dict[str, list[Beside]] = {}
     for one in found:
         worse.setdefault(one.peer, []).append(one)
@@ -308,7 +308,7 @@ def _summary(page: Page, found: Sequence[Beside]) -> str:
 
 
 def _other_ways(page: Page, timed: Sequence[Timed]) -> str:
-    """Speeds of our other ways over that of the plain call."""
+    """Speed of our other implementations relative to the plain call."""
     found: dict[tuple[str, str], list[float]] = {}
     for one in timed:
         for name in one.ways:
@@ -324,7 +324,7 @@ def _other_ways(page: Page, timed: Sequence[Timed]) -> str:
 
 
 def _wrong(timed: Sequence[Timed]) -> str:
-    """Whose results were compared with FP64 and not right; their times are left out."""
+    """Peers whose results failed the comparison with FP64, whose times are left out."""
     names = dict.fromkeys(name for one in timed for name in one.ways)
     rows = {name: [one.ways[name].row for one in timed if name in one.ways] for name in names}
     wrong = {name: sum(not results.right(row) for row in of) for name, of in rows.items()}
@@ -338,7 +338,7 @@ def _range(rows: Sequence[Row], name: str, digits: int = 0) -> str:
 
 
 def _conditions(timed: Sequence[Timed]) -> str:
-    """Versions, commit, repetitions and the state of the machine, of one run."""
+    """Versions, commit, repetitions and state of the machine in one run."""
     ways = [way for one in timed for way in one.ways.values()]
     visits = [visit for way in ways for visit in way.visits]
     row = timed[0].ours
@@ -364,7 +364,7 @@ def _conditions(timed: Sequence[Timed]) -> str:
 
 
 def _runs(page: Page, timed: Iterable[Timed]) -> str:
-    """A section for each run, the newest first, with a table for each dtype."""
+    """One section per run, the newest first, with one table per dtype."""
     found: dict[tuple[str, str], list[Timed]] = {}
     for one in timed:
         found.setdefault((one.when, tables.machine(one.ours)), []).append(one)
@@ -404,14 +404,14 @@ def written(page: Page) -> str:
     return "\n".join(part for part in parts if part)
 
 
-# ---------------------------------------------------------------------- what docs/performance.md says first
+# ---------------------------------------------------------------------- the table of docs/performance.md
 
-# The table below a comment, as in docs/limits.md.
+# The table after the comment, as in docs/limits.md.
 _PLACE = re.compile(r"(?<=^<!-- slower -->\n\n)(?:\|.*\n)+", re.MULTILINE)
 
 
 def slower() -> str:
-    """The table of docs/performance.md: every group of cases in some of which a peer is better."""
+    """The table of docs/performance.md: all groups with a case in which a peer is better."""
     found = [(page, one) for page in PAGES for one in tables.beside(page.timed(), page.group, page.field)]
     worse = sorted((each for each in found if each[1].slower), key=lambda each: each[1].ratios[0][0])
     head = ["cases", "peer", "our speed over the peer's", "slower in", "slowest at"]
@@ -426,7 +426,7 @@ def _front_line(page: Page, one: Beside) -> list[str]:
 
 
 def front(text: str) -> str:
-    """The text of docs/performance.md with that table as it is now."""
+    """The text of docs/performance.md with the table updated."""
     made = slower()
     return _PLACE.sub(lambda _found: made, text)
 

@@ -1,4 +1,4 @@
-"""parallel: times of a long sequence over several GPUs, by the model of schedules: a projection."""
+"""parallel: times of a long sequence over several GPUs for each schedule, by a model: a projection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS, HEADS_K, HEAD_DIM = 64, 8, 128
 
 @cache
 def _measured(passes: str) -> tuple[tuple[int, float], ...]:
-    """Rows and TFLOP/s of square calls without a mask on an H200, the newest of each length."""
+    """Length and TFLOP/s of square calls without a mask on an H200, the newest row of each length."""
     found: dict[int, tuple[str, float]] = {}
     for row in results.read(results.RESULTS / f"{passes}.csv"):
         wanted = {"implementation": "cupy_flash", "gpu": "NVIDIA H200", "dtype": "bfloat16", "heads_k": "",
@@ -29,7 +29,7 @@ def _measured(passes: str) -> tuple[tuple[int, float], ...]:
 
 
 def rate(passes: str, rows: float) -> float:
-    """FLOP per second of a square call, between measured lengths by their logarithm; the ends hold beyond."""
+    """FLOP per second of a square call, interpolated in log(length), and constant beyond the ends."""
     points = _measured(passes)
     for (a, low), (b, high) in pairwise(points):
         if rows < b:
@@ -39,14 +39,14 @@ def rate(passes: str, rows: float) -> float:
 
 
 def milliseconds(tokens: int, ranks: int, schedule: str) -> float | None:
-    """Of a forward and a backward pass."""
+    """Milliseconds of a forward and a backward pass; None if the schedule cannot split the heads."""
     x = Sequence(tokens, HEADS, HEADS_K, HEAD_DIM, ranks)
     each = [seconds(schedule, passes, x, rate) for passes in PASSES]
     return None if None in each else sum(time for time in each if time is not None) * 1e3
 
 
 def table() -> str:
-    """A row for each length and number of GPUs; the fastest is bold."""
+    """One row per length and number of GPUs, with the fastest schedule in bold."""
     lines = [
         "| tokens | GPUs | ring | all-to-all | all-gather | work alone |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -16,7 +16,7 @@ from ..measure.results import calm, case, right
 PLOTS = Path(__file__).parents[1] / "plots"
 Rows = list[dict[str, str]]
 
-# The same colour for the same implementation in every figure.
+# Colour of each implementation in all figures.
 _COLOURS = {
     "cupy_flash": "#c1121f",
     "cupy_flash deterministic": "#e07a5f",
@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def newest(rows: Iterable[dict[str, str]]) -> Rows:
-    """The last run of each measurement; one taken while others used the machine only if there is no other."""
+    """The last run of each measurement; a run on a busy machine only if there is no other."""
     kept: dict[tuple[str, ...], dict[str, str]] = {}
     for row in map(results.pooled, results.runs(rows)):
         held = kept.get(results.identity(row))
@@ -53,12 +53,12 @@ def newest(rows: Iterable[dict[str, str]]) -> Rows:
 
 
 def timed(rows: Rows) -> Rows:
-    """Rows whose time means something: not of a busy machine's others, nor of wrong results."""
+    """Rows with valid times: not on a busy machine, and with correct results."""
     return [row for row in newest(rows) if calm(row) and right(row)]
 
 
 def of_one_gpu(rows: Rows) -> Rows:
-    """Rows of the GPU that most of them are of: lines of two GPUs in one panel would compare nothing."""
+    """Rows of the most frequent GPU, since lines of different GPUs cannot be compared in one panel."""
     most = Counter(row["gpu"] for row in rows).most_common(1)
     return [row for row in rows if row["gpu"] == most[0][0]] if most else []
 
@@ -75,7 +75,7 @@ def _where(rows: Rows) -> str:
 
 
 def _lines(axes: Any, rows: Rows, x: str, y: str) -> None:
-    """One line per implementation, with quartiles as bars where they are known."""
+    """Plot one line per implementation."""
     for name in dict.fromkeys(row["implementation"] for row in rows):
         mine = sorted((r for r in rows if r["implementation"] == name and r[y]), key=lambda r: float(r[x]))
         if mine:
@@ -91,7 +91,7 @@ def _lines(axes: Any, rows: Rows, x: str, y: str) -> None:
 
 
 def speed(rows: Rows, plt: Any) -> Any:
-    """Rate by length, from 0; a row of panels per pass and band, a column per head dim."""
+    """Plot rates by length, with one row of panels per pass and mask, one column per head dim."""
     rows = [row for row in timed(rows) if row["what"] in ("forward", "backward") and not row["heads_k"]]
     rows = of_first_dtype(rows)
     lengths = {row["seqlen"] for row in rows if row["implementation"] == OURS.name}
@@ -126,7 +126,7 @@ def speed(rows: Rows, plt: Any) -> Any:
     shown = [name for name in names if name in lines]
     figure.legend([lines[name] for name in shown], shown, loc="upper center", ncols=len(shown), fontsize=8,
                   bbox_to_anchor=(0.5, 0.965), frameon=False)  # fmt: skip
-    # The second line is room for the legend.
+    # The second line leaves room for the legend.
     figure.suptitle(f"{rows[0]['dtype']}, medians of visits; {_where(rows)}\n ", fontsize=10)
     return figure
 
@@ -136,12 +136,12 @@ def _thousands(n: int) -> str:
 
 
 def roofline(rows: Rows, plt: Any) -> Any:
-    """Rate against FLOP per byte, under the ceilings that were measured in the same runs."""
+    """Plot rates by FLOP per byte, below the ceilings measured in the same runs."""
     rows = [row for row in timed(rows) if row["tflops"] and float(row["matrix_tflops"] or 0)]
     rows = [row for row in rows if row["what"] in ("forward", "backward", "decode")]
     if not rows:
         return None
-    rows = of_first_dtype(rows)  # each has a ceiling of its own
+    rows = of_first_dtype(rows)  # each dtype has its own ceiling
     figure, axes = plt.subplots(figsize=(6.5, 4.2))
     for name in dict.fromkeys(row["implementation"] for row in rows):
         mine = [row for row in rows if row["implementation"] == name]
@@ -181,7 +181,7 @@ def _rate(value: float) -> str:
 
 
 def memory(rows: Rows, plt: Any) -> Any:
-    """Peak bytes beside the inputs."""
+    """Plot peak memory in addition to the inputs."""
     rows = [row for row in newest(rows) if row["what"] == "memory" and row["megabytes"]]
     if not rows:
         return None
@@ -205,7 +205,7 @@ def _cache(row: dict[str, str]) -> str:
 
 
 def decode(rows: Rows, plt: Any) -> Any:
-    """Bandwidth of decoding beside that of a copy."""
+    """Plot the bandwidth of decode, and that of a copy."""
     rows = [row for row in timed(rows) if row["what"] == "decode" and row["gb_per_s"]]
     if not rows:
         return None
@@ -229,7 +229,7 @@ def decode(rows: Rows, plt: Any) -> Any:
 
 
 def error(rows: Rows, plt: Any) -> Any:
-    """Largest error against FP64 by dtype."""
+    """Plot the largest error against FP64 by dtype."""
     rows = [row for row in newest(rows) if row["error"] not in ("", "nan")]
     if not rows:
         return None
@@ -270,11 +270,11 @@ _NAMES = {
 }
 
 
-_FRONT = "float32"  # what NumPy's users have
+_FRONT = "float32"  # the usual dtype in NumPy
 
 
 def _front_on_gpu(rows: Rows, plt: Any) -> Any:
-    """Causal attention over 8192 keys beside the fastest peers, a panel per pass and a group per head dim."""
+    """Plot causal attention over 8192 keys and its fastest peers, one panel per pass, grouped by head dim."""
     rows = of_first_dtype([row for row in timed(rows) if row["what"] in ("forward", "backward")])
     rows = [row for row in rows if row["seqlen"] == "8192" and row["causal"] == "True" and not row["heads_k"]]
     if {row["what"] for row in rows} != {"forward", "backward"}:
@@ -306,7 +306,7 @@ def _front_on_gpu(rows: Rows, plt: Any) -> Any:
 
 
 def front(rows: Rows, plt: Any) -> Any:
-    """What a reader sees first: speed on a GPU; memory by length and speed beside torch on a CPU."""
+    """Plot the first figure of the README: speed on a GPU; memory and speed relative to torch on a CPU."""
     if rows and rows[0]["gpu"]:
         return _front_on_gpu(rows, plt)
     peaks = [r for r in newest(rows) if (r["what"], r["passes"]) == ("memory", "forward+backward")]
@@ -350,9 +350,9 @@ def front(rows: Rows, plt: Any) -> Any:
 
 
 def beside_torch(rows: Rows) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Rows of `bench cpu` by implementation, each with how many times as fast as torch it was in its run.
+    """Rows of `bench cpu` by implementation, each with its speedup over torch in the same run.
 
-    All of an implementation's are of one run: the newest that timed it and torch beside no other programs.
+    All rows of an implementation are from one run: the newest calm one that timed it and torch.
     """
     runs: dict[str, Rows] = {}
     for row in map(results.pooled, results.runs(r for r in rows if r["what"] == "cpu")):
@@ -379,7 +379,7 @@ FIGURES: dict[str, Callable[[Rows, Any], Any]] = {
     "error": error,
     "front": front,
 }
-# Of CPUs docs/benchmarks has tables: their rows are of several machines, whose rates no figure compares.
+# Figures for GPUs only: rows of CPUs are from several machines, and have tables in docs/benchmarks.
 OF_GPUS = ("speed", "roofline")
 
 

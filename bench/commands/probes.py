@@ -1,4 +1,4 @@
-"""probes: what a GPU and its driver do, before any kernel of ours: ceilings, exp, launches, cubins."""
+"""probes: basic rates of a GPU and its driver, without our kernels: ceilings, exp, launches, cubins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..machine import ceilings, conditions
 from ..machine import place as places
 from ..machine.timing import Timing
 
-# Eight independent chains of ex2 per thread, so that the latency of one hides behind the others.
+# Eight independent chains of ex2 per thread, which hide the latency of each other.
 _EXP = r"""
 extern "C" __global__ void exp_rate(float* out, int rounds) {
     float x[8];
@@ -52,7 +52,7 @@ extern "C" __global__ void dmma_rate(double* out, int rounds) {
     if (sum == 123.) out[0] = sum;
 }
 """
-# Flops, and which capabilities have it: elsewhere compilers make hundreds of instructions of one.
+# FLOP of one instruction, and capabilities with hardware for it: elsewhere it compiles to hundreds of others.
 _DMMA_SHAPES = {
     "DFMA": (2 * 32, None),
     "M8N8K4": (2 * 8 * 8 * 4, (80, 90)),
@@ -101,7 +101,7 @@ def _best_seconds(kernel: Any, blocks: int, threads: int, *given: Any) -> float:
 
 
 def _dmma(place: Any, _cubins: Path | None) -> dict[str, Any]:
-    """Rates of float64, by tensor cores and beside them: what its kernels are chosen by."""
+    """Rates of float64 with and without tensor cores, by which its kernels are chosen."""
     import cupy
 
     from cupy_flash.plan.catalog import architecture
@@ -138,7 +138,7 @@ def _exp(place: Any, _cubins: Path | None) -> dict[str, Any]:
 
 
 def _launch(_place: Any, _cubins: Path | None) -> dict[str, Any]:
-    """Host time of launching a kernel with a params struct by value, and its time back to back."""
+    """Host time of a launch with a params struct by value, and time per launch of back-to-back launches."""
     import cupy
 
     kernel = cupy.RawModule(code=_LAUNCH, options=("-std=c++17",)).get_function("launch_cost")
@@ -166,7 +166,7 @@ def _launch(_place: Any, _cubins: Path | None) -> dict[str, Any]:
 
 
 def _loading(place: Any, cubins: Path | None) -> dict[str, Any]:
-    """Whether the driver loads the cubins of each compiler for this GPU, and how long one takes."""
+    """Whether the driver loads the cubins of each compiler for this GPU, and the time per cubin."""
     import cupy
 
     from cupy_flash.plan.catalog import architecture
@@ -209,10 +209,10 @@ def run(chosen: argparse.Namespace) -> int:
         else:
             try:
                 found[name] = probe(place, chosen.cubins)
-            except Exception as error:  # why any: one probe that fails must not take the others with it
+            except Exception as error:  # why any: a failed probe must not prevent the others
                 found[name] = f"failed: {type(error).__name__}: {error}"[:300]
         print(f"{name}: {json.dumps(found[name])}", flush=True)
-        if chosen.out:  # after each: the next may be the last
+        if chosen.out:  # after each probe: the next one may crash
             chosen.out.parent.mkdir(parents=True, exist_ok=True)
             chosen.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -1,8 +1,8 @@
-"""soak: random right calls of the whole public API against FP64, with new seeds, for minutes or hours.
+"""soak: random valid calls of the whole public API against FP64, with new seeds, for minutes or hours.
 
-On the CPU each call runs in a process of its own kind (`tests.random_calls`), its arrays between pages that
-nobody may touch; one that fails, crashes or hangs is made smaller and printed as a program. On a GPU several
-threads compute, each with a stream of its own.
+On the CPU calls run in a worker process (`tests.random_calls`), with their arrays between guard pages; a call
+that fails, crashes or hangs is reduced and printed as a program. On a GPU several threads compute, each on
+its own stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..machine.blas import one_thread
 from ..machine.memory import GROWTH_ALLOWED, growth, resident
 from ..measure.session import progress
 
-# How many findings are printed.
+# Most findings to print.
 PRINTED = 5
 
 
@@ -56,7 +56,7 @@ def run(chosen: argparse.Namespace) -> int:
     print(f"seed {seed}", flush=True)
     if place.library != "numpy":
         return on_gpu(chosen, seed, place)
-    from tests.random_calls.hunt import hunt  # why here: an image for GPUs lacks what the CPU path imports
+    from tests.random_calls.hunt import hunt  # why here: GPU machines may lack packages of the CPU path
 
     return hunt(chosen, seed, tuple(chosen.dtype or dtypes_of(place.library)))
 
@@ -65,23 +65,23 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def dtypes_of(library: str) -> tuple[str, ...]:
-    """CuPy has no bfloat16, and NumPy none without that package."""
+    """Dtypes of a library; CuPy has no bfloat16, and NumPy only with ml_dtypes."""
     some = ("float16", "float32", "float64")
     has = library != "cupy" and importlib.util.find_spec("ml_dtypes") is not None
     return (*some, "bfloat16") if has else some
 
 
 def _kinds() -> tuple[dict[str, Any], dict[str, int]]:
-    """Kinds of calls, and how often each is drawn; dense ones alone where ml_dtypes is missing."""
+    """Kinds of calls, and their frequencies; only dense ones without ml_dtypes."""
     if importlib.util.find_spec("ml_dtypes") is None:
         return {"Dense": Dense}, {"Dense": 1}
-    from tests.random_calls.trial import KINDS, SHARES  # why here: an image for GPUs may lack what it imports
+    from tests.random_calls.trial import KINDS, SHARES  # why here: GPU machines may lack what it imports
 
     return KINDS, SHARES
 
 
 class Soak:
-    """Threads that check problems until the time, the count or somebody's patience ends."""
+    """Threads that check problems until a time limit, a count or an interrupt."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class Soak:
             return True
 
     def draw(self, random_: random.Random) -> Any:
-        """A call that a GPU may have."""
+        """Draw a call that a GPU supports."""
         kind = random_.choices(self.kinds, [self._shares[name] for name in self.kinds])[0]
         call = self._kinds[kind].draw(random_, self.dtypes)
         changed: dict[str, Any] = {}
         if isinstance(call, Dense):
-            # Gradients need finite keys there, and a function of scores would be compiled first.
+            # On a GPU gradients need finite keys, and a score function would have to be compiled first.
             changed = {"holes": False, "function": None}
             if call.bias_dtype not in dtypes_of(self.place.library):
                 changed["bias_dtype"] = None
@@ -152,7 +152,7 @@ class Soak:
 
 @contextmanager
 def _stream(place: Any) -> Iterator[None]:
-    """A stream of this thread's own on a GPU."""
+    """Use a separate stream for this thread on a GPU."""
     context: Any = nullcontext()
     if place.library == "torch":
         context = place.torch.cuda.stream(place.torch.cuda.Stream())
@@ -185,7 +185,7 @@ def on_gpu(chosen: argparse.Namespace, seed: int, place: Any) -> int:
 
 
 def _watch(soak: Soak, minutes: float, held: list[int]) -> None:
-    """Note the memory held each second, behind a progress bar."""
+    """Record the resident memory every second, and show a progress bar."""
     for _ in progress(list(range(max(1, round(60 * minutes)))), "soak"):
         if time.monotonic() > soak.end:
             return

@@ -1,8 +1,8 @@
-"""spans: masks as intervals beside what says the same, on the CPU, by processor time.
+"""spans: masks as spans compared with equivalent options, on the CPU, by CPU time.
 
-Causality beside `causal=True`, documents in one sequence beside a packed call, making intervals beside the
-forward pass that takes them, and the masks of the gallery as functions, blocks and intervals. The first way
-of each is what the others are measured by.
+Causality and `causal=True`, documents in one sequence and a packed call, making spans and the forward pass
+with them, and the masks of the gallery as functions, blocks and spans. Ratios are relative to the first
+implementation of each.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DOCUMENTS = 32
 
 
 class Mask(NamedTuple):
-    """A mask that can be said in several ways.
+    """A mask with several implementations.
 
     Attributes
     ----------
     exact : callable
-        Keywords of `cupy_flash.attention` for a case, which FP64 takes, too.
+        Returns keyword arguments of `cupy_flash.attention` for a case, also for the FP64 reference.
     ways : mapping of str to callable
-        By name, what prepares a call. The first is what the others are measured by.
+        Functions that prepare a call, by name. Ratios are relative to the first.
     """
 
     exact: Options
@@ -66,7 +66,7 @@ def _causal(by: str) -> Options:
 
 
 def lengths(case: Case) -> list[int]:
-    """Of the documents of a case, which is reduced to fewer tokens for its errors."""
+    """Lengths of the documents of a case, which may be reduced to fewer tokens."""
     return [case.seqlen // DOCUMENTS] * DOCUMENTS
 
 
@@ -94,7 +94,7 @@ MAKING = "making"
 
 
 def _made(make: Callable[[int], Spans], **besides: Any) -> Mask:
-    """Making spans beside the forward pass that takes them."""
+    """Compare making spans with the forward pass that uses them."""
 
     def options(case: Case) -> dict[str, Any]:
         return {"mask": make(case.seqlen)} | besides
@@ -106,7 +106,7 @@ def _made(make: Callable[[int], Spans], **besides: Any) -> Mask:
 
 
 def _of_gallery(name: str, intervals: Callable[[Case], Spans] | None) -> Mask:
-    """A mask of the gallery as a function, as blocks, and as intervals if it has any."""
+    """A mask of the gallery as a function, as blocks, and as spans if possible."""
     function: Options = lambda case: functions.Gallery(name, case).options()  # noqa: E731
     ways = {
         "cupy_flash function": _ours(function),
@@ -135,7 +135,7 @@ def _widths(case: Case) -> Spans:
     return Spans(np.stack(bounds, axis=-1).astype(np.int32)[None, :, None])
 
 
-# What the gallery's masks are as intervals; None where some query and some key has more than two.
+# Masks of the gallery as spans; None for a mask that needs more than two intervals per query and per key.
 _INTERVALS: dict[str, Callable[[Case], Spans] | None] = {
     "causal": lambda case: _causal("key")(case)["mask"],
     "documents": _documents_of_gallery,
@@ -195,7 +195,7 @@ def suite(quick: bool) -> list[Any]:
 
 
 def ratios(rows: list[dict[str, str]]) -> dict[tuple[str, str, str], float]:
-    """By mask, pass and way: processor time over that of the first way, medians of the visits of a run."""
+    """CPU time relative to the first implementation, by mask, pass and implementation; medians of a run."""
     found: dict[tuple[str, str, str], float] = {}
     first: dict[tuple[str, str], float] = {}
     for row in map(results.pooled, results.runs(rows)):
@@ -213,7 +213,7 @@ def run(settings: Settings) -> None:
         if not calls:
             continue
         ways = {name: (call, timing.by_processor) for name, call in calls.items()}
-        # why 2 where it is: those are far from each other. why any weather: others hardly count.
+        # why 2 repetitions: ratios of the others are far from 1. why any load: CPU time hardly depends on it.
         often = 5 if case.name in ("causal", "32 documents") and not settings.quick else 2
         times = timing.alternate(ways, often, 5.0, warm_up=0, calm=1.0)  # the stopwatch warms up
         session.say(f"{case}, processor time")

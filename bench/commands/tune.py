@@ -1,8 +1,8 @@
-"""tune: measure the tiles that a kernel might have, and print the cell to put into the table.
+"""tune: measure candidate tiles of a kernel, and print the best cell for the table.
 
-In two steps, because a machine with a GPU may have no compiler: `--build DIR` compiles the candidates
-anywhere, `--cubins DIR` measures them, each in a process of its own. `--dry-run` needs neither: it ranks them
-by the cost model, which is a STAND-IN for measuring and no measurement.
+There are two steps, because a machine with a GPU may have no compiler: `--build DIR` compiles the candidates
+on any machine, `--cubins DIR` measures them, each in a process of its own. `--dry-run` needs neither: it
+ranks them by the cost model, which is a STAND-IN, not a measurement.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _plan(question: Question, cell: Cell, seqlen: int) -> Any:
 
 
 def _build(question: Question, cells: list[Cell], out: Path, cuda: int, seqlen: int) -> int:
-    """Compile each candidate into a folder of its own; note what each is, or why it is none."""
+    """Compile each candidate into a folder of its own; record its cell, or why it does not compile."""
     from cupy_flash.cubins import build
     from cupy_flash.plan import families
 
@@ -82,7 +82,7 @@ def _build(question: Question, cells: list[Cell], out: Path, cuda: int, seqlen: 
 
 
 def _measure_one(question: Question, cell: Cell, seqlen: int) -> int:
-    """In a process of its own: time one candidate on the GPU; print seconds as JSON."""
+    """Time one candidate on the GPU and print seconds as JSON; each candidate has its own process."""
     place, sentences = places.find()
     if place.name == "cpu":
         print(*sentences)
@@ -113,7 +113,7 @@ def _measure(question: Question, folder: Path, seqlen: int) -> list[tuple[float,
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=False, timeout=120
             )
-        except subprocess.TimeoutExpired:  # a candidate that hangs is an answer about it alone
+        except subprocess.TimeoutExpired:  # a candidate that hangs does not affect the others
             write(f"{cell!s:32} failed: no end after 120 s")
             continue
         last = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[-1]
@@ -131,7 +131,7 @@ def _measure(question: Question, folder: Path, seqlen: int) -> list[tuple[float,
 
 
 def _stand_in(question: Question, cells: list[Cell], seqlen: int) -> list[tuple[float, Cell, str]]:
-    """Rank by counts of the simulator and published rates."""
+    """Rank candidates by counts of the simulator and published rates."""
     gpu = next((gpu for gpu in rates.GPUS if gpu.arch == question.arch), None)
     if gpu is None:
         raise ValueError(f"no rates for {question.arch}: {', '.join(gpu.arch for gpu in rates.GPUS)}")
@@ -142,7 +142,7 @@ def _stand_in(question: Question, cells: list[Cell], seqlen: int) -> list[tuple[
                 counts = counting.counted(question.arch, case, **candidates.options(question))
                 launches = case.plan(question.arch, **candidates.options(question)).launches
                 costs = [cost_model.of_launch(case, x, counts[x.variant.name], gpu) for x in launches]
-        except Exception as error:  # why any: a candidate that does not compile is an answer, not a failure
+        except Exception as error:  # why any: a candidate that does not compile is skipped
             write(f"{cell!s:32} refused: {f'{type(error).__name__}: {error}'.splitlines()[0][:100]}")
             continue
         seconds = sum(sum(cost.seconds.values()) for cost in costs)

@@ -1,4 +1,4 @@
-"""varlen: sequences of unequal length, packed end to end, beside one call per sequence."""
+"""varlen: packed sequences of unequal lengths, compared with one call per sequence."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..measure.peers import Call, Inputs, Peer
 from ..measure.session import Session, Settings
 from ..work import ITEM, Case, drawn
 
-# (sequences, longest at most, heads, head dim)
+# (sequences, upper limit of lengths, heads, head dim)
 GPU_SIZES = ((32, 4096, 16, 128), (256, 1024, 16, 128), (64, 8192, 32, 64))
 CPU_SIZES = ((16, 512, 8, 64), (8, 1024, 8, 64))
 
 
 class _Lengths(NamedTuple):
-    """Fields of `Packed`, by the names that rows have."""
+    """Fields of `Packed`, by names of result columns."""
 
     batch: int
     heads: int
@@ -36,7 +36,7 @@ class _Lengths(NamedTuple):
 
 
 class Packed:
-    """Sequences of these lengths, causal, with as many queries as keys. Offers what `Case` does.
+    """Causal packed sequences with as many queries as keys; it has the interface of `Case`.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ class Packed:
         return found
 
     def plan(self, arch: str) -> Any:
-        """That of the longest sequence; packing changes the grid only."""
+        """The plan of the longest sequence; packing only changes the grid."""
         longest = max(self.parts, key=lambda part: part.seqlen)
         return longest._replace(batch=len(self.lengths)).plan(arch)
 
@@ -126,7 +126,7 @@ def _ours(case: Packed, inputs: Inputs, _place: Place) -> Call:
 
 
 def _each(peer: Peer) -> Callable[[Packed, Inputs, Place], Call]:
-    """Call a peer once per sequence: what those without packing do."""
+    """Call a peer once per sequence, as those without packed sequences require."""
 
     def prepare(case: Packed, inputs: Inputs, place: Place) -> Call:
         starts = np.concatenate([[0], np.cumsum(case.lengths)])
@@ -185,7 +185,7 @@ def _flash_attn(*modules: str) -> Callable[[Packed, Inputs, Place], Call]:
 
 
 def who(place: Place, wanted: str | None) -> list[Peer]:
-    """The packed peers of a place, and what runs sequence by sequence."""
+    """Peers with packed sequences, and peers that run sequence by sequence."""
     ours, *others = peers.chosen(place, wanted)
     single = [ours, *(peer for peer in others if peer.name in ("torch", "torch cudnn", "torch flash"))]
     packed = [
@@ -200,7 +200,7 @@ def who(place: Place, wanted: str | None) -> list[Peer]:
 
 
 def lengths(count: int, longest: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths as of sentences and documents: many short ones, few long ones."""
+    """Random lengths, as of sentences and documents: many short ones, few long ones."""
     draw = np.random.default_rng(seed)
     found = np.minimum(longest, longest / 8 * draw.lognormal(0, 0.9, count)).astype(int)
     return tuple(int(n) for n in np.maximum(found, 1))

@@ -1,1 +1,1 @@
-"""The machine and how to time on it: its clocks, what else runs there, what it can do at best."""
+"""The machine, and timing on it: clocks, other programs, ceilings."""

@@ -1,4 +1,4 @@
-"""The threads of NumPy's BLAS, where threadpoolctl is there to hold them: an image for GPUs may lack it."""
+"""Limit the threads of NumPy's BLAS by threadpoolctl, if it is installed; GPU machines may lack it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def one_thread() -> AbstractContextManager[Any]:
-    """Many small products inside: spinning threads would slow them tenfold."""
+    """Limit the BLAS to one thread, for many small products: spinning threads slow them tenfold."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
@@ -17,7 +17,7 @@ def one_thread() -> AbstractContextManager[Any]:
 
 
 def names() -> list[str]:
-    """NumPy's BLAS with its version and the kernels it chose; nothing if that cannot be asked for."""
+    """NumPy's BLAS, its version and its kernel set; empty without threadpoolctl."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:

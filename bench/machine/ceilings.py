@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in the same run: copy bandwidth and matrix rates."""
+"""Ceilings of this machine, measured in the same run: copy bandwidth and rates of matrix products."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from .place import Place
 
 
 def per_second(flops: float) -> str:
-    """A rate with its unit."""
+    """Format a rate with its unit."""
     return f"{flops / 1e12:.4g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.4g} GFLOP/s"
 
 
 class Ceilings(NamedTuple):
-    """Best rates seen of plain operations.
+    """Best measured rates of plain operations.
 
     Attributes
     ----------
     bytes_per_second : float
-        Of a large copy, bytes read and bytes written both counted.
+        Bandwidth of a large copy; reads and writes both count.
     flops : dict of str to float
-        Per second in a large matrix product, by the dtype of attention that it bounds.
+        FLOP per second of a large matrix product, by the dtype of attention that it bounds.
     """
 
     bytes_per_second: float
     flops: dict[str, float]
 
     def least_seconds(self, case: Case) -> tuple[float, str]:
-        """The time that no kernel can beat, and what it would be spent on."""
+        """The lower bound of a case's time, and the resource that sets it."""
         matrix = case.flops() / self.flops.get(case.dtype, float("inf"))
         memory = case.traffic() / self.bytes_per_second
         return (matrix, "matrix") if matrix >= memory else (memory, "memory")
 
     def or_better(self, other: Ceilings) -> Ceilings:
-        """The best of two measurements, rate by rate."""
+        """Combine two measurements: the higher of each rate."""
         flops = {name: max(rate, other.flops.get(name, 0.0)) for name, rate in self.flops.items()}
         return Ceilings(max(self.bytes_per_second, other.bytes_per_second), other.flops | flops)
 
@@ -49,14 +49,14 @@ class Ceilings(NamedTuple):
 
 
 def measure(place: Place, quick: bool = False) -> Ceilings:
-    """Measure them. Best of several, as they are to be ceilings."""
+    """Measure the ceilings, each as the best of several samples."""
     if place.library == "numpy":
         return _of_cpu(quick)
     return _of_gpu(place, quick)
 
 
 def _best(call: timing.Call, stopwatch: timing.Stopwatch) -> float:
-    """The least of seven; where others use the machine, of more, until five were calm or 10 s are over."""
+    """The shortest of 7 samples, or on a busy machine of more, until 5 were calm or 10 s have passed."""
     stopwatch(call)
     end, best, samples, calm = time.monotonic() + 10, float("inf"), 0, 0
     while samples < 7 or (calm < 5 and time.monotonic() < end):
@@ -76,8 +76,8 @@ def _of_cpu(quick: bool) -> Ceilings:
     target = np.empty_like(source)
     copy = _best(lambda: np.copyto(target, source), timing.by_clock)
     matrix = _best(lambda: np.matmul(a, b, out=product), timing.by_clock)
-    short = matrix  # of bfloat16, for which some CPUs have instructions
-    with contextlib.suppress(ImportError):  # its BLAS may know this CPU better than NumPy's
+    short = matrix  # for bfloat16, for which some CPUs have instructions
+    with contextlib.suppress(ImportError):  # torch's BLAS may be faster on this CPU than NumPy's
         import torch
 
         x, y, out = (torch.from_numpy(array) for array in (a, b, product))
@@ -101,7 +101,7 @@ def _of_gpu(place: Place, quick: bool) -> Ceilings:
             seconds = _best(lambda a=a, b=b: a @ b, stopwatch)  # type: ignore[misc]
         rates[dtype] = 2 * n**3 / seconds
     if place.float8:
-        # why any: torch's product of 8-bit floats is private, and changes.
+        # why any: torch's product of 8-bit floats is private, and its interface changes.
         with contextlib.suppress(Exception):
             rates[FLOAT8] = 2 * n**3 / _best(_float8_product(place, square), stopwatch)
     if place.tf32:
@@ -113,7 +113,7 @@ def _of_gpu(place: Place, quick: bool) -> Ceilings:
 
 
 def _float8_product(place: Place, square: Case) -> timing.Call:
-    """A matrix product of 8-bit floats; its second operand has to be transposed."""
+    """A matrix product of 8-bit floats, whose second operand has to be column-major."""
     x = place.inputs(square._replace(dtype=FLOAT8))
     a, b = x["q"][0, 0], x["k"][0, 0].t()
     one = place.torch.ones((), device=place.device)
@@ -121,7 +121,7 @@ def _float8_product(place: Place, square: Case) -> timing.Call:
 
 
 class _tf32:  # noqa: N801
-    """Let float32 products use TF32 inside, where there is any."""
+    """Allow TF32 in float32 products inside this context, if the GPU has it."""
 
     def __init__(self, place: Place) -> None:
         self._flags = place.torch.backends.cuda.matmul if place.tf32 else None

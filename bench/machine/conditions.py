@@ -1,4 +1,4 @@
-"""What a timing depends on besides the code: the machine, the versions, the commit."""
+"""Conditions of a timing: the machine, the versions, the commit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """Return the checkout's commit, with a + if files differ from it."""
+    """Return the commit of the checkout, with a + if files have changed."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -43,12 +43,12 @@ def commit() -> str:
 
 
 def load() -> str:
-    """Processes that want a core, averaged over the last minute."""
+    """Load average of the last minute; empty if the system has none."""
     return f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
 
 
 def machine() -> dict[str, str]:
-    """When, which commit, and which CPU."""
+    """Columns of time, commit, CPU, load and Python."""
     return {
         "when": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
         "commit": commit(),
@@ -60,7 +60,7 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> str:
-    """Packages that compute, with NumPy's BLAS and the kernels it chose: one machine may run either."""
+    """Versions of the measured packages, and NumPy's BLAS with its kernel set, which can vary per machine."""
     found = []
     for name in PACKAGES:
         try:
@@ -71,5 +71,5 @@ def versions() -> str:
 
 
 def surroundings(place: Place) -> Mapping[str, str]:
-    """Everything about a row that is the same for all rows of a run."""
+    """Columns that are equal in all rows of a run."""
     return machine() | {"gpu": place.gpu, "driver": place.driver, "versions": versions()}

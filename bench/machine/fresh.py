@@ -1,4 +1,4 @@
-"""Fresh processes, as programs of users start: with the bytecode of what they import on disk."""
+"""Timing in fresh processes, with bytecode on disk, as for users' programs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ print(json.dumps(us))
 
 
 def environment() -> dict[str, str]:
-    """Ours without what keeps Python from writing bytecode: then a process compiles all that it imports."""
+    """The environment without PYTHONDONTWRITEBYTECODE, which would make every process compile its imports."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def least_us(steps: Sequence[str], repeat: int = 9) -> list[float]:
-    """Microseconds of processor time of each step of a program, the least of fresh processes.
+    """Microseconds of CPU time of each step of a program, the minimum over fresh processes.
 
     Parameters
     ----------
     steps : sequence of str
         Statements, run in this order in one namespace.
     repeat : int
-        Processes, beyond a first one that leaves the bytecode behind.
+        Processes, in addition to a first one that writes the bytecode.
     """
     command = [sys.executable, "-c", _TIMED.format(steps=list(steps))]
     runs = []

@@ -1,4 +1,4 @@
-"""What memory a process holds, and whether that grows."""
+"""Resident memory of this process, and its growth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GROWTH_ALLOWED = 64e6
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds; 0 where the system does not tell."""
+    """Resident memory of this process in bytes; 0 where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -17,9 +17,9 @@ def resident() -> int:
 
 
 def growth(held: list[int]) -> int:
-    """How much memory grew, of readings one after the other: the last quarter's least over the second's most.
+    """Growth in bytes over a series of readings: minimum of the last quarter less maximum of the second.
 
-    why: FP64 references of many sizes come and go, so that single readings say little; a leak lifts them all.
+    why: FP64 references of many sizes make single readings vary; a leak raises all of them.
     """
     quarter = len(held) // 4
     if quarter < 5:

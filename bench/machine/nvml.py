@@ -1,7 +1,7 @@
-"""Clocks, power and neighbours of a GPU, from the driver's own library.
+"""Clocks, power and utilisation of a GPU, from NVML by ctypes.
 
-why not nvidia-ml-py: it wraps the same calls, benchmarks would have to do without it too, and machines
-with a GPU often reach no package index.
+why not nvidia-ml-py: it wraps the same calls, would have to be optional, and machines with a GPU often
+have no access to a package index.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LIBRARIES = ("libnvidia-ml.so.1", "nvml.dll")
 
 
 class State(NamedTuple):
-    """A GPU at one moment; what the driver does not tell is None."""
+    """State of a GPU at one moment; None for what the driver does not report."""
 
     clock_mhz: int | None = None
     watts: float | None = None
@@ -50,12 +50,12 @@ def _library() -> Any:
 
 
 class Nvml:
-    """The GPU at a PCI address. Without the library every answer is empty.
+    """NVML queries of the GPU at a PCI address; without the library every result is empty.
 
     Parameters
     ----------
     pci : str
-        As the CUDA runtime names it, such as "0000:0F:00.0".
+        PCI address as in the CUDA runtime, such as "0000:0F:00.0".
     """
 
     def __init__(self, pci: str) -> None:
@@ -74,7 +74,7 @@ class Nvml:
         return text.value.decode()
 
     def state(self) -> State:
-        """What the GPU does now; call it while work is queued, as clocks fall within milliseconds."""
+        """Query the state; call this while work is queued, as clocks fall within milliseconds of idling."""
         watts = self._number("nvmlDeviceGetPowerUsage", ctypes.c_uint())
         busy = self._number("nvmlDeviceGetUtilizationRates", _Pair())
         memory = self._number("nvmlDeviceGetMemoryInfo", _Memory())

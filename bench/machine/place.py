@@ -1,4 +1,4 @@
-"""Where arrays live and calls run: NumPy on the CPU, or a GPU through torch or CuPy."""
+"""Places for arrays and calls: NumPy on the CPU, or a GPU through torch or CuPy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..work import FLOAT8
 from . import timing
 from .nvml import Nvml, State
 
-FLUSH_BYTES = 2**30  # more than any L2, and 0.2 ms or more for Python to enqueue the call behind it
+FLUSH_BYTES = 2**30  # larger than any L2; takes at least 0.2 ms, in which Python enqueues the next call
 
 
 class Cpu:
-    """NumPy arrays; the clock on the wall."""
+    """NumPy arrays, timed by the wall clock."""
 
     name = "cpu"
     library = "numpy"
@@ -49,7 +49,7 @@ class Cpu:
 
 
 def _available_memory() -> int | None:
-    """Bytes that programs may still take, by Linux; None elsewhere."""
+    """Available memory in bytes on Linux; None elsewhere."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
@@ -58,7 +58,7 @@ def _available_memory() -> int | None:
 
 
 class TorchGpu:
-    """torch tensors on the current GPU; events on torch's stream."""
+    """torch tensors on the current GPU, timed by events on torch's stream."""
 
     name = "gpu"
     library = "torch"
@@ -76,7 +76,7 @@ class TorchGpu:
 
     @property
     def float8(self) -> bool:
-        """Whether there are kernels for 8-bit floats, and torch has the dtype."""
+        """Whether kernels support 8-bit floats on this GPU, and torch has the dtype."""
         return bool({"hopper", "fp8"} & {*architecture(self.arch()).families}) and hasattr(self.torch, FLOAT8)
 
     @property
@@ -88,7 +88,7 @@ class TorchGpu:
         return tensor_of(self.torch, np.ascontiguousarray(x)).to(self.device)
 
     def inputs(self, case: Any) -> dict[str, Any]:
-        """Random inputs, drawn on the GPU: those of a long sequence would take the host seconds."""
+        """Random inputs, generated on the GPU: for long sequences the host would take seconds."""
         generator = self.torch.Generator(self.device).manual_seed(0)
         dtype = getattr(self.torch, case.dtype)
         drawn = {
@@ -124,7 +124,7 @@ class TorchGpu:
 
 
 def tensor_of(torch: Any, x: np.ndarray) -> Any:
-    """A tensor over a NumPy array; torch does not know what ml_dtypes adds to NumPy by name."""
+    """View a NumPy array as a tensor; torch cannot convert dtypes of ml_dtypes itself."""
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     if x.dtype.name == FLOAT8:
@@ -138,7 +138,7 @@ def _pci(properties: Any) -> str:
 
 
 class CupyGpu:
-    """CuPy arrays on the current GPU, where there is no torch. No bfloat16."""
+    """CuPy arrays on the current GPU, for machines without torch; no bfloat16."""
 
     name = "gpu"
     library = "cupy"
@@ -194,17 +194,17 @@ class CupyGpu:
         return self._arch
 
 
-Place = Any  # Cpu, TorchGpu or CupyGpu: they offer the same
+Place = Any  # Cpu, TorchGpu or CupyGpu, which have the same interface
 
 
 def find(wanted: str = "auto") -> tuple[Place, list[str]]:
-    """Where to measure, and sentences about what that is and what else was looked for."""
+    """Find the place to measure; also return sentences about its state and about unusable devices."""
     if wanted == "cpu":
         return Cpu(), []
     for library, make in (("torch", _torch_gpu), ("cupy", _cupy_gpu)):
         try:
             place = make()
-        except Exception as error:  # why any: a broken driver or package shows in many ways
+        except Exception as error:  # why any: a broken driver or package raises all kinds
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             return Cpu(), [f"{library} failed at the GPU ({reason}): measuring NumPy arrays on the CPU."]
         if place is not None:
@@ -233,7 +233,7 @@ def _cupy_gpu() -> Place | None:
 
 
 def _neighbours(place: Place) -> list[str]:
-    """Whether somebody else uses the GPU, from what it does before we start."""
+    """Sentences about other work on the GPU, from its utilisation before the start."""
     state = place.state()
     if state.busy_percent:
         return [f"The GPU is {state.busy_percent} % busy with others' work: expect noise."]

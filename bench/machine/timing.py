@@ -1,4 +1,4 @@
-"""Time several ways of doing one thing side by side: on the CPU by the clock, on a GPU by events."""
+"""Time several implementations in turn: by the wall clock on a CPU, by events on a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 from . import weather
 
-# What `settle` waits for at most, looks at, and calls quiet. OpenBLAS's threads spin for 2^28 cycles, 0.1 s.
+# `settle`: longest wait, sampling interval, and the CPU share that counts as idle. Threads of OpenBLAS spin
+# for 2^28 cycles, 0.1 s.
 SETTLE_SECONDS = 0.5
 GLANCE_SECONDS = 0.01
 QUIET = 0.1
-# why: after a rest processors are slow: the first call takes half as long again, those after 0.06 s do not.
+# why: idle processors clock down: a first call takes 1.5 times as long, calls after 0.06 s do not.
 WAKING_SECONDS = 0.06
 LEAST_REPETITIONS = 2
 
@@ -22,7 +23,7 @@ Stopwatch = Callable[[Call], float]
 
 
 class Timing(NamedTuple):
-    """Quartiles of a duration in seconds, of how many calls, and the share of processors others used."""
+    """Quartiles of a duration in seconds, number of samples, and the CPU share of other programs."""
 
     lower: float
     median: float
@@ -38,11 +39,11 @@ class Timing(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """Half the distance of the quartiles, over the median."""
+        """Half the interquartile range, relative to the median."""
         return (self.upper - self.lower) / 2 / self.median if self.median else 0.0
 
     def row(self) -> dict[str, str]:
-        """As columns of a result."""
+        """Columns of a result row."""
         times = {f"{name}_ms": f"{1e3 * getattr(self, name):.4f}" for name in ("lower", "median", "upper")}
         return times | {"samples": str(self.samples), "others": f"{self.others:.3f}"}
 
@@ -55,10 +56,10 @@ def _ms(seconds: float) -> str:
 
 
 def settle() -> None:
-    """Wait until this process does nothing.
+    """Wait until this process is idle.
 
-    why: threads of OpenBLAS and OpenMP spin after their work. Whoever is timed next would share a core with
-    them and take up to twice as long.
+    why: threads of OpenBLAS and OpenMP spin after their work. The next timed call would share cores with
+    them, and take up to twice as long.
     """
     end = time.perf_counter() + SETTLE_SECONDS
     while time.perf_counter() < end:
@@ -69,15 +70,15 @@ def settle() -> None:
 
 
 def by_clock(call: Call) -> float:
-    """Seconds of a call by the wall clock, after untimed ones so that caches and threads are its own."""
+    """Wall-clock seconds of a call, after untimed calls that warm up caches and threads."""
     return _awake(call, time.perf_counter)
 
 
 def by_processor(call: Call) -> float:
-    """The same of processor time, that of all threads together.
+    """CPU seconds of a call, summed over all threads.
 
-    why: beside other programs a call waits for its turn, and the wall tells their time as well. A ratio of
-    two such times is one of work; that of the wall also says how well threads share it.
+    why: on a busy machine the wall clock includes time in which other programs run. A ratio of CPU times
+    compares work; a ratio of wall-clock times also depends on how well threads share the work.
     """
     return _awake(call, time.process_time)
 
@@ -94,7 +95,7 @@ def _awake(call: Call, clock: Callable[[], float]) -> float:
 
 
 class Device(Protocol):
-    """What timing by events needs of a GPU."""
+    """The methods of a GPU that timing by events needs."""
 
     def event(self) -> Any:
         """An event with record() and synchronize()."""
@@ -103,17 +104,17 @@ class Device(Protocol):
         """Seconds between two events that have happened."""
 
     def flush(self) -> None:
-        """Enqueue writing more than the L2 cache holds."""
+        """Enqueue a write that is larger than the L2 cache."""
 
     def synchronize(self) -> None:
-        """Wait until everything enqueued is done."""
+        """Wait until all enqueued work is done."""
 
 
 def by_events(device: Device) -> Stopwatch:
-    """Time calls by events on the GPU's own stream, each with a cold L2 cache.
+    """Time calls by events on the GPU's stream, each with a cold L2 cache.
 
-    why: the write that empties the cache keeps the GPU busy while Python enqueues the call behind it, so
-    that the time between the events is the kernels' own and holds no Python.
+    why: the write that flushes the cache keeps the GPU busy while Python enqueues the call, so that the
+    time between the events is that of the kernels, without Python.
     """
 
     def seconds(call: Call) -> float:
@@ -129,9 +130,9 @@ def by_events(device: Device) -> Stopwatch:
 
 
 def by_wall(device: Device) -> Stopwatch:
-    """Time calls that wait for their own results, on a stream that our events do not see.
+    """Time calls that wait for their results, by the wall clock, for streams without our events.
 
-    why no pause as `by_clock` has: a GPU that waits lowers its clocks.
+    why no pause as in `by_clock`: an idle GPU lowers its clocks.
     """
 
     def seconds(call: Call) -> float:
@@ -151,11 +152,11 @@ def alternate(
     warm_up: int = 1,
     calm: float = weather.CALM,
 ) -> dict[str, Timing]:
-    """Time each way in turn, so that all meet the same weather: clocks, power, other programs.
+    """Time each implementation in turn, so that all have the same conditions: clocks, power, other programs.
 
     Ends after `repetitions` rounds, or earlier when `seconds` have passed. Samples during which other
-    programs used more of the processors than `calm` are set aside and taken again, for at most twice that
-    time more; where there are too few calm ones, all count.
+    programs used more than the share `calm` of the CPU are repeated, for at most twice that time more; if
+    too few samples are calm, all count.
     """
     for call, stopwatch in ways.values():
         for _ in range(warm_up):
@@ -179,7 +180,7 @@ def alternate(
 
 
 def kept(taken: list[tuple[float, float]], calm: float = weather.CALM) -> Timing:
-    """The quartiles of the calm samples, or of all if those are too few."""
+    """Quartiles of the calm samples, or of all samples if too few are calm."""
     usable = [sample for sample in taken if sample[1] <= calm]
     used = usable if len(usable) >= LEAST_REPETITIONS else taken
     theirs = sum(share for _, share in used) / len(used)

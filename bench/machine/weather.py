@@ -1,4 +1,4 @@
-"""How much of the machine others use meanwhile: a timing taken beside other programs is theirs as well."""
+"""CPU share of other programs during a timing, which they would distort."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 _STAT = Path("/proc/stat")
-_TICK = 0.01  # seconds that the kernel counts in
-# user, nice, system, irq, softirq and steal of the first line; idle and iowait lie between.
+_TICK = 0.01  # seconds, the unit of /proc/stat
+# Columns user, nice, system, irq, softirq and steal of the first line, without idle and iowait.
 _BUSY = (1, 2, 3, 6, 7, 8)
 
 
 class Moment(NamedTuple):
-    """Seconds: on the wall, of all processors, of this process and the children that it has waited for."""
+    """Seconds: wall clock, busy time of all CPUs, CPU time of this process and its finished children."""
 
     wall: float
     busy: float
@@ -22,7 +22,7 @@ class Moment(NamedTuple):
 
 
 def now() -> Moment:
-    """This moment; where the system does not tell, nobody else is ever seen."""
+    """Sample the clocks; without /proc/stat other programs always have a share of 0."""
     times = os.times()
     own = time.process_time() + times.children_user + times.children_system
     try:
@@ -34,14 +34,14 @@ def now() -> Moment:
 
 
 def others(before: Moment, after: Moment) -> float:
-    """The share of all processors that others used between two moments.
+    """The share of all CPUs that other programs used between two moments.
 
-    What processors count comes in ticks, so that a tick more than ours is nobody's.
+    Busy time is counted in ticks, so that a difference of one tick is rounding.
     """
     theirs = (after.busy - before.busy) - (after.own - before.own) - 1.2 * _TICK
     whole = (after.wall - before.wall) * (os.cpu_count() or 1)
     return max(0.0, theirs / whole) if whole else 0.0
 
 
-# Above this a sample is set aside, if there are enough others.
+# Samples with a larger share of other programs are discarded, if enough remain.
 CALM = 0.1

@@ -1,1 +1,1 @@
-"""A measurement: cases beside peers, with their errors, as rows of a file."""
+"""Measurements: cases compared with peers, with errors, as rows of a file."""

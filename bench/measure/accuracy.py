@@ -1,4 +1,4 @@
-"""How far results are from FP64, beside every speed."""
+"""Errors of results against FP64, which every row of speed has."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Accuracy(NamedTuple):
     Attributes
     ----------
     error : float
-        The largest error of any result, over the largest value of that result.
+        The largest error of a result, relative to the largest value of that result.
     of_budget : float
-        The largest share that a result takes of the error budget of `cupy_flash.testing`; above 1 it would
-        fail our tests.
+        The largest share of the error budget of `cupy_flash.testing` that a result uses; above 1 it is wrong.
     """
 
     error: float
@@ -37,12 +36,12 @@ class Accuracy(NamedTuple):
 
 
 def measure(prepare: Callable[[Case, dict[str, Any], Place], Any], case: Case, place: Place) -> Accuracy:
-    """Run an implementation on the case cut down to at most 512 long, and compare with FP64.
+    """Run an implementation on the case, reduced to a length of at most 512, and compare with FP64.
 
     Raises
     ------
     ValueError
-        A result has another shape or dtype, or infinities in other places.
+        A result has a wrong shape or dtype, or infinities at wrong positions.
     """
     small = case.reduced()
     host = small.inputs(seed=1)
@@ -62,7 +61,7 @@ def measure(prepare: Callable[[Case, dict[str, Any], Place], Any], case: Case, p
 def of_rows(o: Any, case: Case, inputs: dict[str, Any], rows: int = 32) -> float:
     """Largest relative error of the last rows of the first head of a timed forward result.
 
-    why: a mistake that only a large problem shows, as of an offset above 2**31, is not in the small one.
+    why: the reduced problem does not show mistakes of large ones, such as an offset above 2**31.
     """
     start = case.seqlen - min(rows, case.seqlen)
     q, k, v = (testing.to_numpy(inputs[name][:1, :1]) for name in "qkv")
@@ -75,9 +74,9 @@ def of_rows(o: Any, case: Case, inputs: dict[str, Any], rows: int = 32) -> float
 
 
 def most_of_rows(error: float, case: Case) -> float:
-    """Largest error at full size that may be rounding, from the error of the small problem.
+    """Largest relative error at full size that can be rounding, from the error of the reduced problem.
 
-    why the root: random values average out over the keys, to 1 / sqrt(keys), while the rounding of their sum
-    stays. Of 32768 keys torch's error in float32 is 10 times that of 512, and so is that of plain NumPy.
+    why the root: the mean of random values shrinks as 1 / sqrt(keys), while its rounding error does not. With
+    32768 keys the error in float32 is 10 times that with 512, both in torch and in plain NumPy.
     """
     return 10 * error * (case.keys / case.reduced().keys) ** 0.5

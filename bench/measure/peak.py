@@ -1,6 +1,6 @@
-"""python -m bench.measure.peak PEER CASE DEVICE: bytes that one call takes at its peak beside its inputs.
+"""python -m bench.measure.peak PEER CASE DEVICE: peak memory of one call in addition to its inputs, in bytes.
 
-A process of its own for each, because a process seldom gives memory back.
+Each call has a process of its own, because a process seldom returns memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .peers import OURS, PEERS, Skipped
 
 
 def _status(name: str) -> int:
-    """A number of bytes that Linux keeps of this process: VmRSS now, VmHWM at most so far."""
+    """Memory of this process in bytes: VmRSS is the current value, VmHWM the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
@@ -28,7 +28,7 @@ def _status(name: str) -> int:
 def _on_cpu(call: Callable[[], Any]) -> int:
     before = _status("VmRSS")
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is held now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
     start = max(before, _status("VmHWM"))
     call()
     return max(0, _status("VmHWM") - start)
@@ -58,7 +58,7 @@ def main(name: str, fields: str, device: str) -> int:
     peer = next(peer for peer in (OURS, *PEERS) if peer.name == name)
     inputs = place.inputs(case)
     try:
-        # A tiny problem first, so that code, threads and handles are there.
+        # A tiny problem first, which loads code, starts threads and makes handles.
         tiny = case._replace(seqlen=min(case.seqlen, 64))
         peer.ready(tiny, place.inputs(tiny), place)
         needed, free = peer.matrices * case.score_bytes(), place.state().free_bytes

@@ -1,4 +1,4 @@
-"""Who is measured beside us. All optional: what is missing or refuses a case is skipped with a sentence."""
+"""Implementations to compare with. All are optional: one that is missing or refuses a case is skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..machine.place import Place, tensor_of
 from ..model.candidates import preferred
 from ..work import FLOAT8, Case
 
-# why: by default JAX takes three quarters of the GPU's memory when it starts, from all the others.
+# why: by default JAX allocates three quarters of the GPU's memory when it starts, which other peers need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 Inputs = Mapping[str, Any]
@@ -39,16 +39,16 @@ class Peer(NamedTuple):
     ----------
     name : str
     prepare : callable
-        From a case, its inputs and the place to a call that returns results as (batch, heads, sequence,
-        features); o, or dq dk dv, or all four.
+        Makes a call from a case, its inputs and the place; the call returns results as (batch, heads,
+        sequence, features): o, or dq dk dv, or all four.
     places : tuple of str
-        "cpu", "gpu".
+        Any of "cpu" and "gpu".
     matrices : int
-        S x S matrices in float32 that it holds at once; 0 for flash methods.
+        S x S matrices in float32 that it stores at once; 0 for flash attention.
     by_clock : bool
-        Runs on a stream of its own, where our events do not see it.
+        Whether it runs on a stream of its own, so that the wall clock has to time it instead of events.
     float8 : bool
-        Takes 8-bit floats.
+        Whether it supports 8-bit floats.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Peer(NamedTuple):
 
 
 def first_of(modules: tuple[str, ...], name: str) -> Any:
-    """`name` of the first of these modules that imports and has it."""
+    """The attribute `name` of the first of these modules that can be imported and has it."""
     missing = ""
     for module in modules:
         try:
@@ -136,7 +136,7 @@ def _deterministic(case: Case, inputs: Inputs, place: Place) -> Call:
 
 
 def _naive(case: Case, inputs: Inputs, place: Place) -> Call:
-    """The textbook in NumPy or CuPy, by `cupy_flash.naive_attention`."""
+    """The textbook method in NumPy or CuPy, `cupy_flash.naive_attention`."""
     if case.passes != "forward":
         raise Skipped("has no backward pass")
     q, k, v = (inputs[name] for name in "qkv")
@@ -166,7 +166,7 @@ def _by_numpy(case: Case, inputs: Inputs, place: Place) -> Call:
 
 
 def _by_mma_sync(case: Case, inputs: Inputs, place: Place) -> Call:
-    """Ours by the kernels of GPUs without wgmma: how those of Ampere and Ada do, on a GPU that is at hand."""
+    """Ours by the mma.sync kernels, which Ampere and Ada use, on a GPU with wgmma."""
     q, k, v = (inputs[name] for name in "qkv")
     plan = {"direction": "backward" if case.passes == "backward" else "forward", **case.options()}
     if "\nfamily    hopper " not in cupy_flash.explain(q, k, v, **plan):
@@ -182,7 +182,7 @@ def _by_mma_sync(case: Case, inputs: Inputs, place: Place) -> Call:
 
 
 def _without_cupy(case: Case, inputs: Inputs, place: Place) -> Call:
-    """Ours through the driver's own library, where ours goes through CuPy."""
+    """Ours through libcuda, where it would use CuPy."""
     if place.library != "torch":
         raise Skipped("takes arrays of torch and JAX")
     if why := choice.why_without_cupy():
@@ -204,7 +204,7 @@ def _without_cupy(case: Case, inputs: Inputs, place: Place) -> Call:
 
 
 def tensors(inputs: Inputs, place: Place) -> list[Any]:
-    """q, k, v and do as torch tensors over the same memory."""
+    """q, k, v and do as torch tensors that share the memory."""
     torch = importlib.import_module("torch")
     values = [inputs[name] for name in ("q", "k", "v", "do")]
     if place.library == "numpy":
@@ -213,7 +213,7 @@ def tensors(inputs: Inputs, place: Place) -> list[Any]:
 
 
 def by_autograd(attend: Callable[..., Any], passes: str, tensors: list[Any]) -> Call:
-    """The calls of a torch function o = attend(q, k, v)."""
+    """The call of a pass through a torch function o = attend(q, k, v)."""
     torch = importlib.import_module("torch")
     *qkv, do = tensors
 
@@ -236,9 +236,9 @@ def by_autograd(attend: Callable[..., Any], passes: str, tensors: list[Any]) -> 
 
 
 def _sdpa(backend: str | None) -> Callable[[Case, Inputs, Place], Call]:
-    """torch.nn.functional.scaled_dot_product_attention, held to one backend.
+    """torch.nn.functional.scaled_dot_product_attention with one backend.
 
-    why pinned: what torch chooses by itself differs by GPU, by version and by dtype.
+    why one: torch's default depends on GPU, version and dtype.
     """
 
     def prepare(case: Case, inputs: Inputs, place: Place) -> Call:
@@ -264,7 +264,7 @@ def _sdpa(backend: str | None) -> Callable[[Case, Inputs, Place], Call]:
     return prepare
 
 
-# Packages and wheels of one version differ in what they call their module.
+# Packages and wheels of one version have different names of the module.
 FLASH_ATTN_2 = ("flash_attn",)
 FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface")
 FLASH_ATTN_4 = ("flash_attn.cute",)
@@ -289,7 +289,7 @@ def _flash_attn(modules: tuple[str, ...]) -> Callable[[Case, Inputs, Place], Cal
 
 
 class Turned:
-    """A result as (batch, heads, sequence, features), turned when it is looked at: not in the timed call."""
+    """A result as (batch, heads, sequence, features), transposed on access instead of in the timed call."""
 
     def __init__(self, x: Any) -> None:
         self._x = x
@@ -303,7 +303,7 @@ class Turned:
 
 
 def _jax_calls(attend: Callable[..., Any], case: Case, inputs: Inputs, place: Place) -> Call:
-    """The calls of a JAX function over (batch, sequence, heads, features); transposed beforehand."""
+    """The call of a pass through a JAX function over (batch, sequence, heads, features)."""
     jax = importlib.import_module("jax")
     if case.dtype == "float64" and not jax.config.jax_enable_x64:
         raise Skipped("computes float64 in float32 here (JAX_ENABLE_X64 is not set)")
@@ -383,7 +383,7 @@ PEERS = (
     Peer("torch efficient", _sdpa("EFFICIENT_ATTENTION"), ("gpu",)),
     Peer("torch math", _sdpa("MATH"), ("cpu", "gpu"), matrices=4),
     Peer("flash-attn 2", _flash_attn(FLASH_ATTN_2), ("gpu",)),
-    # Its scales may be left out, as ours may: they are 1 then.
+    # Its scales are optional and default to 1, as ours do.
     Peer("flash-attn 3", _flash_attn(FLASH_ATTN_3), ("gpu",), float8=True),
     Peer("flash-attn 4", _flash_attn(FLASH_ATTN_4), ("gpu",)),
     Peer("jax cudnn", _jax("cudnn"), ("gpu",), by_clock=True),
@@ -395,7 +395,7 @@ PEERS = (
 
 
 def chosen(place: Place, wanted: str | None = None) -> list[Peer]:
-    """Ourselves and the peers for a place; `wanted` names them in a comma-separated list of words."""
+    """Ours and the peers of a place; `wanted` selects peers by comma-separated parts of their names."""
     here = [peer for peer in PEERS if place.name in peer.places]
     if wanted is None:
         return [OURS, *here]

@@ -1,6 +1,6 @@
-"""Rows of what programs printed on an H200 that were no commands of bench, as far as they ran the library.
+"""Rows from the output of programs on an H200 that were not commands of bench, where they ran the library.
 
-Of the file, candidates with patches and prototypes are left out: nobody can call them.
+Patched candidates and prototypes in the file are left out, as they cannot be called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Printed = dict[str, Any]
 
 @cache
 def _lines() -> tuple[Printed, tuple[Printed, ...]]:
-    """What the first line says of the machine, and the others."""
+    """The first line, which describes the machine, and all other lines."""
     machine, *lines = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     return machine, tuple(lines)
 
@@ -39,7 +39,7 @@ def _row(line: Printed, implementation: str, **measured: object) -> dict[str, st
 
 
 def beside_efficient() -> Iterator[dict[str, str]]:
-    """TFLOP/s beside torch's efficient attention."""
+    """TFLOP/s, compared with torch's efficient attention."""
     for line in of("TFLOP/s beside torch's efficient attention, as printed"):
         case = {name: line[name] for name in ("dtype", "head_dim", "causal")} | {"seqlen": line["keys"]}
         yield from _both(line, case, "torch efficient", ("forward", "forward_efficient"),
@@ -47,7 +47,7 @@ def beside_efficient() -> Iterator[dict[str, str]]:
 
 
 def beside_flash() -> Iterator[dict[str, str]]:
-    """TFLOP/s of the kernels by mma.sync beside torch's flash attention."""
+    """TFLOP/s of the mma.sync kernels, compared with torch's flash attention."""
     for line in of("mma.sync beside torch flash"):
         dtype = line["dtype"].removeprefix("torch.")
         case = {"dtype": dtype, "head_dim": line["d"], "causal": line["causal"], "seqlen": line["s"]}
@@ -62,7 +62,7 @@ def _both(line: Printed, case: Printed, peer: str, *fields: tuple[str, str]) -> 
 
 
 def latents() -> Iterator[dict[str, str]]:
-    """Decoding over latents of 576 in 16 bits, as their bytes in a second say: neither was printed."""
+    """Decode over latents of 576 columns in 16 bits; neither was printed, but both follow from the GB/s."""
     for line in of("MLA"):
         yield _row(line, OURS.name, what="decode", passes="forward", head_dim=576,
                    batch=line["batch"], heads=line["heads"], seqlen=1, seqlen_k=line["keys"],
@@ -70,7 +70,7 @@ def latents() -> Iterator[dict[str, str]]:
 
 
 def float8_errors() -> list[list[str]]:
-    """RMS errors over the RMS of O with 0.5 added to V, of the library as it was and of flash-attn 3."""
+    """RMS errors relative to the RMS of O, with 0.5 added to V, of the library then and of flash-attn 3."""
     found: dict[str, list[str]] = {}
     for line in _mean_of_half(of("candidates beside flash-attn 3")):
         head_dim, causal, keys = line["shape"].split(":")
@@ -80,5 +80,5 @@ def float8_errors() -> list[list[str]]:
 
 
 def _mean_of_half(lines: Iterable[Printed]) -> list[Printed]:
-    """Of the folder without a patch."""
+    """Lines of the unpatched folder, in float8, with a mean of 0.5."""
     return [line for line in lines if (line["folder"], line["dtype"], line["mean"]) == ("base", "fp8", 0.5)]

@@ -1,4 +1,4 @@
-"""Rows of measurements: appended to CSV files, never changed, and read back."""
+"""Rows of measurements in CSV files, which are only appended to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..machine import weather
 
 RESULTS = Path(__file__).parents[1] / "results"
 
-# Which measurement a row is of: rows that agree in these measured the same thing.
+# Columns that identify a measurement: rows that are equal in these measured the same thing.
 IDENTITY = ("what", "implementation", "batch", "heads", "heads_k", "seqlen", "seqlen_k", "head_dim", "dtype",
             "causal", "passes", "detail")  # fmt: skip
 MEASURED = ("lower_ms", "median_ms", "upper_ms", "samples", "tflops", "gb_per_s", "matrix_tflops",
@@ -20,9 +20,9 @@ MEASURED = ("lower_ms", "median_ms", "upper_ms", "samples", "tflops", "gb_per_s"
 WHERE = ("when", "commit", "cpu", "cores", "threads", "load", "others", "gpu", "driver", "clock_mhz",
          "watts", "python", "versions")  # fmt: skip
 COLUMNS = (*IDENTITY, *MEASURED, *WHERE)
-# What visits of one run to a measurement say of it, each for itself.
+# Columns of which a run has the median over its repetitions.
 _AVERAGED = ("lower_ms", "median_ms", "upper_ms", "tflops", "gb_per_s", "megabytes")
-# The ceilings of a run are the best that any of its visits saw.
+# Ceilings, of which a run has the best over its repetitions.
 _BEST = (("matrix_tflops", max), ("copy_gb_per_s", max), ("ceiling_ms", min))
 
 Row = Mapping[str, str]
@@ -34,10 +34,10 @@ def append(path: Path | str, rows: Iterable[Row], columns: Iterable[str] | None 
     Parameters
     ----------
     path : Path or str
-        A bare name is one of bench/results.
+        A str is the name of a file in bench/results.
     rows : iterable of mapping
     columns : iterable of str, optional
-        Of a new file; default is those of the first row. A file keeps the columns it has.
+        Columns of a new file; default is those of the first row. An existing file keeps its columns.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def _header(path: Path) -> list[str]:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Every row of a file; an empty list if there is none."""
+    """All rows of a file; an empty list if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as text:
@@ -76,12 +76,12 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def identity(row: Row) -> tuple[str, ...]:
-    """What a row measured, to find it again in another file."""
+    """The identity of a row's measurement, which is equal in other files."""
     return tuple(row.get(name, "") for name in IDENTITY)
 
 
 def runs(rows: Iterable[Row]) -> list[list[Row]]:
-    """The visits that each run paid to each measurement, the runs in their order."""
+    """Group rows into the repetitions of each measurement in each run, in file order."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((*identity(row), row["when"], row["commit"]), []).append(row)
@@ -89,7 +89,7 @@ def runs(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def pooled(visits: Sequence[Row]) -> dict[str, str]:
-    """One row of the visits of a run: medians of times, best ceilings, all samples, what others used."""
+    """Combine the repetitions of a run: median times, best ceilings, all samples, mean share of others."""
     row = dict(visits[-1])
     if len(visits) > 1:
         for name in _AVERAGED:
@@ -107,15 +107,15 @@ def pooled(visits: Sequence[Row]) -> dict[str, str]:
 
 
 def calm(row: Row) -> bool:
-    """Whether a row was not taken beside other programs."""
+    """Whether other programs used little of the machine during a row."""
     return float(row["others"] or 0) <= weather.CALM
 
 
 def right(row: Row) -> bool:
-    """Whether results were within the error budget, as far as they were compared."""
+    """Whether results were within the error budget, or were not compared."""
     return not float(row["of_budget"] or 0) > 1
 
 
 def case(row: Row) -> tuple[str, ...]:
-    """What a row measured, whoever ran it."""
+    """The identity of a row's case, for any implementation."""
     return tuple(row.get(name, "") for name in IDENTITY if name != "implementation")

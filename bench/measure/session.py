@@ -1,4 +1,4 @@
-"""Measure cases beside peers: prints a table, and appends each row to a file as soon as it is known."""
+"""Measure cases and compare peers: print a table, and append each row to a file at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..work import Case
 from . import accuracy, results
 from .peers import OURS, Peer, Skipped, chosen
 
-# Every case is visited so often in a run, all others between: a machine's speed drifts over seconds and
-# minutes, which rounds that follow each other cannot show.
+# Repetitions of every case in a run, interleaved with all other cases: a machine's speed drifts over seconds
+# and minutes, which consecutive rounds do not show.
 VISITS = 4
 
 
 class Settings(NamedTuple):
-    """What the command line asks for.
+    """Settings of the command line.
 
     Attributes
     ----------
@@ -29,17 +29,17 @@ class Settings(NamedTuple):
         Fewer and smaller cases, fewer repetitions.
     device : {"auto", "cpu", "gpu"}
     peers : str or None
-        Comma-separated words of names of peers; None for all that are there.
+        Comma-separated parts of names of peers; None for all.
     only : str
-        Cases whose label has this in it.
+        Measure cases whose label contains this.
     results : Path
         Folder of the CSV files, or one file for all.
     minutes : float or None
-        Begin no case after that.
+        Start no case after this time; None for no limit.
     resume : bool
-        Leave out cases that the file holds a row of, of this commit and machine.
+        Skip cases that already have a row of this commit and machine.
     threads : int or None
-        Of NumPy and torch on the CPU.
+        Threads of NumPy and torch on the CPU; None for their defaults.
     """
 
     quick: bool = False
@@ -58,9 +58,10 @@ class Session:
     Parameters
     ----------
     what : str
+        Name of the subcommand.
     settings : Settings
     bounded : bool
-        Whether rows say how far from the ceilings they are; if not, nobody waits until those are measured.
+        Whether rows are compared with ceilings; if not, these are not measured.
     """
 
     def __init__(self, what: str, settings: Settings, bounded: bool = True) -> None:
@@ -91,9 +92,9 @@ class Session:
         visits: int = VISITS,
         first: Callable[[Any], str] = lambda _case: OURS.name,
     ) -> Iterator[Case]:
-        """Those that are asked for, visited one after the other so many times, less what is there already.
+        """Yield the selected cases, `visits` times in turn, without repetitions that the file already has.
 
-        What is there of a case is told by the implementation that is the first of its rows.
+        `first` returns the implementation of a case's first row, by which existing repetitions are counted.
         """
         wanted = [case for case in cases if self.settings.only in str(case)]
         held = [self._held(case, first(case)) for case in wanted]
@@ -105,7 +106,7 @@ class Session:
         ]
         visited = due[0][0] if due else 0
         for visit, case in progress(due, self.what):
-            # why again: what a machine's first minute was too busy to show is no ceiling
+            # why again: the machine may have been busy at the first measurement
             if visit != visited and self._bounded:
                 visited = visit
                 self.ceilings = self.ceilings.or_better(ceilings.measure(self.place, self.settings.quick))
@@ -115,7 +116,7 @@ class Session:
             yield case
 
     def _held(self, case: Case, implementation: str) -> int:
-        """Visits that the file to be resumed holds of a case."""
+        """Repetitions of a case in the file to resume."""
         if not self.settings.resume:
             return 0
         mine = self.row(case, implementation)
@@ -123,7 +124,7 @@ class Session:
         return sum(all(row.get(n) == mine.get(n, "") for n in same) for row in results.read(self.path))
 
     def row(self, case: Case | None, implementation: str, **measured: Any) -> dict[str, str]:
-        """A row with everything but what was measured."""
+        """A row of this run with the given measurements; other measurements are empty."""
         row = dict.fromkeys(results.COLUMNS, "")
         row |= {name: value for name, value in self.where.items() if name in row}
         row |= {"what": self.what, "implementation": implementation, "load": conditions.load()}
@@ -132,7 +133,7 @@ class Session:
         return row | {name: str(value) for name, value in measured.items()}
 
     def append(self, rows: Iterable[Mapping[str, str]], state: State | None = None) -> None:
-        """Write rows, each with what the GPU did meanwhile."""
+        """Write rows, with clock and power of the GPU."""
         now = {} if state is None else {"clock_mhz": state.clock_mhz, "watts": state.watts}
         known = {name: f"{value:.0f}" for name, value in now.items() if value is not None}
         results.append(self.path, [dict(row) | known for row in rows], results.COLUMNS)
@@ -142,13 +143,13 @@ class Session:
         write(line)
 
     def skipped(self, name: str, reason: object) -> None:
-        """Say once per reason that a peer is left out."""
+        """Print that a peer is skipped, once per reason."""
         if (name, str(reason)) not in self._skipped:
             self._skipped.add((name, str(reason)))
             write(f"  {name} {reason}.")
 
     def ready(self, case: Case, peers: Iterable[Peer]) -> tuple[dict[str, Peer], dict[str, timing.Call], Any]:
-        """Prepare all peers of a case; what cannot run it is skipped with a sentence."""
+        """Prepare all peers of a case; skip those that cannot run it."""
         able: dict[str, Peer] = {}
         calls: dict[str, timing.Call] = {}
         try:
@@ -165,7 +166,7 @@ class Session:
         return able, calls, inputs
 
     def measure(self, case: Case, peers: list[Peer] | None = None) -> list[dict[str, str]]:
-        """Time a case with everybody once, print it, append it."""
+        """Time a case once with all peers, print the rows and append them."""
         able, calls, inputs = self.ready(case, peers or chosen(self.place, self.settings.peers))
         if not calls:
             return []
@@ -180,7 +181,7 @@ class Session:
             for name, call in calls.items():
                 try:
                     full = accuracy.of_rows(call()[0], case, inputs)
-                except Exception as reason:  # why any: what was timed is worth its row all the same
+                except Exception as reason:  # why any: the timing is valid without this comparison
                     self.skipped(name, f"was not compared at full size: {reason}".splitlines()[0])
                     continue
                 if full > accuracy.most_of_rows(errors[name].error, case):
@@ -193,7 +194,7 @@ class Session:
         return rows
 
     def _at_work(self, call: timing.Call, seconds: float) -> State:
-        """Clocks and power while the GPU is at it: they fall within milliseconds afterwards."""
+        """Clocks and power of the GPU under load; they fall within milliseconds afterwards."""
         for _ in range(min(200, max(3, round(0.03 / seconds)))) if self.place.name == "gpu" else ():
             call()
         state: State = self.place.state()
@@ -201,7 +202,7 @@ class Session:
         return state
 
     def errors_of(self, peer: Peer, case: Case) -> accuracy.Accuracy:
-        """How far a peer is from FP64 in a case, asked once; NaN where it cannot be said."""
+        """Errors of a peer against FP64 in a case, cached; NaN if they cannot be measured."""
         known = self._errors.get((peer.name, case))
         if known is not None:
             return known
@@ -249,7 +250,7 @@ class Session:
 
 
 def _model_lines(case: Case, place: place.Place, rows: list[dict[str, str]]) -> list[str]:
-    """What the cost model says of our own row, where it knows the GPU; of packed sequences nothing."""
+    """Lines of the cost model for our own row; empty for unknown GPUs and packed sequences."""
     if place.name == "cpu" or not isinstance(case, Case):
         return []
     if not rows or rows[0]["implementation"] != OURS.name:
@@ -262,7 +263,7 @@ def _model_lines(case: Case, place: place.Place, rows: list[dict[str, str]]) -> 
 def variant(case: Case, place: place.Place) -> str:
     """The kernels that we run for a case."""
     if place.name == "cpu":
-        # why here: rented machines whose GPUs are measured may lack what the CPU path imports
+        # why here: rented GPU machines may lack packages that the CPU path imports
         from cupy_flash.cpu import choose
 
         found = choose.core()
@@ -271,7 +272,7 @@ def variant(case: Case, place: place.Place) -> str:
 
 
 def _limited(threads: int | None) -> Any:
-    """Hold NumPy and torch to so many threads, for the rest of the process."""
+    """Limit the threads of NumPy and torch for the rest of the process."""
     if threads is None:
         return None
     with contextlib.suppress(ImportError):
@@ -284,7 +285,7 @@ def _limited(threads: int | None) -> Any:
 
 
 def progress(items: list[Any], title: str) -> Iterable[Any]:
-    """Items behind a progress bar on the terminal, if there is one and tqdm."""
+    """Show a progress bar over items, if there is a terminal and tqdm."""
     try:
         from tqdm import tqdm
     except ImportError:

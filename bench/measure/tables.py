@@ -1,4 +1,4 @@
-"""What was measured, as tables: the newest run of each case, ours beside others."""
+"""Measured rows as tables: the newest run of each case, ours compared with others."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from . import results
 from .peers import OURS
 from .results import Row
 
-# The rows that a table beside them has no use for as a peer: they read or copy, and compute nothing.
+# Rows that are not peers: they read or copy, and compute nothing.
 REFERENCES = ("numpy read", "numpy copy")
 UNITS = {"tflops": "TFLOP/s", "gb_per_s": "GB/s", "median_ms": "ms", "megabytes": "MB"}
 
 
 class Way(NamedTuple):
-    """An implementation in a case of a run: the row of its visits, and these."""
+    """An implementation in a case of a run: its combined row, and its repetitions."""
 
     row: dict[str, str]
     visits: Sequence[Row]
 
 
 class Timed(NamedTuple):
-    """A case as one run timed it: us, and the others that no newer run has beside us."""
+    """A case in one run: ours, and the peers that no newer run compares with ours."""
 
     when: str
     ways: dict[str, Way]
@@ -37,7 +37,7 @@ class Timed(NamedTuple):
         return [name for name in self.ways if not name.startswith(OURS.name) and name not in REFERENCES]
 
     def over(self, name: str, field: str) -> float | None:
-        """Their time over ours, or their bytes; None where they were wrong or did not run."""
+        """Their time divided by ours, or their bytes; None if they were wrong or did not run."""
         if name not in self.ways or not results.right(self.ways[name].row):
             return None
         ours, theirs = self.ours, self.ways[name].row
@@ -54,15 +54,15 @@ class Timed(NamedTuple):
 
 
 def machine(row: Row) -> str:
-    """What tells machines apart: the GPU, or the processor and the kernels that OpenBLAS takes on it."""
+    """The identity of a machine: the GPU, or the CPU and the kernel set of OpenBLAS."""
     return row["gpu"] or f"{row['cpu']}, {row['cores']} cores, OpenBLAS {row['versions'].rpartition(' ')[2]}"
 
 
 def newest(rows: Iterable[Row]) -> list[Timed]:
-    """Each case on each machine in its newest run, and in older ones beside whom only they have.
+    """Each case on each machine in its newest run, and in older runs for peers that only these have.
 
-    Rows with a note and rows that were taken beside other programs are left out. Nothing of two runs is in
-    one case, because speeds of two runs do not compare.
+    Rows with a note, and rows of a busy machine, are left out. A case has rows of one run only, because
+    speeds of different runs cannot be compared.
     """
     cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Way]]] = {}
     for visits in results.runs(row for row in rows if not row["note"]):
@@ -81,11 +81,11 @@ def newest(rows: Iterable[Row]) -> list[Timed]:
     return found
 
 
-# ---------------------------------------------------------------------- beside whom, and how fast
+# ---------------------------------------------------------------------- comparisons with peers
 
 
 class Beside(NamedTuple):
-    """A group of cases beside one peer: ratios from the least on, each with its case."""
+    """A group of cases compared with one peer: ascending ratios, each with its case."""
 
     group: str
     peer: str
@@ -93,7 +93,7 @@ class Beside(NamedTuple):
 
     @property
     def slower(self) -> list[tuple[float, Timed]]:
-        """What is below 1 as the tables print it."""
+        """Ratios that the tables print as less than 1."""
         return [each for each in self.ratios if round(each[0], 2) < 1]
 
     @property
@@ -106,7 +106,7 @@ class Beside(NamedTuple):
 
 
 def beside(timed: Iterable[Timed], group: Callable[[Row], str], field: str) -> list[Beside]:
-    """Every group beside every peer, the least ratio first."""
+    """Compare every group with every peer; the least ratio first."""
     found: dict[tuple[str, str], list[tuple[float, Timed]]] = {}
     for each in timed:
         for peer in each.peers:
@@ -117,7 +117,7 @@ def beside(timed: Iterable[Timed], group: Callable[[Row], str], field: str) -> l
 
 
 def described(row: Row) -> str:
-    """A case in words."""
+    """Describe a case in words."""
     words = [row["dtype"], f"head dim {row['head_dim']}", "causal" if row["causal"] == "True" else ""]
     words += [row["passes"] if row["passes"] != row["what"] else "", row["detail"]]
     if row["seqlen_k"]:
@@ -138,7 +138,7 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def number(text: str) -> str:
-    """A measured value in three digits, or all of those before the point."""
+    """Format a value with three significant digits, or all integer digits."""
     value = float(text)
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -180,9 +180,9 @@ def _order(row: Row) -> tuple[object, ...]:
 
 
 def of_run(timed: Sequence[Timed], field: str, errors: bool = False) -> str:
-    """A table of one run: what differs from case to case, rates, and the ratio to the fastest peer.
+    """A table of one run: columns that differ between cases, rates, and the ratio to the fastest peer.
 
-    With `errors` also the largest error of each against FP64, relative to the largest value.
+    With `errors` also the largest error against FP64 of each, relative to the largest value.
     """
     timed = sorted(timed, key=lambda one: _order(one.ours))
     columns = {name: [cell(one.ours) for one in timed] for name, cell in _COLUMNS.items()}

@@ -1,1 +1,1 @@
-"""Models in place of a measurement: least times from counts and published rates, tiles that might be."""
+"""Models in place of measurements: lower bounds of times from counts and rates, and candidate tiles."""

@@ -1,4 +1,4 @@
-"""Tiles that a kernel might have: cells to put into the tables of the families, and a way to try one."""
+"""Candidate tiles of kernels: cells for the tables of the families, and a context to try one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Cell = tuple[int | str, ...]
 
 
 class Question(NamedTuple):
-    """Which cell of which table is wanted.
+    """A cell of a tile table, for which candidates are measured.
 
     Attributes
     ----------
@@ -28,10 +28,10 @@ class Question(NamedTuple):
         One of `KERNELS`.
     arch : str
     dtype : str
-        As NumPy calls it.
+        Name in NumPy.
     head_dim : int
     mask : {"band", "any"}
-        Rows of scores that need more than a band are measured with a softcap.
+        Kind of kernel; "any" is measured with a softcap.
     causal : bool
     """
 
@@ -56,14 +56,14 @@ class Question(NamedTuple):
         return "16-bit" if self.dtype in ("float16", "bfloat16") else "tf32"
 
     def case(self, seqlen: int) -> Case:
-        """What to measure: 16384 tokens and 2048 features in all, as the papers do."""
+        """The case to measure: 16384 tokens and 2048 features in all, as in the papers."""
         heads = max(1, 2048 // self.head_dim)
         batch = max(1, 16384 // seqlen)
         return Case(batch, heads, seqlen, self.head_dim, self.dtype, self.causal, self.passes)
 
 
 def cells(question: Question) -> list[Cell]:
-    """Cells worth compiling, the one of the table first; what does not fit in shared memory is left out."""
+    """Candidate cells, that of the table first, without those that exceed shared memory."""
     d, _ = question.classes
     limit = architecture(question.arch).shared_bytes
     item = 2 if question.kind == "16-bit" else 4
@@ -80,7 +80,7 @@ def cells(question: Question) -> list[Cell]:
         for m, n, threads, slots, v_in_registers in product(
             (16, 32, 64, 128), (32, 64, 128), (128, 256), (1, 2), (0, 1)
         ):
-            # 8: LSE and delta, which come with Q of 16 bits.
+            # 8 * m: LSE and delta, which 16-bit kernels load with Q.
             streams = (2 + slots) * m * d + (8 * m if item == 2 else 0)
             fits = item * ((2 - v_in_registers) * n * d + streams + 2 * m * n) <= limit
             if fits and (slots == 2 if item == 2 else not v_in_registers):
@@ -91,42 +91,42 @@ def cells(question: Question) -> list[Cell]:
             if 2 * (m * d + 4 * n * d) + 1024 <= limit:
                 found.append((m, n, turns))
     else:
-        # why the same m: the passes before and after it, of the other family, have its tiles of queries.
+        # why the same m: the passes before and after, of the other family, use the same tiles of queries.
         for m, n in product((int(now(question)[0]),), (64, 128)):
             tiles = 2 * (2 * n * d + 4 * m * d + 2 * m * n) + 4 * (m * d + 4 * m) + 1024
             if tiles <= limit:
                 found.append((m, n))
     present = now(question)
-    # Large tiles first: they read least, and the list may be cut.
+    # Large tiles first: they have the least traffic, and the caller may cut the list.
     found.sort(key=lambda cell: -int(cell[0]) * int(cell[1]))
     return [present, *(cell for cell in found if cell != present)]
 
 
 def _rows(question: Question) -> tuple[dict[Any, Any], Any, int, int]:
-    """The table of an mma.sync kernel, its key, and row and column of the cell."""
+    """The table of an mma.sync kernel, its key, and the row and column of the cell."""
     if question.passes == "forward":
         table, key = flash_tiles.FORWARD, (question.kind,)
     else:
         table, key = flash_tiles.BACKWARD, (question.kind, "dqkv")
-    # Where there is one kind of kernel only, it is the one that takes any mask.
+    # If there is only one kind of kernel, it supports any mask.
     key = (*key, question.mask if (*key, question.mask) in table else "any")
     column = flash_tiles.column(architecture(question.arch))
     return table, key, flash_tiles.HEAD_DIMS.index(question.classes), column
 
 
 def _override(question: Question) -> tuple[int, str, str, tuple[int, int]]:
-    """The key of a cell of one architecture, which comes before that of `_rows`."""
+    """The key of a cell for one architecture, which overrides that of `_rows`."""
     _, key, _, _ = _rows(question)
     return architecture(question.arch).capability, key[0], key[-1], question.classes
 
 
 def now(question: Question) -> Cell:
-    """The cell that the table has.
+    """The present cell of the table.
 
     Raises
     ------
     ValueError
-        It has none: the family does not compile this.
+        There is none: the family does not support this.
     """
     if question.kernel.startswith("hopper"):
         table = hopper._FORWARD if question.passes == "forward" else hopper._BACKWARD
@@ -144,7 +144,7 @@ def now(question: Question) -> Cell:
 
 @contextmanager
 def applied(question: Question, cell: Cell) -> Iterator[None]:
-    """Plan with this cell in the table, and with this family before all others."""
+    """Plan with this cell in the table, and prefer this family, inside this context."""
     every = cupy_flash.plan.families.FAMILIES
     family = next(f for f in every if question.kernel.partition("_")[0] == f.NAME)
     with ExitStack() as stack:
@@ -167,7 +167,7 @@ def applied(question: Question, cell: Cell) -> Iterator[None]:
 
 @contextmanager
 def preferred(name: str) -> Iterator[None]:
-    """Plan with this family before all others."""
+    """Prefer this family in plans inside this context."""
     every = cupy_flash.plan.families.FAMILIES
     first = sorted(every, key=lambda family: name != family.NAME)
     with mock.patch.object(cupy_flash.plan.families, "FAMILIES", tuple(first)):
@@ -179,10 +179,10 @@ def preferred(name: str) -> Iterator[None]:
 
 
 def options(question: Question) -> dict[str, Any]:
-    """What makes a call need this kind of kernel."""
+    """Options for which a call needs this kind of kernel."""
     return {"softcap": 30.0} if question.mask == "any" else {}
 
 
 def line(question: Question, cell: Cell) -> str:
-    """The cell as the table would hold it."""
+    """The cell as a line of the table."""
     return f"({', '.join(map(str, cell))}),  # {SHORT[question.dtype]} {question.classes} {question.mask}"

@@ -1,9 +1,9 @@
-"""The least time of kernels on a GPU, resource by resource, so that a gap has a name.
+"""A lower bound of the time of kernels on a GPU, per resource, to explain gaps to it.
 
-Counts are the simulator's (costs.csv), of doubles beside products SASS's (doubles.py); rates are published
-(rates.py). Each resource alone gives a time; a kernel that overlaps all of them perfectly takes the largest,
-one that overlaps nothing their sum. What is in neither: launch, ramp-up and the last wave, waiting at
-barriers, instructions that are not counted.
+Counts are from the simulator (costs.csv), those of FP64 arithmetic from SASS (doubles.py); rates are
+published (rates.py). Each resource alone gives a time; a kernel that overlaps all of them perfectly takes the
+largest, one that overlaps none takes their sum. Neither includes launch, ramp-up and the last wave, waits at
+barriers, and instructions that are not counted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .rates import Gpu
 
 _SHARED_CYCLES = ("matrix_load_cycles", "matrix_store_cycles", "shared_load_cycles", "shared_store_cycles",
                   "copy_store_cycles")  # fmt: skip
-# Bytes that go through shared memory beside these: operands that wgmma reads there, bulk copies.
+# Additional bytes through shared memory: operands of wgmma, and bulk copies.
 _SHARED_BYTES = ("product_bytes", "bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
 _KINDS = {"e4m3": "8-bit", "f16": "16-bit", "bf16": "16-bit", "f64": "64-bit"}  # else tf32
-# why sectors: L2 serves them whole, and once for lanes that read the same.
+# why sectors: L2 serves whole sectors, once for all lanes that read the same one.
 _SECTORS, _SECTOR = ("global_load_sectors", "global_store_sectors"), 32
 _BULK_BYTES = ("bulk_load_bytes", "bulk_store_bytes", "bulk_reduce_bytes")
 
 
 class Cost(NamedTuple):
-    """Seconds that each resource is busy for one launch."""
+    """Seconds for which each resource is busy in one launch."""
 
     variant: str
     seconds: dict[str, float]
@@ -40,7 +40,7 @@ class Cost(NamedTuple):
 
     @property
     def in_turns(self) -> float:
-        """With everything overlapped but products and other arithmetic of doubles, which one unit may do."""
+        """Time with all overlapped except FP64 products and FP64 arithmetic, which may share a unit."""
         return max(self.overlapped, self.seconds.get("tensor", 0.0) + self.seconds.get("doubles", 0.0))
 
     @property
@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 
 
 def _pairs(case: Case, variant: Variant) -> float:
-    """Pairs in the tiles that a kernel visits, of one head: those on the diagonal count whole."""
+    """Pairs of one head in the tiles that a kernel computes; tiles on the diagonal count whole."""
     m, n = variant.tile
     if not case.causal:
         return float(case.seqlen * case.keys)
@@ -63,7 +63,7 @@ def _pairs(case: Case, variant: Variant) -> float:
 
 
 def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> Cost:
-    """The cost of one launch, from its kernel's counts."""
+    """The cost of one launch, from the counts of its kernel."""
     variant = launch.variant
     heads = case.batch * case.heads
     pairs = _pairs(case, variant)
@@ -74,7 +74,7 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
 
     clocks = gpu.multiprocessors * gpu.gigahertz * 1e9
     kind = _KINDS.get(variant.dtype, "tf32")
-    # A Hopper kernel's products are wgmma's; the source says which it is.
+    # Hopper kernels use wgmma; their source name has sm90.
     matrix = gpu.wgmma if "sm90" in variant.source else gpu.mma
     moved = _SECTOR * total(*_SECTORS) + total(*_BULK_BYTES)
     seconds = {
@@ -94,9 +94,9 @@ def of_launch(case: Case, launch: Launch, counts: counting.Counts, gpu: Gpu) -> 
 
 
 def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
-    """The costs of a case's launches, and of what is zeroed before them.
+    """The costs of the launches of a case, and of zeroing workspace before them.
 
-    Empty if no kernel takes it, or one was not counted.
+    Empty if no kernel supports the case, or one has no counts.
     """
     target = architecture(arch).target
     mine = (target, case.head_dim)
@@ -113,7 +113,7 @@ def of_case(case: Case, arch: str, gpu: Gpu) -> list[Cost]:
 
 
 def describe(costs: list[Cost]) -> str:
-    """Times by resource, of all launches together."""
+    """Times by resource, summed over all launches."""
     names = dict.fromkeys(name for cost in costs for name in cost.seconds)
     parts = {name: sum(cost.seconds.get(name, 0.0) for cost in costs) for name in names}
     shown = sorted(parts.items(), key=lambda item: -item[1])
@@ -121,7 +121,7 @@ def describe(costs: list[Cost]) -> str:
 
 
 def beside(case: Case, arch: str, gpu_name: str, measured: float) -> list[str]:
-    """Lines to print under a measurement; none for a GPU or kernel that the model does not know."""
+    """Lines to print below a measurement; empty for a GPU or kernel without rates or counts."""
     gpu = rates.known(gpu_name)
     costs = of_case(case, arch, gpu) if gpu is not None else []
     if gpu is None or not costs:

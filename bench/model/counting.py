@@ -1,4 +1,4 @@
-"""What kernels do per row and per pair of query and key, counted in the simulator and kept in costs.csv."""
+"""Counts of operations per row and per (query, key) pair of kernels, from the simulator, in costs.csv."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..work import FLOAT8, Case, drawn
 
 TABLE = Path(__file__).parent / "costs.csv"
 COLUMNS = ("target", "variant", "head_dim", "counter", "per_row", "per_pair")
-# Two lengths of which every tile is a divisor: a count is per_row * S + per_pair * S * S.
+# Two lengths that every tile divides: a count is per_row * S + per_pair * S * S.
 SHORT, LONG = 384, 768
 
 Counts = dict[str, tuple[float, float]]
@@ -77,7 +77,7 @@ def _launches(
 
 
 def _aligned(x: np.ndarray) -> np.ndarray:
-    """A copy on a 128-byte boundary, as GPU memory is."""
+    """Copy to a 128-byte boundary, as in GPU memory."""
     raw = np.zeros(x.nbytes + 127, np.uint8)
     start = -raw.ctypes.data % 128
     copy: np.ndarray = raw[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -86,7 +86,7 @@ def _aligned(x: np.ndarray) -> np.ndarray:
 
 
 def kept(arch: str) -> list[Case]:
-    """The cases whose kernels costs.csv holds, for an architecture."""
+    """The cases of an architecture with kernels in costs.csv."""
     row = architecture(arch)
     short = "float16" if row.capability < 80 else "bfloat16"
     kinds = [(short, d) for d in (64, 128, 256)]
@@ -114,7 +114,7 @@ def kept(arch: str) -> list[Case]:
 
 
 def write(archs: tuple[str, ...]) -> int:
-    """Count anew for these architectures; rows of kernels that are no more go. Returns how many."""
+    """Recount for these architectures, and remove rows of kernels that no longer exist; return the number."""
     held = {tuple(row[name] for name in COLUMNS[:4]): row for row in _rows()}
     compiled = {
         target: {v.name for own in architecture(target).targets for v in variants(own)} for target, *_ in held
@@ -145,7 +145,7 @@ def _rows() -> list[dict[str, str]]:
 
 @cache
 def table() -> dict[tuple[str, str, int], Counts]:
-    """What costs.csv holds: (target, variant, head_dim) -> counter -> (per row, per pair)."""
+    """Read costs.csv: (target, variant, head_dim) -> counter -> (per row, per pair)."""
     found: dict[tuple[str, str, int], Counts] = {}
     for row in _rows():
         counts = found.setdefault((row["target"], row["variant"], int(row["head_dim"])), {})

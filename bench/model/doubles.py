@@ -1,4 +1,4 @@
-"""What the kernels of float64 issue beside products, which the simulator does not see: from their SASS."""
+"""Instructions of the float64 kernels other than products, from SASS, as the simulator cannot count them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["ISSUED", "Issued"]
 
 
 class Issued(NamedTuple):
-    """Of a warp and a whole tile, the more of both compilers.
+    """Instructions of one warp for a whole tile; the larger number of both compilers.
 
     Attributes
     ----------
     instructions : int
-        All of them.
+        All instructions.
     doubles : int
-        Arithmetic of doubles, without the products: most of it is e^x.
+        FP64 arithmetic without products: mostly e^x.
     pairs : int
-        Of a query and a key that they serve.
+        (Query, key) pairs that they compute.
     """
 
     instructions: int

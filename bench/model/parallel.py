@@ -1,7 +1,7 @@
-"""Time of causal attention over a sequence in parts, for each schedule of `ring_attention`: a projection.
+"""A projection of the time of causal `ring_attention`, for each schedule.
 
-Bytes are those of docs/parallel.md, which tests count. Rates of kernels are measured, on one GPU. Links send
-a share of what data sheets say. Work and messages overlap where the schedules let them.
+Bytes are those of docs/parallel.md, which tests count. Rates of kernels are measured on one GPU. Links reach
+a share of their data-sheet bandwidth. Computation and messages overlap where the schedules allow it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ PASSES = ("forward", "backward")
 
 
 class Links(NamedTuple):
-    """What connects GPUs.
+    """Links between GPUs.
 
     Attributes
     ----------
     node : int
-        GPUs of a node.
+        GPUs per node.
     inside, between : float
-        Bytes per second that a GPU sends inside its node, and out of it.
+        Bandwidth of a GPU, in bytes per second: inside its node, and between nodes.
     reached : float
-        Share of that which long messages reach.
+        Share of that bandwidth that long messages reach.
     seconds : float
-        Of a message however short, and of the Python of a step.
+        Fixed time of a step: latency of a message, and Python.
     """
 
     node: int
@@ -38,12 +38,12 @@ class Links(NamedTuple):
     seconds: float = 30e-6
 
 
-# 18 links of NVLink 4, of 25 GB/s each way; a network card of 400 Gb/s for each GPU.
+# 18 NVLink 4 links with 25 GB/s each way; a 400 Gb/s network card per GPU.
 HOPPER = Links(node=8, inside=450e9, between=50e9)
 
 
 class Sequence(NamedTuple):
-    """One sequence, its rows in equal parts; elements of 16 bits, sums of 32."""
+    """One sequence, split into equal parts; elements have 16 bits, sums 32."""
 
     tokens: int
     heads: int
@@ -53,7 +53,7 @@ class Sequence(NamedTuple):
 
     @property
     def rows(self) -> float:
-        """Of a part."""
+        """Rows of a part."""
         return self.tokens / self.ranks
 
     def bytes_of_part(self) -> dict[str, float]:
@@ -69,12 +69,12 @@ class Sequence(NamedTuple):
         }
 
     def flops(self, passes: str) -> float:
-        """Of one process, causal."""
+        """FLOP of one process, causal."""
         of_all = 4 * self.heads * self.head_dim * self.tokens**2 / 2
         return of_all * (2.5 if passes == "backward" else 1) / self.ranks
 
 
-# FLOP per second of a pass over square calls of so many rows.
+# Returns FLOP per second of a pass ("forward", ...) over a square call with this many rows.
 Rate = Callable[[str, float], float]
 
 
@@ -86,7 +86,7 @@ def seconds(schedule: str, passes: str, x: Sequence, rate: Rate, links: Links = 
     schedule, passes : str
     x : Sequence
     rate : callable
-        What a call reaches that has as many scores in each head as a square one of so many rows.
+        FLOP per second of a pass, by the rows of a square call with as many scores per head.
     links : Links
     """
     part = x.bytes_of_part()
@@ -96,24 +96,24 @@ def seconds(schedule: str, passes: str, x: Sequence, rate: Rate, links: Links = 
         if x.heads_k % x.ranks:
             return None
         compute = x.flops(passes) / rate(passes, x.tokens)
-    else:  # a stretch of half a part, over half the keys in the mean
+    else:  # calls of half a part, over half the keys on average
         compute = x.flops(passes) / rate(passes, math.sqrt(x.rows / 2 * x.tokens / 2))
     return compute + _exchanged(sent(schedule, passes, x.ranks, part), x.ranks, links)
 
 
 def _ring(passes: str, x: Sequence, part: Mapping[str, float], rate: Rate, links: Links) -> float:
-    """Steps of two parts each; the next keys, and earlier sums, travel beside the work."""
+    """Each step computes half of the pairs of a part, while the next keys and earlier sums are sent."""
     work = x.flops(passes) / x.ranks / rate(passes, x.rows * math.sqrt(0.5))
     if x.ranks == 1:
         return work
     link = links.reached * (links.inside if x.ranks <= links.node else links.between)
     sums = part["KV32"] / link if passes == "backward" else 0.0
     travel = part["KV"] / link + sums + links.seconds
-    return (x.ranks - 1) * max(work, travel) + work + sums  # the sums of the last step go home alone
+    return (x.ranks - 1) * max(work, travel) + work + sums  # nothing overlaps the sums of the last step
 
 
 def _exchanged(each: float, ranks: int, links: Links) -> float:
-    """Time of messages of equal length to all others; nothing runs beside them."""
+    """Time of messages of equal length to all other ranks, without overlap."""
     if ranks == 1:
         return 0.0
     near = min(ranks, links.node) - 1

@@ -1,4 +1,4 @@
-"""Published rates of GPUs, for the cost model. Per clock and multiprocessor unless they say otherwise."""
+"""Published rates of GPUs, for the cost model, per clock and multiprocessor unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class Gpu(NamedTuple):
     Attributes
     ----------
     name : str
-        As the driver calls it, or a part of that.
+        A part of its name in the driver.
     arch : str
     multiprocessors : int
     gigahertz : float
-        Boost clock of the data sheet; under load a GPU may hold less.
+        Boost clock of the data sheet; under load a GPU may be slower.
     mma : dict of str to float
-        FLOP of mma.sync by kind of operand, FP32 accumulators, no sparsity.
+        FLOP of mma.sync by kind of operand, with FP32 accumulators and without sparsity.
     wgmma : dict of str to float
-        Likewise of wgmma; empty where there is none.
+        The same for wgmma; empty where there is none.
     ffma : float
         FLOP of FP32 multiply-adds.
     hbm, l2 : float
-        Bytes per second of the whole GPU. l2 is an estimate where the vendor says nothing.
+        Bytes per second of the whole GPU. l2 is an estimate where the vendor does not publish it.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Gpu(NamedTuple):
 
     @property
     def doubles(self) -> float:
-        """Instructions of doubles, of a lane: tensor cores have twice as many multiply-adds."""
+        """FP64 instructions of a lane per clock; tensor cores have twice the multiply-adds of FP64 units."""
         return self.mma["64-bit"] / 4
 
 
-# The same on all of these: special functions (ex2) and bytes of shared memory.
+# Equal on all of these GPUs: special functions (ex2), and bytes of shared memory.
 EXPS = 16
 SHARED_BYTES = 128
 # Warp shuffles are 32 lanes wide, and one multiprocessor serves one warp per clock.
@@ -53,13 +53,13 @@ _A100 = {"16-bit": 2048.0, "tf32": 1024.0, "64-bit": 128.0}
 _CONSUMER = {"16-bit": 512.0, "tf32": 256.0}
 # 8-bit floats since Ada: twice 16 bits. GeForce halves both where accumulators are FP32.
 _GEFORCE = {"8-bit": 1024.0, **_CONSUMER}
-# why twice: the 8-bit kernel multiplies with scales there, at twice the rate of others, as measured on an
-# RTX 5090 (flashinfer #4149). Of the RTX PRO, which does not halve the others, nothing is known.
+# why twice: the 8-bit kernel uses products with block scales there, at twice the rate of others, as measured
+# on an RTX 5090 (flashinfer #4149). For the RTX PRO, which does not halve the others, there is none.
 _GEFORCE_50 = {**_GEFORCE, "8-bit": 2048.0}
 _ADA_PRO = {"8-bit": 2048.0, "16-bit": 1024.0, "tf32": 512.0}
 _HOPPER = {"8-bit": 8192.0, "16-bit": 4096.0, "tf32": 2048.0}
 # mma.sync reaches about 62 % of wgmma's rate on Hopper (micro-benchmarks of arXiv:2402.13499).
-# why not doubles: they have no wgmma, and the published 67 TFLOP/s of an H100 is mma.sync's.
+# why not for FP64: it has no wgmma, and the published 67 TFLOP/s of an H100 are those of mma.sync.
 _HOPPER_MMA = {kind: 0.62 * rate for kind, rate in _HOPPER.items()} | {"64-bit": 256.0}
 
 # Sources: the vendor's data sheets and white papers; tensor rate = peak / (multiprocessors x boost clock).
@@ -77,5 +77,5 @@ GPUS = (
 
 
 def known(name: str) -> Gpu | None:
-    """The row whose name is in the driver's name of a GPU."""
+    """The row with a name that is part of the driver's name of a GPU; None if there is none."""
     return next((gpu for gpu in GPUS if gpu.name in name), None)

@@ -1,7 +1,7 @@
-"""The worst case of mma.sync: all warps of a scheduler meet what stands between products at once.
+"""The worst case of mma.sync kernels: no warp of a scheduler overlaps other instructions with products.
 
-Instructions from SASS, clocks of products from the published rates. The best case is the cost model's, where
-all of it runs under the products of another warp.
+Instruction counts are from SASS, clocks of products from published rates. The best case is that of the cost
+model, where products of another warp hide all other instructions.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from .rates import Gpu
 
 __all__ = ["LEAST", "WAITING", "Waiting", "worst"]
 
-# Shorter stretches run under the products before them.
+# Shorter stretches of instructions overlap with the products before them.
 LEAST = 16
 _FLOP = 2 * 16 * 8 * 16  # of HMMA.16816
 
 
 class Waiting(NamedTuple):
-    """Of a warp and a whole block of keys, 16 bits and kind band.
+    """Counts of one warp for a whole block of keys, in the 16-bit band kernel.
 
     Attributes
     ----------
     products : int
     plain : (int, int)
-        Instructions in stretches above `LEAST`, by NVRTC 12.9 and 13.5.
+        Instructions in stretches above `LEAST`, compiled by NVRTC 12.9 and 13.5.
     threshold : (int, int)
-        The same of the candidate that rescales O only where a maximum rises by more than 8 in log2.
+        The same for a candidate that rescales O only if a maximum rises by more than 8 in log2.
     """
 
     products: int
@@ -34,7 +34,7 @@ class Waiting(NamedTuple):
     threshold: tuple[int, int]
 
 
-# By target and head dim. The candidate is in no kernel: counted from one that was not kept.
+# By target and head dim. No kernel has the candidate: its counts are from an experiment.
 WAITING = {
     ("sm_80", 64): Waiting(256, (481, 480), (489, 487)),
     ("sm_80", 128): Waiting(256, (357, 359), (301, 305)),
@@ -46,6 +46,6 @@ WAITING = {
 
 
 def worst(products: int, waiting: int, gpu: Gpu) -> float:
-    """Part of the rate of mma.sync that is left: a scheduler has a quarter of a multiprocessor's products."""
+    """The remaining share of the rate of mma.sync; a scheduler has a quarter of a multiprocessor's rate."""
     clocks = products * _FLOP / (gpu.mma["16-bit"] / 4)
     return clocks / (clocks + waiting)

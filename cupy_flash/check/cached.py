@@ -28,8 +28,16 @@ class Cached:
 
     Attributes
     ----------
+    kind : str
+        Kind of the case in the report.
+    dtype : str
+        Dtype of q.
     stored : {"same", "int8", "float8", "int4", "nvfp4"}
         Dtype of the cache; "same" is that of q.
+    heads, head_dims : (int, int)
+        Heads of q and of k; head dims of k and of v.
+    queries : int
+        Queries per sequence.
     room : int
         Capacity of a sequence, in keys.
     lengths : tuple of int
@@ -39,11 +47,15 @@ class Cached:
     new : int
         Keys to append.
     rotary : int
-        Features to rotate: the first ones, or of latents the last, which are not values.
+        Features to rotate: the first ones, but for latents the last ones, which are not values.
     prefix : int
         Keys of a shared prefix before those of the cache, which has no pages then.
     latent : bool
         Whether values are the first columns of keys.
+    sinks : bool
+        Whether the call has attention sinks.
+    options : dict
+        All other options.
     """
 
     kind: str = "decode"

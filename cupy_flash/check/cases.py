@@ -71,6 +71,9 @@ class Dense:
 
     Attributes
     ----------
+    kind : {"forward", "backward"}
+    dtype : str
+        Dtype of q, k and v.
     heads, lengths : (int, int)
         Heads and lengths of q and of k.
     head_dims : (int, int)
@@ -173,6 +176,8 @@ class Packed:
 
     Attributes
     ----------
+    kind, dtype, heads, head_dims, options
+        As in `Dense`.
     lengths : ((int, ...), (int, ...))
         Numbers of queries and of keys, for each sequence.
     """

@@ -101,7 +101,7 @@ def _time(
     except (UnsupportedError, MemoryError) as error:
         return Timing(name, None, says=first_line(error))
     except Exception as error:  # why any: each library has its own error for a failed kernel
-        no_memory = type(error).__name__ == "OutOfMemoryError"  # as of torch, a RuntimeError
+        no_memory = type(error).__name__ == "OutOfMemoryError"  # such as torch's, a RuntimeError
         return Timing(name, None, says=first_line(error), failed=not no_memory)
     if torch is None:
         return Timing(name, ms)

@@ -343,7 +343,7 @@ def _score(p: Problem, arrays: dict[str, Array], sequence: Sequence, s: Array, j
 
 
 def _hide_drafts(spans: Array, b: int, s: Array, first: int) -> None:
-    """Hide keys of scores (key heads, group, seqlen_q, keys) by spans; spans[..., 0, :] is of key `first`."""
+    """Hide keys of scores (key heads, group, seqlen_q, keys) by spans, which start at key `first`."""
     spans = by_key_head(spans[b if len(spans) > 1 else 0][None], s.shape[0])[0]
     keys = range(max(first, 0), min(first + s.shape[2], s.shape[3]))
     rows = np.arange(s.shape[2])[:, None]

@@ -1,1 +1,1 @@
-"""Kernels as files: made from sources, held to rules, located and trusted."""
+"""Cubins: compile kernels from sources, check their SASS, locate and verify them."""

@@ -1,1 +1,1 @@
-"""Load a kernel and run it: on a GPU by CuPy, or in the simulator."""
+"""Load and run kernels: on a GPU through CuPy or libcuda, or in the simulator."""

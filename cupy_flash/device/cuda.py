@@ -33,7 +33,7 @@ _NAME_BYTES = 256
 _Params = c_char_p * 1
 
 
-# ---------------------------------------------------------------------------------------------- what is there
+# ---------------------------------------------------------------------------------------------- GPUs
 
 
 def driver_version() -> int:
@@ -81,7 +81,7 @@ def multiprocessors(device: int) -> int:
 
 
 def current_stream(device: int, library: str = "torch") -> int:
-    """Handle of torch's current stream. JAX passes the stream with each call, and never asks for it here."""
+    """Handle of torch's current stream; calls of `cupy_flash.jax` pass their stream themselves."""
     if library != "torch":
         raise UnsupportedError(
             f"an array of {library} on a GPU, in a call that is given no stream.",

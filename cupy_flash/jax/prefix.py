@@ -42,7 +42,7 @@ def attention_with_shared_prefix(
     prefix_v : Array, shape (heads_k, prefix, head_dim_v)
         Like prefix_k.
     causal : bool
-        Causal over each sequence's own keys, of which there are as many as queries.
+        Causal over each sequence's own keys, which are as many as its queries.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.

@@ -1,4 +1,4 @@
-"""What all schedules share: the link between processes, rounds of messages, and checks of a call."""
+"""Code that all schedules share: the link between processes, rounds of messages, and checks of a call."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OPS = (
     "logical_and", "logical_or", "logical_not", "where",
 )  # fmt: skip
 _CODES = {name: number for number, name in enumerate(OPS)}
-# What a value varies over: lanes (queries), keys, or pairs of them.
+# A value varies over lanes (queries), keys, or pairs of them.
 _LANES, _KEYS, _PAIRS = 0, 1, 2
 SCORE, RESULT, GRADIENT, KEPT, _FIRST = range(5)
 MOST_REGISTERS = 256

@@ -1,6 +1,6 @@
 """The values that a function gets while it is traced, and the graph that records their operations.
 
-A `Value` stands for a number that is not known. Each operation on it adds a node to its `Tape`, which checks
+A `Value` represents an unknown number. Each operation on it adds a node to its `Tape`, which checks
 operations and kinds, and simplifies.
 """
 
@@ -42,7 +42,7 @@ _CASTS = {"float": "float", "half": "float", "bfloat16": "float", "double": "flo
 
 
 class Value:
-    """A traced value, which stands for a number that is not known."""
+    """A traced value, which represents an unknown number."""
 
     __slots__ = ("at", "tape")
     __hash__ = None  # type: ignore[assignment]

@@ -26,6 +26,12 @@ class Guarded:
         The array for the function under test.
     buffer : array
         The whole memory, guards included.
+    before : array
+        A copy of the buffer before the call.
+    inside : tuple
+        The index of the view's elements in the buffer.
+    xp : module
+        ``numpy`` or ``cupy``.
     """
 
     view: Any

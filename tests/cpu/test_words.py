@@ -60,7 +60,7 @@ DIALECT = {
     r"^(those|that) of\b": "options of ..., the gradients of ...",
     r"\bgoes with 0\.\d": "to be removed in ...",
     r"\bcheckers? of types\b": "type checker",
-    r"\b(any|every|some)body\b": "the caller, another process, all processes",
+    r"\b(any|every|no|some)body\b": "the caller, another process, all processes, no caller",
     r"\bcannot answer (a problem|it)\b": "does not support",
     r"\bwhat is compiled for an? (architecture|target)\b": "the variants compiled for ...",
     r"\bno array says it\b": "if it is one integer for all",
@@ -70,6 +70,12 @@ DIALECT = {
     r"\bwhat is asked\b": "a checked call, the arguments",
     r"\blooked at\b": "read, checked, evaluated",
     r"(?<!`)\bbeside\b(?!`| :)": "with, next to, in addition to",
+    r"^what\b": "name it: the inputs of ..., the result of ..., why ...",
+    r"\bstands? for\b": "represents, is the code of, is replaced by",
+    r"\blies? (anywhere|beside|in|next|on|outside|where)\b": "is in, is next to",
+    r"\bholds? fixed\b": "static parameters, constant",
+    r"\bhand(s|ed)? over\b": "pass, provide",
+    r"\banew\b": "again, from scratch",
 }
 # One place says what was measured on a GPU.
 MEASURED = {r"\bnot yet measured\b": "nothing: docs/support.md has what ran on hardware; link to it"}
@@ -85,6 +91,7 @@ PAGES = [
     *sorted((ROOT / "docs/benchmarks").glob("*.md")),
 ]
 SOURCES = sorted((ROOT / "cupy_flash").rglob("*.py"))
+TOOLS = sorted([*(ROOT / "bench").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
 # Files whose messages are being changed elsewhere.
 MESSAGES_LATER = {ROOT / "cupy_flash/plan/families/flash.py"}
 # Where docstrings and comments are being changed elsewhere.
@@ -138,7 +145,7 @@ def prose(source: str) -> Iterator[str]:
 def test_docstrings_and_comments() -> None:
     later = {ROOT / "cupy_flash" / name for name in LATER}
     said = {}
-    for path in SOURCES:
+    for path in (*SOURCES, *TOOLS):
         if later.isdisjoint((path, *path.parents)) and (
             bad := [
                 phrase
@@ -157,6 +164,8 @@ def test_docstrings_and_comments() -> None:
         'def f():\n    """Those of a call."""',
         "x = 1  # what is\n# asked",
         "# checkers\n# of types\n",
+        'class A:\n    """What a compiled call\n    holds fixed."""',
+        "# codes that stand\n# for floats\n",
     ],
 )
 def test_prose_is_found(source: str) -> None:

@@ -1,1 +1,1 @@
-"""The compiled core: attention on the CPU in C++, one small library for each instruction set."""
+"""The compiled core: attention on the CPU in C++, with libraries for each instruction set."""

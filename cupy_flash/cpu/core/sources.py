@@ -89,7 +89,7 @@ def multiplies(isa: Isa, part: str) -> bool:
 
 
 def choices(isas: Iterable[Isa]) -> tuple[str, ...]:
-    """Values of CUPY_FLASH_CPU for instruction sets, with every supported suffix, the best first."""
+    """Values of CUPY_FLASH_CPU for instruction sets, with every supported suffix, best first."""
     found = []
     for isa in isas:
         ways = [way for way, part in PRODUCTS.items() if multiplies(isa, part)]

@@ -288,7 +288,7 @@ TANGENT = {
 # (queries, keys) of the passes by class: a warp owns 16 of the rows of a block. One kind, for scale, softcap
 # and ALiBi: more kinds would take a megabyte of an architecture.
 # why fewer streamed rows with wide heads: a thread holds 128 accumulators of keys, and two slots of Q, dotQ
-# and dO lie in shared memory with K, dotK, V and dotV.
+# and dO are in shared memory with K, dotK, V and dotV.
 # why not float32 above 64: only 32 keys would fit 163 KiB, and none 99 KiB.
 HESSIAN = {
     ("16-bit", "dq_dot"): {  # LARGE   MEDIUM

@@ -1,7 +1,7 @@
 """Choose whether a tile has queries of one head, or of all heads of a group (packed GQA).
 
 Kernels whose tensor maps have an axis for the heads of a group (flash_forward_sm90) support both. Packed, a
-tile covers fewer queries: short sequences fill it, fewer keys lie in blocks that the band only crosses, and K
+tile covers fewer queries: short sequences fill it, fewer keys are in blocks that the band only crosses, and K
 and V are read once for all heads of the group. The rows per query are a power of two, so groups of 3, 5, 6,
 7, ... heads leave some rows empty.
 """

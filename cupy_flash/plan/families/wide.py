@@ -20,7 +20,7 @@ __all__ = [
     "refusals",
 ]
 
-PROMISED = "promised order of additions"  # what reproducible= needs
+PROMISED = "promised order of additions"  # reproducible= needs it
 _DTYPES = ("f16", "bf16")
 _LEAST = 1e-20  # smallest scale with softcap or ALiBi
 
