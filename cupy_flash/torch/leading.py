@@ -27,7 +27,13 @@ def are_in_rows(query: Tensor) -> bool:
     if query.dim() != 4:
         return False
     _, heads, rows, _ = query.stride()
-    return bool(0 < heads < rows)
+    known: Any = bool
+    if torch.compiler.is_compiling():
+        # why: sizes that only a run of the program tells; heads come first then. Older torch has no such word.
+        from torch.fx.experimental import symbolic_shapes
+
+        known = getattr(symbolic_shapes, "guard_or_false", bool)
+    return known(heads > 0) and known(heads < rows)  # type: ignore[no-any-return]
 
 
 def turned(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -151,19 +151,16 @@ def test_compiled_gradients():
             assert x.stride() == y.stride()
 
 
-def test_lengths_that_only_a_program_knows():
-    """Strides that no number says are compared without a guard."""
+@pytest.mark.parametrize("name", ["dense", "in rows"])
+def test_sizes_that_only_a_run_tells(name):
     torch._dynamo.reset()
-
-    def function(x, keep):
-        x = x[:, keep.nonzero()[:, 0]]
-        q = x.unflatten(-1, (H, D)).transpose(1, 2)
-        return cf.scaled_dot_product_attention(q, q, q)
-
-    x, keep = torch.randn(B, S, H * D), torch.arange(S) % 2 == 0
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        o = torch.compile(function, backend="aot_eager", fullgraph=True)(x, keep)
-    torch.testing.assert_close(o, function(x, keep))
+    q = QUERIES[name]()
+    for axis in (0, 2):
+        torch._dynamo.decorators.mark_unbacked(q, axis)
+    compiled = torch.compile(cf.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    o = compiled(q, q, q)
+    torch.testing.assert_close(o, torch_sdpa(q, q, q))
+    assert o.stride() == q.stride()
 
 
 @pytest.mark.parametrize("name", ["dense", "in rows", "of fused projections"])
