@@ -29,7 +29,7 @@ def are_in_rows(query: Tensor) -> bool:
     _, heads, rows, _ = query.stride()
     known: Any = bool
     if torch.compiler.is_compiling():
-        # why: sizes that only a run of the program tells; heads come first then. Older torch has no such word.
+        # why: sizes that only a run of the program tells; heads come first then. Old torch lacks it.
         from torch.fx.experimental import symbolic_shapes
 
         known = getattr(symbolic_shapes, "guard_or_false", bool)
