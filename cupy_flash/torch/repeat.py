@@ -213,6 +213,9 @@ def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
 
 
 def _run(known: _Known, q: Any, k: Any, v: Any) -> Any:
+    if known.recorded and known.in_rows:
+        # why: checkpoints compare what is saved with what the whole way saved.
+        return _record(*turned(q, k, v), known).transpose(1, 2)
     if known.recorded:
         return _record(q, k, v, known)
     results = known.forward.forward(q, k, v)
@@ -239,16 +242,14 @@ class _Repeated(torch.autograd.Function):
         key = _key_of_gradients(saved, do, dlse)
         if key is not None and (passed := known.gradients.get(key)) is not None:
             return *passed.backward(*saved, do), None
-        if known.in_rows:
-            q, k, v, o, do = turned(q, k, v, o, do)
         call = Call((q, k, v, *_NOTHING), known.options)
         grads = gradients(call, do, dlse, o, lse, ctx.needs_input_grad + (False,) * len(GRADIENTS))
         if key is not None:
             raw = adopted(q=q, k=k, v=v, o=o, lse=lse, do=do)
-            passed = _passed("backward", raw, deterministic(known.options), True, known.in_rows)
+            passed = _passed("backward", raw, deterministic(known.options), True, False)
             if passed is not None:
                 _put(known.gradients, key, passed)
-        return *(turned(*grads[:3]) if known.in_rows else grads[:3]), None
+        return *grads[:3], None
 
 
 _record = recorded(_Repeated)
@@ -278,7 +279,7 @@ def remember(
     with torch.no_grad():  # what is recorded has been
         raw = adopted(**dict(zip("qkv", turned(q, k, v) if in_rows else (q, k, v), strict=True)))
     is_recorded = torch.is_grad_enabled() and _need_gradients(q, k, v)
-    passed = _passed("forward", raw, options, is_recorded or return_lse, in_rows)
+    passed = _passed("forward", raw, options, is_recorded or return_lse, in_rows and not is_recorded)
     if passed is None:
         return
     known = _Known(passed, options, is_recorded, return_lse, in_rows)

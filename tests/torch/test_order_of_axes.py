@@ -111,6 +111,17 @@ def test_gradients_of_repeated_calls_have_the_bits_of_the_whole_way():
         assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(given, wanted, strict=True))
 
 
+def test_checkpoints_save_the_same_the_whole_way_and_repeated():
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = (in_rows().requires_grad_() for _ in "qkv")
+    for _ in range(2):
+        o = checkpoint(as_in_models, q, k, v, use_reentrant=False)
+        (dq,) = torch.autograd.grad(o.sum(), q)
+        (wanted,) = torch.autograd.grad(torch_sdpa(q, k, v).sum(), q)
+        torch.testing.assert_close(dq, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_of_second_order():
     q, k, v = (in_rows().double().requires_grad_() for _ in "qkv")
     for _ in range(3):  # gradcheck repeats its calls
