@@ -17,6 +17,7 @@ from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import positions, schedules
 from .inputs import check_tensors
+from .leading import are_in_rows, turned
 from .ring import attend, link_of
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
@@ -114,11 +115,14 @@ def context_parallel(
                     f"query has {query.shape[-3]} heads, key {key.shape[-3]}.", hint="enable_gqa=True"
                 )
 
+        qkv = query, key, value
+        # Others than such tensors are refused with the other processes.
+        in_rows = all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in qkv) and are_in_rows(query)
         given = {"causal": is_causal, "scale": scale, "schedule": schedule, **uneven}
-        every = {**defaults(RingOptions), **given}
+        every = {**defaults(RingOptions), **given, "layout": "bshd" if in_rows else "bhsd"}
         o: Tensor
-        o, _ = attend(query, key, value, group, None, None, False, every, check)
-        return o
+        o, _ = attend(*(turned(*qkv) if in_rows else qkv), group, None, None, False, every, check)
+        return o.transpose(1, 2) if in_rows else o
 
     try:
         for x, part in zip(buffers, cut, strict=True):

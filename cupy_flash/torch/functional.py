@@ -28,7 +28,7 @@ from .inputs import (
     widened,
 )
 from .kv_cache import attention_with_kv_cache
-from .leading import over_batches, together
+from .leading import are_in_rows, over_batches, together, turned
 from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
 from .repeat import remember, repeated
@@ -276,6 +276,8 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, shape (..., heads, seqlen_q, head_dim_v)
+        Contiguous; of a query that is a view of (batch, seqlen_q, heads, head_dim), such a view, as torch's
+        fused kernels return it. So are the gradients.
 
     Raises
     ------
@@ -306,18 +308,22 @@ def scaled_dot_product_attention(
     qkv, batch = together(query, key, value, enable_gqa)
     where: Any = align or "top_left"
     added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
+    in_rows = are_in_rows(qkv[0])
+    layout: Any = "bshd" if in_rows else "bhsd"
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        return attention(
-            q, k, v, causal=is_causal, align=where, scale=scale, dropout=dropout_p,
-            mask=None if added else mask, bias=mask if added else None,
+        o = attention(
+            *(turned(q, k, v) if in_rows else (q, k, v)), layout=layout, causal=is_causal, align=where,
+            scale=scale, dropout=dropout_p, mask=None if added else mask, bias=mask if added else None,
         )  # fmt: skip
+        return o.transpose(1, 2) if in_rows else o
 
     if align is not None:
         return over_batches(lambda q, k, v, _: attend(q, k, v, attn_mask), qkv, None, batch)
     o = over_batches(attend, qkv, attn_mask, batch)
     if seen is not None and len(batch) < 2 and all(map(operator.is_, qkv, (query, key, value))):
-        remember(seen, query, key, value, Options(causal=is_causal, align=where, scale=scale), False)
+        options = Options(causal=is_causal, align=where, scale=scale, layout=layout)
+        remember(seen, query, key, value, options, False, in_rows)
     return o
 
 

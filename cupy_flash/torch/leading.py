@@ -1,4 +1,7 @@
-"""Any number of leading axes as the one batch of `attention`; what is broadcast is not written out."""
+"""Axes as torch's attention takes them: any number of leading ones, and heads and rows in either order.
+
+Leading axes are the one batch of `attention`; what is broadcast is not written out.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,31 @@ import torch
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["over_batches", "together"]
+__all__ = ["are_in_rows", "over_batches", "together", "turned"]
 
 Tensor: TypeAlias = torch.Tensor
+
+
+def are_in_rows(query: Tensor) -> bool:
+    """Whether (batch, heads, rows, features) is (batch, rows, heads, features) in memory, as models have it.
+
+    A result of torch has the order of its query, so that ``o.transpose(1, 2).flatten(2)`` copies nothing.
+    """
+    if query.dim() != 4:
+        return False
+    _, heads, rows, _ = query.stride()
+    known: Any = bool
+    if torch.compiler.is_compiling():
+        # why: sizes that only a run of the program tells; heads come first then. Old torch lacks it.
+        from torch.fx.experimental import symbolic_shapes
+
+        known = getattr(symbolic_shapes, "guard_or_false", bool)
+    return known(heads > 0) and known(heads < rows)  # type: ignore[no-any-return]
+
+
+def turned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors with rows before heads, or the other way round."""
+    return tuple([x if x is None else x.transpose(1, 2) for x in tensors])
 
 
 def together(

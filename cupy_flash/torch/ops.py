@@ -188,6 +188,8 @@ def attend(call: Call) -> tuple[Any, Any]:
         return together
     by_function = torch._C._are_functorch_transforms_active() or in_forward_mode(*call.tensors)
     if by_function and torch.compiler.is_compiling():
+        from ..call import untraced  # noqa: F401  (behind the break it would read what the operators do)
+
         # why: torch's compiler counts the parameters of a Function to see whether one is the context.
         torch._dynamo.graph_break()
     o, lse = (_Function.apply if by_function else operator)(*arguments(call))

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..api import adopted
+from ..call.arrays import contiguous
 from ..call.given import Options
 from ..call.progress import TOLD
 from ..dispatch.backends import chosen_by_environment, driver_of, environment
 from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_untouched, gradients, is_plain, is_transformed, recorded
+from .leading import turned
 
 __all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
@@ -42,13 +44,16 @@ _NOTHING = (None,) * (len(TENSORS) - 3)
 class _Known:
     """What a call found out, and what its gradients did by the kinds of their arrays."""
 
-    __slots__ = ("forward", "gradients", "options", "recorded", "return_lse")
+    __slots__ = ("forward", "gradients", "in_rows", "options", "recorded", "return_lse")
 
-    def __init__(self, forward: _Pass, options: Options, recorded: bool, return_lse: bool) -> None:
+    def __init__(
+        self, forward: _Pass, options: Options, recorded: bool, return_lse: bool, in_rows: bool
+    ) -> None:
         self.forward = forward
         self.recorded = recorded
         self.options = options
         self.return_lse = return_lse
+        self.in_rows = in_rows
         self.gradients: dict[Hashable, _Pass] = {}
 
 
@@ -56,17 +61,13 @@ class _Pass(NamedTuple):
     """A forward or a backward pass of which only addresses differ."""
 
     call: Prepared
-    results: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    results: tuple[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
     def run(self, given: dict[str, int], *tensors: Any) -> list[Any]:
         """The results; given are the addresses of the tensors, of which q is the first."""
         q, results = tensors[0], []
-        for name, shape, dtype in self.results:
-            # why not new_empty for all: it takes 1 us more
-            if q.shape == shape and q.dtype == dtype:
-                x = torch.empty_like(q, memory_format=torch.contiguous_format)
-            else:
-                x = q.new_empty(shape, dtype=dtype)
+        for name, shape, strides, dtype in self.results:
+            x = q.new_empty_strided(shape, strides, dtype=dtype)
             given[name] = x.data_ptr()
             results.append(x)
         self.call.run_at(given, (tensors, results), "torch")
@@ -212,6 +213,9 @@ def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
 
 
 def _run(known: _Known, q: Any, k: Any, v: Any) -> Any:
+    if known.recorded and known.in_rows:
+        # why: checkpoints compare what is saved with what the whole way saved.
+        return _record(*turned(q, k, v), known).transpose(1, 2)
     if known.recorded:
         return _record(q, k, v, known)
     results = known.forward.forward(q, k, v)
@@ -242,7 +246,7 @@ class _Repeated(torch.autograd.Function):
         grads = gradients(call, do, dlse, o, lse, ctx.needs_input_grad + (False,) * len(GRADIENTS))
         if key is not None:
             raw = adopted(q=q, k=k, v=v, o=o, lse=lse, do=do)
-            passed = _passed("backward", raw, deterministic(known.options), True)
+            passed = _passed("backward", raw, deterministic(known.options), True, False)
             if passed is not None:
                 _put(known.gradients, key, passed)
         return *grads[:3], None
@@ -259,15 +263,26 @@ def _key_of_gradients(saved: tuple[Any, ...], do: Any, dlse: Any) -> Hashable | 
     return kinds and (kinds, torch.are_deterministic_algorithms_enabled())
 
 
-def remember(key: tuple[Hashable, ...], q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> None:
-    """Remember a call that went the whole way, as one over these arrays, if it can be repeated."""
+def remember(
+    key: tuple[Hashable, ...],
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    return_lse: bool,
+    in_rows: bool = False,
+) -> None:
+    """Remember a call that went the whole way, as one over these arrays, if it can be repeated.
+
+    in_rows: whether the options are of the arrays, and of results, with rows before heads.
+    """
     with torch.no_grad():  # what is recorded has been
-        raw = adopted(q=q, k=k, v=v)
+        raw = adopted(**dict(zip("qkv", turned(q, k, v) if in_rows else (q, k, v), strict=True)))
     is_recorded = torch.is_grad_enabled() and _need_gradients(q, k, v)
-    passed = _passed("forward", raw, options, is_recorded or return_lse)
+    passed = _passed("forward", raw, options, is_recorded or return_lse, in_rows and not is_recorded)
     if passed is None:
         return
-    known = _Known(passed, options, is_recorded, return_lse)
+    known = _Known(passed, options, is_recorded, return_lse, in_rows)
     _put(REPEATED, key, known)
     remember_recent(key[0], Recent.of((q, k, v), known, is_recorded))
 
@@ -285,9 +300,15 @@ def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:
     memory[key] = found
 
 
-def _passed(direction: str, raw: Any, options: Options, want_lse: bool) -> _Pass | None:
+def _passed(direction: str, raw: Any, options: Options, want_lse: bool, in_rows: bool) -> _Pass | None:
     """What is known of a pass, if calls like it differ in addresses alone."""
     call = prepared(direction, raw, options, want_lse)
     if not call.only_addresses_differ:
         return None
-    return _Pass(call, tuple((name, shape, getattr(torch, dtype)) for name, shape, dtype in call.results))
+    results = []
+    for name, shape, dtype in call.results:
+        strides = contiguous(shape)
+        if in_rows and name != "lse":
+            shape, strides = ((b, h, s, d) for b, s, h, d in (shape, strides))
+        results.append((name, shape, strides, getattr(torch, dtype)))
+    return _Pass(call, tuple(results))

@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True): every function of cupy_flash.torch, in any order, and what they refuse."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -157,6 +158,24 @@ def test_before_a_plain_function():
     code = f"from {__name__} import *\nfor name in WHOLE: check(name)\n"
     code += "assert 'cupy_flash.call.untraced' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def check_transforms():
+    qkv = [torch.randn(2, 1, 3, 4, dtype=torch.float64) for _ in "qkv"]
+    function = torch.func.vmap(torch.func.grad(lambda q, k, v: cf.attention(q, k, v).sum()))
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*qkv), function(*qkv))
+
+
+def test_a_transform_before_a_plain_function():
+    """torch.compile has a break in its program there, and would read what the operators do behind it."""
+    code = f"from {__name__} import check_transforms\ncheck_transforms()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_what_is_not_to_be_read_is_there():
+    from cupy_flash.call.untraced import UNREAD
+
+    assert all(importlib.util.find_spec(f"cupy_flash.{name}") for name in UNREAD)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -93,6 +93,7 @@ def process(rank, ranks):
     check_sharded()
     check_decode(rank, ranks)
     check_buffers(mesh)
+    check_strides(mesh)
     check_layers(mesh)
     check_refusals(mesh, own)
     check_mistakes_of_one(mesh, rank)
@@ -191,6 +192,18 @@ def check_buffers(mesh):
             with pytest.raises(InvalidArgumentsError, match=r"query has 4 heads, key 2\.\nTry: enable_gqa"):
                 functional.scaled_dot_product_attention(part, part[:, :2], part[:, :2])
         torch.testing.assert_close(cf.context_parallel_unshard(mesh, [o], [2])[0], wanted)
+
+
+def check_strides(mesh):
+    """Results and gradients have the order of axes of their query, by each schedule."""
+    x = torch.randn(2, 4, 4, 8, dtype=torch.float64)
+    for schedule in ("ring", "alltoall", "allgather"):
+        for q in (x, x.transpose(1, 2)):
+            q = q.detach().requires_grad_()
+            with cf.context_parallel(mesh, schedule=schedule):
+                o = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+                assert o.stride() == q.stride()
+                assert torch.autograd.grad(o.sum(), q)[0].stride() == q.stride()
 
 
 def check_layers(mesh):
