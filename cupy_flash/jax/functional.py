@@ -14,7 +14,7 @@ from ..call.options import RecordedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
-from .numbers import numbers_apart, scale_apart
+from .numbers import numbers_apart, scale_apart, types_of
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -125,23 +125,26 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
         for name, x in arrays.items()
         if name not in READ
     ]
+    call = tuple(kinds), longest, options, types_of((longest, *options))
     try:
-        _check(tuple(kinds), longest, *options)
+        _check(*call)
     except TypeError:  # an option that is no key of anything
-        _check.__wrapped__(tuple(kinds), longest, *options)
+        _check.__wrapped__(*call)
 
 
-# why typed: 1 is True, and some options take only one of them.
-@functools.lru_cache(maxsize=1024, typed=True)
+@functools.lru_cache(maxsize=1024)
 def _check(
-    kinds: tuple[tuple[str, tuple[int, ...], str], ...], longest: tuple[int, int] | None, *options: Any
+    kinds: tuple[tuple[str, tuple[int, ...], str], ...],
+    longest: tuple[int, int] | None,
+    options: Options,
+    _types: tuple[type, ...],
 ) -> None:
     """`check`, once for arrays of the same kinds."""
     views = {
         name: ArrayView(0, shape, contiguous(shape), dtype, CPU, "jax", False, None)
         for name, shape, dtype in kinds
     }
-    described("forward", views, Options(*options), longest)
+    described("forward", views, options, longest)
 
 
 def _lifted(x: Any, rank: int) -> Any:

@@ -22,7 +22,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
 from .call import alike
 from .functional import attention, refuse_ragged
-from .numbers import numbers_apart
+from .numbers import numbers_apart, types_of
 from .primitives import attention_over_cache
 from .run import READ, Cached, described
 
@@ -187,7 +187,8 @@ def _over_cache(
     )
     cached = Cached(call, asked, look, packing, columns)
     values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    made: tuple[Any, ...] = _attend(arrays, numbers_apart(arrays, values), cached)
+    values = numbers_apart(arrays, values)
+    made: tuple[Any, ...] = _attend(arrays, values, cached, types_of((*values, *call)))
     return made
 
 
@@ -233,8 +234,10 @@ def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
     return Packing(cut.shape[0] - 1, q.shape[0] if longest is None else int(longest), 0, False)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _attend(
+    arrays: dict[str, Any], options: Options, cached: Cached, _types: tuple[type, ...]
+) -> tuple[Any, ...]:
     """The call. why jit: as of `attend.attend`; and what is wrong is looked for once for arrays of a kind."""
     views = _stand_ins({name: x for name, x in arrays.items() if name not in READ})
     described("decode", views, options, cached=cached)

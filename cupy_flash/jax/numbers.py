@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,13 +16,18 @@ from ..call.values import finite_number
 from ..errors import InvalidArgumentsError
 from ..parallel.group import seed_step
 
-__all__ = ["next_seed", "numbers_apart", "scale_apart", "seed_apart"]
+__all__ = ["next_seed", "numbers_apart", "scale_apart", "seed_apart", "types_of"]
 
 
 def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
     """Put numbers that are JAX arrays, and every seed, among the arrays; the rest is static."""
     scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in ("scale", "softcap"))
     return seed_apart(arrays, _align_apart(arrays, options))._replace(scale=scale, softcap=softcap)
+
+
+def types_of(values: Iterable[Any]) -> tuple[type, ...]:
+    """Types of values and of the parts of pairs: 1 is True and 1.0, and an option takes only one of them."""
+    return tuple(type(y) for x in values for y in (x, *(x if isinstance(x, tuple) else ())))
 
 
 def seed_apart(arrays: dict[str, Any], options: Options) -> Options:

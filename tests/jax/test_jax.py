@@ -387,3 +387,26 @@ def test_rows_that_a_finite_mask_hides_have_the_derivatives_of_a_mean(low):
         both = (jax.tree.leaves(jax.jvp(function(f), x, along)) for f in (ours, textbook))
         for a, b in zip(*both, strict=True):
             close(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dense", "packed", "over a cache"])
+def test_what_one_call_takes_is_refused_of_another_type_in_the_next(name):
+    q, rows = jnp.ones((1, 2, 5, 8)), jnp.ones((5, 2, 8))
+    cut, lengths = jnp.array([0, 5], jnp.int32), jnp.array([5], jnp.int32)
+    calls = {
+        "dense": partial(cf.attention, q, q, q),
+        "packed": partial(cf.attention_varlen, rows, rows, rows, cut, cut),
+        "over a cache": partial(cf.attention_with_kv_cache, q, q, q, cache_seqlens=lengths),
+    }
+    call = calls[name]
+    good = {"causal": True, "window": (1, 0)} | ({"max_seqlen_q": 5} if name == "packed" else {})
+    call(**good)
+    for option, wrong, words in (
+        ("causal", 1, "causal is 1"),
+        ("window", (1.0, 0), "left bound is 1.0"),
+        ("window", (True, 0), "left bound is True"),
+        ("max_seqlen_q", 5.0, "longest length of cu_seqlens_q is 5.0"),
+    ):
+        if option in good:
+            with pytest.raises(InvalidArgumentsError, match=words):
+                call(**good | {option: wrong})
