@@ -14,7 +14,7 @@ from ..call.options import RecordedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
-from .numbers import numbers_apart, scale_apart, types_of
+from .numbers import fixed, fixed_options, scale_apart, types_of
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -89,14 +89,12 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
     optional, values = split(options)
     refuse_ragged(optional)
     arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
-    # why tuples: what is static has to be a key.
-    values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    values = numbers_apart(arrays, scale_apart(arrays, values))
+    values = fixed_options(arrays, scale_apart(arrays, values))
     longest = None
     if "cu_seqlens_q" in arrays:
         rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
         longest_q, longest_k = (
-            most if length is None else length for length, most in zip(lengths, rows, strict=True)
+            most if length is None else fixed(length) for length, most in zip(lengths, rows, strict=True)
         )
         longest = longest_q, longest_k
     check(arrays, values, longest)

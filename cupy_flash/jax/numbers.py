@@ -16,13 +16,43 @@ from ..call.values import finite_number
 from ..errors import InvalidArgumentsError
 from ..parallel.group import seed_step
 
-__all__ = ["next_seed", "numbers_apart", "scale_apart", "seed_apart", "types_of"]
+__all__ = [
+    "fixed",
+    "fixed_options",
+    "is_array",
+    "next_seed",
+    "numbers_apart",
+    "scale_apart",
+    "seed_apart",
+    "types_of",
+]
 
 
 def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
     """Put numbers that are JAX arrays, and every seed, among the arrays; the rest is static."""
     scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in ("scale", "softcap"))
     return seed_apart(arrays, _align_apart(arrays, options))._replace(scale=scale, softcap=softcap)
+
+
+def is_array(x: Any) -> bool:
+    """Whether something is an array, and not one of NumPy's numbers, which have shapes too."""
+    return hasattr(x, "shape") and not isinstance(x, np.generic)
+
+
+def fixed(x: Any) -> Any:
+    """A static value as a key: a pair as a tuple; NumPy's values and an array of one integer as Python's."""
+    if isinstance(x, (list, tuple)):
+        return tuple(map(fixed, x))
+    if isinstance(x, np.generic):
+        return x.item()
+    number = integer(x) if isinstance(x, jax.Array) else None
+    return x if number is None else number
+
+
+def fixed_options(arrays: dict[str, Any], options: Options) -> Options:
+    """`numbers_apart`, and what is left as keys; the check of the options refuses what is none."""
+    options = Options(*map(fixed, numbers_apart(arrays, options)))
+    return options._replace(dropout=finite_number(options.dropout, "dropout"))
 
 
 def types_of(values: Iterable[Any]) -> tuple[type, ...]:
