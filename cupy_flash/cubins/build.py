@@ -193,8 +193,14 @@ def build(
         register be overwritten under a wgmma product, or waits for products before the work that was to
         run under them, or a file cannot be written. What was finished until then is kept.
     UnsupportedError
-        NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing.
+        NVRTC is missing or of another version, or does not know an architecture; or nvdisasm is missing;
+        or the sources of the kernels are.
     """
+    if not sources.folder().is_dir():
+        raise UnsupportedError(
+            f"the sources of the kernels are not in {sources.folder()}.",
+            hint="an installed cupy_flash or a checkout, not a copy of the package alone or an archive of it",
+        )
     compiler = nvrtc.Compiler(cuda)
     names = list(dict.fromkeys(name for arch in archs for name in native_targets(arch)))
     for name in names:
