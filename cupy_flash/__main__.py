@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import os
@@ -25,18 +26,29 @@ from .version import __version__
 _SHOWN = ("sm_75", "sm_80", "sm_90a", "sm_120")
 
 
+def _integer(text: str, what: str) -> int:
+    """An integer, or what argparse shows; of a ValueError it shows the name of the function."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+
+
 def _bound(text: str) -> int | None:
-    return None if text == "open" else int(text)
+    return None if text == "open" else _integer(text, "a count of keys, nor open")
 
 
 def _align(text: str) -> str | int:
-    return int(text) if text.lstrip("-").isdigit() else text
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _seed(text: str) -> int:
-    seed = int(text)
+    seed = _integer(text, "an integer")
     if seed < 0:
-        raise ValueError("a seed is not negative")
+        raise argparse.ArgumentTypeError(f"{seed} is below 0")
     return seed
 
 
@@ -287,10 +299,15 @@ def main(arguments: list[str] | None = None) -> int:
     except (InvalidArgumentsError, UnsupportedError, CubinNotFoundError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         # why: at exit Python would flush the buffer, and fail, once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as for a command killed by SIGPIPE
+        if error.errno == errno.EPIPE:
+            return 141  # as for a command killed by SIGPIPE
+        print(f"the output cannot be written: {error.strerror}.\nTry: a file elsewhere", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

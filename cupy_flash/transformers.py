@@ -316,7 +316,10 @@ def _left(module: Any, sliding_window: int | None) -> int:
     """Keys before its own that a query of a windowed layer sees."""
     window = getattr(getattr(module, "config", None), "sliding_window", None) or sliding_window
     if window is None:
-        raise UnsupportedError(f"{type(module).__name__} has a windowed mask and no config.sliding_window.")
+        raise UnsupportedError(
+            f"{type(module).__name__} has a windowed mask and no config.sliding_window.",
+            hint='attn_implementation="sdpa" for this model, or config.sliding_window set to its width',
+        )
     return int(window) - 1
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .api import Gradients, adopted, run_backward, run_forward, scaled, with_scale
-from .call.arrays import ArrayView
+from .call.arrays import ArrayView, device_name
 from .call.checks import one_of
 from .call.compound import QuantizedArray, mask_parts, unquantized
 from .call.given import Options, Packing, split
@@ -104,14 +104,18 @@ def pack(
             own[name] = counts(used, name, cut.shape[0] - 1)
     for name, view in own.items():
         if view.device != q.device:
-            raise InvalidArgumentsError(f"{name} is on {view.device}, q on {q.device}.")
+            raise InvalidArgumentsError(
+                f"{name} is on {device_name(view.device)}, q on {device_name(q.device)}.",
+                hint="all arrays of a call on one device",
+            )
     alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
     if not traced:
         longest = check_packing(own, (q.shape[0], k.shape[0]), longest)
     batch, longest_q, longest_k = cut_q.shape[0] - 1, *longest
     if cut_k.shape != cut_q.shape:
         raise InvalidArgumentsError(
-            f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}."
+            f"cu_seqlens_q cuts {batch} sequences, cu_seqlens_k {cut_k.shape[0] - 1}.",
+            hint="an offset for each sequence in both; one without queries or keys has two equal ones",
         )
     assert longest_q is not None
     assert longest_k is not None

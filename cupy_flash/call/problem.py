@@ -33,9 +33,18 @@ from .operands import (
 )
 from .options import AXES_OF, PER_HEAD
 from .spans import Intervals, span_operand
-from .values import check_options, finite_number
+from .values import check_options, score_factors
 
-__all__ = ["MAX_SEQLEN", "OFFSETS", "Cache", "Problem", "describe", "head_operands", "problem_of"]
+__all__ = [
+    "MAX_SEQLEN",
+    "OFFSETS",
+    "Cache",
+    "Problem",
+    "check_seqlen",
+    "describe",
+    "head_operands",
+    "problem_of",
+]
 
 # Arrays that describe packed sequences: offsets, rows in use, starts of masks.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqused_q", "mask_starts")
@@ -332,6 +341,13 @@ def _other_layout(views: Views, layout: str | None) -> str:
     return f'; or layout="{other}", if these arrays are {AXES[other]}' if other else ""
 
 
+def check_seqlen(longest: int, raw: Views) -> None:
+    """Refuse a sequence whose positions, and the ends of tiles behind it, are no int32."""
+    if longest > MAX_SEQLEN:
+        hint = f"parts of at most {MAX_SEQLEN} rows: cupy_flash.merge combines results over parts of the keys"
+        raise UnsupportedError(f"a sequence of {longest} is beyond 31 bits.", table_of(raw), hint=hint)
+
+
 def head_operands(raw: Views, views: Views, batch: int, heads: int, dtype: str) -> tuple[str, ...]:
     """Check the options with one number per head, add their views to `views`, and return their names."""
     given = tuple(name for name in PER_HEAD if name in raw)
@@ -358,14 +374,15 @@ def problem_of(
     """
     _, heads, rows, head_dim = views["q"].shape
     read = [views[name] for name in main if name in views]
+    scale, softcap = score_factors(options, head_dim, views["q"].dtype)
     return Problem(
         direction=direction,
         dtype=views["q"].dtype,
         precision=options.precision,
         heads_q=heads,
         head_dim=head_dim,
-        scale=head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale"),
-        softcap=None if options.softcap is None else float(options.softcap),
+        scale=scale,
+        softcap=softcap,
         offset=band.offset,
         left=band.left,
         right=band.right,
@@ -435,8 +452,7 @@ def describe(
     check_sizes(views, raw, None if packing else options.layout)
     batch, heads_q, seqlen_q, _ = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
-    if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
-        raise UnsupportedError(f"a sequence of {max(seqlen_q, seqlen_k)} is beyond 31 bits.", table_of(raw))
+    check_seqlen(max(seqlen_q, seqlen_k), raw)
     rows = (batch, heads_q, seqlen_q)[4 - rank :]
     if packing:
         batch, seqlen_q, seqlen_k = packing[:3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +29,7 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
     ----------
     tell : callable, optional
         Receives the completed fraction of the call, from 0 to 1: about ten times a second, and 1.0 at the
-        end. If it raises, the call stops. Default: a tqdm bar.
+        end. If it raises, the call stops. Calls that it makes itself are not reported. Default: a tqdm bar.
 
     Raises
     ------
@@ -54,7 +55,7 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
         raise InvalidArgumentsError(
             f"progress() is given {tell!r}.", hint="progress(), or progress(f): f gets the share that is done"
         )
-    given: Any = True if tell is None else tell
+    given: Any = True if tell is None else _told_once(tell)
     before = TOLD.set(given)
     _OPEN.append(given)
     try:
@@ -62,6 +63,20 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
     finally:
         _OPEN.remove(given)
         TOLD.reset(before)
+
+
+def _told_once(tell: Tell) -> Tell:
+    """A function that is not told of the calls that it makes itself, which would have no end."""
+    busy = threading.Lock()  # why not the context's: programs of JAX run on other threads
+
+    def once(share: float) -> None:
+        if busy.acquire(blocking=False):
+            try:
+                tell(share)
+            finally:
+                busy.release()
+
+    return once
 
 
 def told_anywhere() -> Any:

@@ -20,6 +20,7 @@ __all__ = [
     "checked_seed",
     "finite_number",
     "moment_apart",
+    "score_factors",
 ]
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -47,6 +48,28 @@ def finite_number(value: Any, name: str) -> float:
     if not math.isfinite(number):
         raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
     return number
+
+
+def score_factors(options: Options, head_dim: int, dtype: str) -> tuple[float, float | None]:
+    """Scale and softcap of a call; refuse those beyond the dtype of its scores.
+
+    why: rounded to it they are 0 or infinite, and 0 times that is NaN.
+    """
+    scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
+    softcap = None if options.softcap is None else float(options.softcap)
+    of_scores = "float64" if dtype == "float64" else "float32"
+    least = 2.0**-1022 if of_scores == "float64" else 2.0**-126
+    numbers = {"scale": scale}
+    if softcap is not None:
+        numbers |= {"softcap": softcap, "1 / softcap": 1 / softcap, "scale / softcap": scale / softcap}
+    for name, number in numbers.items():
+        if abs(number) > 1 / least:
+            smaller = "softcap=30.0, or None for none"
+            raise InvalidArgumentsError(
+                f"{name} is {number:g}, beyond {1 / least:.1e}, the range of scores in {of_scores}.",
+                hint="a smaller scale, or None for the default" if name == "scale" else smaller,
+            )
+    return scale, softcap
 
 
 def checked_seed(seed: Any) -> int:

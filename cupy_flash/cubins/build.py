@@ -194,8 +194,14 @@ def build(
         a register that a wgmma in flight reads, or waits for products before the work that should
         overlap with them; or a file cannot be written. Finished cubins are kept.
     UnsupportedError
-        NVRTC is missing, of another version, or too old for an architecture; or nvdisasm is missing.
+        NVRTC is missing, of another version, or too old for an architecture; or nvdisasm or the sources of
+        the kernels are missing.
     """
+    if not sources.folder().is_dir():
+        raise UnsupportedError(
+            f"the sources of the kernels are not in {sources.folder()}.",
+            hint="an installed cupy_flash or a checkout, not a copy of the package alone or an archive of it",
+        )
     compiler = nvrtc.Compiler(cuda)
     names = list(dict.fromkeys(name for arch in archs for name in native_targets(arch)))
     for name in names:

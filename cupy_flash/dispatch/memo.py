@@ -231,9 +231,13 @@ def prepared(
         one = same_memory(raw, "k_cache", "v_cache"), same_memory(raw, "k", "v")
         latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale, *one
     chosen = chosen_by_environment(driver, device)
-    # why types: 1 == True as a key, but some options accept only one of them.
+    # why types: 1 == True == 1.0 as a key, but an option, or a bound of a window, accepts only one of them.
+    types = [*map(type, given)]
+    for pair in options.window, options.tile:
+        if pair is not None and isinstance(pair, tuple):
+            types += map(type, pair)
     flags = want_lse, packing, unrounded
-    call = (direction, driver, chosen, latents, flags, given, *map(type, given), *raw, *kinds)
+    call = (direction, driver, chosen, latents, flags, given, *types, *raw, *kinds)
     try:
         known = _KNOWN.get(call)
     except TypeError:  # an option is not hashable

@@ -14,7 +14,7 @@ from ..call.options import RecordedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
-from .numbers import numbers_apart, scale_apart
+from .numbers import fixed, fixed_options, scale_apart, types_of
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -89,14 +89,12 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
     optional, values = split(options)
     refuse_ragged(optional)
     arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
-    # why tuples: static arguments have to be hashable.
-    values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    values = numbers_apart(arrays, scale_apart(arrays, values))
+    values = fixed_options(arrays, scale_apart(arrays, values))
     longest = None
     if "cu_seqlens_q" in arrays:
         rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
         longest_q, longest_k = (
-            most if length is None else length for length, most in zip(lengths, rows, strict=True)
+            most if length is None else fixed(length) for length, most in zip(lengths, rows, strict=True)
         )
         longest = longest_q, longest_k
     check(arrays, values, longest)
@@ -125,23 +123,26 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
         for name, x in arrays.items()
         if name not in READ
     ]
+    call = tuple(kinds), longest, options, types_of((longest, *options))
     try:
-        _check(tuple(kinds), longest, *options)
+        _check(*call)
     except TypeError:  # an unhashable option
-        _check.__wrapped__(tuple(kinds), longest, *options)
+        _check.__wrapped__(*call)
 
 
-# why typed: 1 is True, and some options take only one of them.
-@functools.lru_cache(maxsize=1024, typed=True)
+@functools.lru_cache(maxsize=1024)
 def _check(
-    kinds: tuple[tuple[str, tuple[int, ...], str], ...], longest: tuple[int, int] | None, *options: Any
+    kinds: tuple[tuple[str, tuple[int, ...], str], ...],
+    longest: tuple[int, int] | None,
+    options: Options,
+    _types: tuple[type, ...],
 ) -> None:
     """`check`, cached by names, shapes and dtypes."""
     views = {
         name: ArrayView(0, shape, contiguous(shape), dtype, CPU, "jax", False, None)
         for name, shape, dtype in kinds
     }
-    described("forward", views, Options(*options), longest)
+    described("forward", views, options, longest)
 
 
 def _lifted(x: Any, rank: int) -> Any:
@@ -205,6 +206,8 @@ def dot_product_attention(
         raise InvalidArgumentsError(
             f"implementation is {implementation!r}.", hint='implementation=None, "xla" or "cudnn"'
         )
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    mask = None if mask is None else jnp.asarray(mask)
     if query.ndim not in (3, 4):
         raise InvalidArgumentsError(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
     rows, columns = query.shape[-3], key.shape[-3]

@@ -14,7 +14,7 @@ from ..call.cache.selected import Selection
 from ..call.checks import flag, integer
 from ..call.codes import CODE_UNITS, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
-from ..call.given import Options, Packing, split_of_cache
+from ..call.given import CacheCall, Options, Packing, split_of_cache
 from ..call.head_scale import scale_shape, times
 from ..call.options import CacheOptions
 from ..call.signature import takes
@@ -22,7 +22,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
 from .call import alike
 from .functional import attention, refuse_ragged
-from .numbers import numbers_apart
+from .numbers import fixed, fixed_options, is_array, types_of
 from .primitives import attention_over_cache
 from .run import READ, Cached, described
 
@@ -108,7 +108,7 @@ def attention_with_kv_cache(
             hint="tuning._replace(workspace=None), or cupy_flash.attention_with_kv_cache",
         )
     columns = k_cache.head_dim_v if isinstance(k_cache, LatentCache) else None
-    flat = {name: jnp.asarray(x) if hasattr(x, "shape") else x for name, x in flat.items()}
+    flat = {name: jnp.asarray(x) if is_array(x) else x for name, x in flat.items()}
     if getattr(flat.get("scale"), "ndim", 0):
         layout = "bshd" if flat.get("cu_seqlens_q") is not None else flat.get("layout", "bhsd")
         q = jnp.asarray(q)
@@ -178,16 +178,20 @@ def _over_cache(
         batch = packing.batch if packing else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
     look = None if check is None else flag(check, "tuning.check")
-    # why flags and tuples: static arguments have to be hashable, and 1 == True.
-    call = call._replace(
+    # why flags: static arguments are keys, and 1 == True as a key.
+    call = CacheCall(*map(fixed, call))._replace(
         interleaved=flag(call.interleaved, "rotary.interleaved"),
         unrotated=flag(call.unrotated, "rotary.on_read"),
         rotates_last=flag(call.rotates_last, "rotary.last"),
         longest=None,  # the packing has it
     )
     cached = Cached(call, asked, look, packing, columns)
-    values = Options(*(tuple(x) if isinstance(x, list) else x for x in values))
-    made: tuple[Any, ...] = _attend(arrays, numbers_apart(arrays, values), cached)
+    values = fixed_options(arrays, values)
+    try:
+        hash((values, cached))
+    except TypeError:  # an unhashable option
+        _check(arrays, values, cached)
+    made: tuple[Any, ...] = _attend(arrays, values, cached, types_of((*values, *call)))
     return made
 
 
@@ -233,13 +237,20 @@ def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
     return Packing(cut.shape[0] - 1, q.shape[0] if longest is None else int(longest), 0, False)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _attend(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _attend(
+    arrays: dict[str, Any], options: Options, cached: Cached, _types: tuple[type, ...]
+) -> tuple[Any, ...]:
     """The traced call. why jit: as in `attend.attend`; also, checks run once per shapes and options."""
-    views = _stand_ins({name: x for name, x in arrays.items() if name not in READ})
-    described("decode", views, options, cached=cached)
+    _check(arrays, options, cached)
     given = dict(zip(arrays, alike(*arrays.values()), strict=True))
     return attention_over_cache(given, options, cached)
+
+
+def _check(arrays: dict[str, Any], options: Options, cached: Cached) -> None:
+    """Refuse while tracing what the call would refuse."""
+    views = _stand_ins({name: x for name, x in arrays.items() if name not in READ})
+    described("decode", views, options, cached=cached)
 
 
 def _stand_ins(arrays: dict[str, Any]) -> dict[str, ArrayView]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,13 +16,48 @@ from ..call.values import finite_number
 from ..errors import InvalidArgumentsError
 from ..parallel.group import seed_step
 
-__all__ = ["next_seed", "numbers_apart", "scale_apart", "seed_apart"]
+__all__ = [
+    "fixed",
+    "fixed_options",
+    "is_array",
+    "next_seed",
+    "numbers_apart",
+    "scale_apart",
+    "seed_apart",
+    "types_of",
+]
 
 
 def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
     """Move numbers that are JAX arrays, and every seed, from the static options to the arrays."""
     scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in ("scale", "softcap"))
     return seed_apart(arrays, _align_apart(arrays, options))._replace(scale=scale, softcap=softcap)
+
+
+def is_array(x: Any) -> bool:
+    """Whether something is an array, and not one of NumPy's numbers, which have shapes too."""
+    return hasattr(x, "shape") and not isinstance(x, np.generic)
+
+
+def fixed(x: Any) -> Any:
+    """A static value as a key: a pair as a tuple; NumPy's values and an array of one integer as Python's."""
+    if isinstance(x, (list, tuple)):
+        return tuple(map(fixed, x))
+    if isinstance(x, np.generic):
+        return x.item()
+    number = integer(x) if isinstance(x, jax.Array) else None
+    return x if number is None else number
+
+
+def fixed_options(arrays: dict[str, Any], options: Options) -> Options:
+    """`numbers_apart`, and what is left as keys; the check of the options refuses what is none."""
+    options = Options(*map(fixed, numbers_apart(arrays, options)))
+    return options._replace(dropout=finite_number(options.dropout, "dropout"))
+
+
+def types_of(values: Iterable[Any]) -> tuple[type, ...]:
+    """Types of values and of the parts of pairs: 1 is True and 1.0, and an option takes only one of them."""
+    return tuple(type(y) for x in values for y in (x, *(x if isinstance(x, tuple) else ())))
 
 
 def seed_apart(arrays: dict[str, Any], options: Options) -> Options:

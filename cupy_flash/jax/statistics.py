@@ -19,6 +19,7 @@ from ..errors import InvalidArgumentsError
 from ..statistics import WANTED, AttentionStatistics, kinds_of_results, refuse_gpus, results_of
 from .buffers import address
 from .call import alike
+from .numbers import fixed, is_array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,20 +63,25 @@ def attention_statistics(
         As in `cupy_flash.attention_statistics`, when the program runs.
     """
     names = results_of(want, top_k)
-    leaves, tree = jax.tree.flatten((q, k, lse, cache_seqlens, options))
+    given = {name: fixed(x) if name in _STATIC else x for name, x in options.items()}
+    leaves, tree = jax.tree.flatten((q, k, lse, cache_seqlens, given))
     # why by identity: the same offsets given twice mean that queries and keys have the same lengths.
-    arrays = {id(x): jnp.asarray(x) for x in leaves if hasattr(x, "shape")}
+    arrays = {id(x): jnp.asarray(x) for x in leaves if is_array(x)}
     places = list(arrays)
-    sources = tuple(places.index(id(x)) if hasattr(x, "shape") else None for x in leaves)
-    fixed = tuple(None if hasattr(x, "shape") else (type(x), x) for x in leaves)
+    sources = tuple(places.index(id(x)) if is_array(x) else None for x in leaves)
+    values = tuple(None if is_array(x) else (type(x), x) for x in leaves)
     ins = [jax.lax.stop_gradient(x) for x in arrays.values()]
     dtypes = tuple("bool" if x.dtype == bool else x.dtype.name for x in ins)
-    static = _Call(tree, sources, fixed, dtypes, names, top_k)
+    call = _Call(tree, sources, values, dtypes, names, top_k)
     wire = tuple(
-        jax.ShapeDtypeStruct(*kind) for kind in _kinds(q, k, cache_seqlens, options, names, top_k).values()
+        jax.ShapeDtypeStruct(*kind) for kind in _kinds(q, k, cache_seqlens, given, names, top_k).values()
     )
-    made = buffer_callback(_callback(static), wire, vmap_method="sequential")(*ins)
+    made = buffer_callback(_callback(call), wire, vmap_method="sequential")(*ins)
     return AttentionStatistics(**dict(zip(names, alike(*made, over=ins), strict=True)))
+
+
+# Integers that are never traced.
+_STATIC = ("window", "max_seqlen_q", "max_seqlen_k")
 
 
 class _Call(NamedTuple):

@@ -345,6 +345,14 @@ def test_a_disk_that_takes_nothing(stubs, tmp_path, monkeypatch, error):
         make(tmp_path)
 
 
+def test_a_package_without_the_sources_of_its_kernels(tmp_path, monkeypatch):
+    """As one that is imported from a zip file."""
+    monkeypatch.setattr(sources, "folder", lambda: tmp_path / "cupy_flash.zip" / "kernels_cu")
+    with pytest.raises(UnsupportedError, match="sources of the kernels are not in"):
+        make(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_files_are_not_for_others_to_write(stubs, tmp_path):
     old = os.umask(0)
     try:

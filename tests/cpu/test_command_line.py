@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -203,6 +204,24 @@ def test_without_a_stdout(monkeypatch):
     assert main(["memory"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", "--window", "a", "0"], "argument --window: 'a' is not a count of keys, nor open"),
+        (["check", "--seed", "x"], "argument --seed: 'x' is not an integer"),
+        (["check", "--seed", "-1"], "argument --seed: -1 is below 0"),
+    ],
+)
+def test_what_is_wrong_with_a_word_names_nothing_of_the_inside(words, said, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert said in capsys.readouterr().err
+
+
+# argparse swallows what happens at once, and nothing that happens at the end.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of Windows end in another way")
 @pytest.mark.parametrize("words", [["info"], ["explain"], ["memory"], ["--help"], ["info", "--json"]])
 def test_nobody_reads_on(words):
@@ -213,10 +232,26 @@ def test_nobody_reads_on(words):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        env=BUFFERED,
     )
     with process:
         process.stdout.close()
         error = process.stderr.read()
     assert error == ""
     assert process.returncode == 141
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="only Linux has a file that is always full")
+@pytest.mark.parametrize("words", [["info"], ["explain"], ["memory"], ["--help"]])
+def test_the_disk_of_the_output_is_full(words):
+    with FULL.open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "cupy_flash", *words],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=BUFFERED,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("Try: "), ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -143,6 +143,22 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+def without_a_way_out(path: Path) -> Iterator[int]:
+    """Lines of a module that make one of our errors without its hint, the fourth argument."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", None)
+        given = len(node.args) > 3 or any(word.arg == "hint" for word in node.keywords)
+        if name in ("InvalidArgumentsError", "UnsupportedError", "CubinNotFoundError") and not given:
+            yield node.lineno
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
+def test_every_error_says_what_to_try(path: Path) -> None:
+    assert not [*without_a_way_out(path)]
+
+
 # What the adapters import.
 FRAMEWORKS = {"torch": "torch", "flash_attn": "torch", "jax": "jax", "transformers": "transformers"}
 FIELDS = (*Tuning._fields, "interleaved", "on_read", "seqlens")

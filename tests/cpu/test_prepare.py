@@ -151,6 +151,20 @@ def test_what_a_remembered_call_takes_is_refused_of_another_type():
         cupy_flash.attention_backward(o, q, q, q, o, lse, reproducible=1)
 
 
+@pytest.mark.parametrize("wrong", [1.0, True, np.float32(1)])
+@pytest.mark.parametrize("option", ["window", "tile"])
+def test_what_a_remembered_call_takes_is_refused_of_another_type_within_a_pair(option, wrong):
+    def called(first):
+        pair = first, 4
+        options = {"window": pair} if option == "window" else {"tuning": cupy_flash.Tuning(tile=pair)}
+        return cupy_flash.attention(q, q, q, **options)
+
+    q = ones(1, 2, 5, 8, dtype=np.float32)
+    called(1)
+    with pytest.raises(InvalidArgumentsError, match=option):
+        called(wrong)
+
+
 @pytest.mark.parametrize("change", ["shape", "strides", "dtype", "read-only"])
 def test_an_array_of_another_kind_is_looked_at_again(change):
     q, out = (np.zeros((1, 2, 6, 8), np.float32) for _ in range(2))

@@ -115,6 +115,21 @@ def test_what_the_function_raises_stops_the_call(name, path):
     CALLS[name]()  # nothing is left behind
 
 
+@pytest.mark.parametrize("outer", CALLS)
+def test_the_calls_of_the_function_itself_are_not_told(outer, path):
+    told, x = [], Q[:, :, :5]
+
+    def tell(share):
+        told.append(share)
+        assert cupy_flash.attention(x, x, x).shape == x.shape
+
+    with cupy_flash.progress(tell):
+        found = CALLS[outer]()
+    np.testing.assert_array_equal(found, CALLS[outer]())
+    assert told == sorted(told)
+    assert told.count(1.0) <= 2
+
+
 def test_a_short_call_tells_its_end():
     told = []
     x = Q[:, :, :5]

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import subprocess
 import sys
 from functools import partial
@@ -387,3 +388,79 @@ def test_rows_that_a_finite_mask_hides_have_the_derivatives_of_a_mean(low):
         both = (jax.tree.leaves(jax.jvp(function(f), x, along)) for f in (ours, textbook))
         for a, b in zip(*both, strict=True):
             close(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dense", "packed", "over a cache"])
+def test_what_one_call_takes_is_refused_of_another_type_in_the_next(name):
+    q, rows = jnp.ones((1, 2, 5, 8)), jnp.ones((5, 2, 8))
+    cut, lengths = jnp.array([0, 5], jnp.int32), jnp.array([5], jnp.int32)
+    calls = {
+        "dense": partial(cf.attention, q, q, q),
+        "packed": partial(cf.attention_varlen, rows, rows, rows, cut, cut),
+        "over a cache": partial(cf.attention_with_kv_cache, q, q, q, cache_seqlens=lengths),
+    }
+    call = calls[name]
+    good = {"causal": True, "window": (1, 0)} | ({"max_seqlen_q": 5} if name == "packed" else {})
+    call(**good)
+    for option, wrong, words in (
+        ("causal", 1, "causal is 1"),
+        ("window", (1.0, 0), "left bound is 1.0"),
+        ("window", (True, 0), "left bound is True"),
+        ("max_seqlen_q", 5.0, "longest length of cu_seqlens_q is 5.0"),
+    ):
+        if option in good:
+            with pytest.raises(InvalidArgumentsError, match=words):
+                call(**good | {option: wrong})
+
+
+VALUES = {
+    "causal": np.bool_(True), "softcap": np.float32(3), "scale": np.float64(0.3), "layout": np.str_("bhsd"),
+    "window": (np.int64(2), jnp.int32(0)), "reproducible": np.str_("run"), "dropout": np.array(0.5),
+    "max_seqlen_k": np.int64(5), "max_seqlen_q": jnp.int32(5), "splits": jnp.int32(2),
+}  # fmt: skip
+NONE = {"window": {1, 0}, "causal": jnp.bool_(True), "precision": [], "max_seqlen_k": [], "splits": {}}
+
+
+def calls_with(option, value):
+    """Calls of JAX that take an option, with this value."""
+    q, rows = normal((1, 2, 5, 8), (5, 2, 8))
+    cut, lengths = jnp.array([0, 5], jnp.int32), jnp.array([5], jnp.int32)
+    calls = {
+        cf.attention: partial(cf.attention, q, q, q),
+        cf.attention_varlen: partial(cf.attention_varlen, rows, rows, rows, cut, cut),
+        cf.attention_with_kv_cache: partial(cf.attention_with_kv_cache, q, q, q, cache_seqlens=lengths),
+        cf.attention_statistics: partial(
+            cf.attention_statistics, q, q, want="entropy", cache_seqlens=lengths
+        ),
+    }
+    given = {"tuning": cupy_flash.Tuning(splits=value)} if option == "splits" else {option: value}
+    given |= {"seed": 1} if option == "dropout" else {}
+    if option == "max_seqlen_q":  # the others take it with offsets only
+        calls = {cf.attention_varlen: calls[cf.attention_varlen]}
+    taken = [name for name in calls if {*given} <= {*inspect.signature(name).parameters}]
+    return [partial(calls[name], **given) for name in taken]
+
+
+@pytest.mark.parametrize("option", VALUES)
+def test_numbers_of_numpy_and_arrays_of_one_number_are_what_they_hold(option):
+    value = VALUES[option]
+    plain = tuple(map(int, value)) if isinstance(value, tuple) else value.item()
+    for ours, wanted in zip(calls_with(option, value), calls_with(option, plain), strict=True):
+        for a, b in zip(jax.tree.leaves(ours()), jax.tree.leaves(wanted()), strict=True):
+            assert jnp.array_equal(a, b), ours.func
+
+
+@pytest.mark.parametrize("option", NONE)
+def test_what_is_no_value_of_an_option_is_refused_by_name(option):
+    for call in calls_with(option, NONE[option]):
+        if call.func is not cf.attention_statistics:  # which raises when its program runs
+            with pytest.raises(InvalidArgumentsError, match=option if option[0] != "m" else "max|longest"):
+                call()
+
+
+def test_lists_are_arrays_where_jaxs_own_function_takes_them():
+    q, k, v = (x.swapaxes(1, 2) for x in qkv(heads_k=4))
+    options = {"mask": jnp.tri(9, dtype=bool)[None, None], "key_value_seq_lengths": jnp.array([3, 9])}
+    lists = {name: x.tolist() for name, x in options.items()}
+    found = cf.dot_product_attention(q.tolist(), k.tolist(), v.tolist(), **lists)
+    close(found, jax_attention(q, k, v, **options))

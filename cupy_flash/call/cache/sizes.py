@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...errors import UnsupportedError
 from ..checks import integer
 from ..codes import CODE_UNITS, GROUPS, kind_of_codes
 from ..given import Packing
-from ..operands import Views, heads_hint, lift, table_of, wrong
-from ..problem import MAX_SEQLEN, Codes
+from ..operands import Views, heads_hint, lift, wrong
+from ..problem import Codes, check_seqlen
 from ..spelling import spelled
 
 __all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
@@ -72,8 +71,7 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
         if (n := integer(most_keys)) is None or n < 0:
             raise wrong(f"max_seqlen_k is {most_keys!r}.", raw, "an integer, at least 0")
         capacity = min(capacity, n)
-    if max(seqlen_q, capacity) > MAX_SEQLEN:
-        raise UnsupportedError(f"a sequence of {max(seqlen_q, capacity)} is beyond 31 bits.", table_of(raw))
+    check_seqlen(max(seqlen_q, capacity), raw)
     appended = 0
     if ("k" in views) != ("v" in views):
         given = "k" if "k" in raw else "v"
