@@ -59,6 +59,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")),
     ROOT / "llms.txt",
     *(ROOT / folder / "README.md" for folder in ("bench", "examples", "kernels_cpu")),
+    *sorted((ROOT / "kernels_cu").rglob("README.md")),
     *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs/benchmarks").glob("*.md")),
