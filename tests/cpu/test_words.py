@@ -61,8 +61,7 @@ PAGES = [
     *(ROOT / folder / "README.md" for folder in ("bench", "examples", "kernels_cpu")),
     *sorted((ROOT / "kernels_cu").rglob("README.md")),
     *sorted((ROOT / "packages").glob("*/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/benchmarks").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 # Files whose words are being changed elsewhere.
 LATER = {ROOT / "cupy_flash/plan/families/flash.py", ROOT / "cupy_flash/plan/families/flash_tiles.py"}
