@@ -1,4 +1,5 @@
-// Attention backward on mma.sync tensor cores, sm_75 to sm_120. CF_PASS names the pass of a compilation.
+// Attention backward on mma.sync tensor cores, sm_75 to sm_120: dQ, dK and dV. CF_PASS names the pass of a compilation.
+// Design note: docs/kernels/backward.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2. Its loop over key blocks (line 3) is
 // the grid.

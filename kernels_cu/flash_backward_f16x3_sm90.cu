@@ -1,4 +1,5 @@
-// Attention backward on Hopper of floats: flash_backward_sm90 with three products of halves for each product of floats.
+// Attention backward of float32 on Hopper: flash_backward_sm90 with three products of halves for each product of floats.
+// Design note: docs/kernels/float32.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, with the transposed products of FlashAttention-3
 // (Shah et al., arXiv:2407.08608), Algorithm 3; products of split operands as in flash_forward_f16x3_sm90.

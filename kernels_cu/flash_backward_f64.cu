@@ -1,4 +1,5 @@
 // Attention backward in double precision on tensor cores, sm_80 and sm_90. CF_PASS names the pass of a compilation.
+// Design note: docs/kernels/float64.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2; pass dq exchanges its loops.
 //   [A2.6]  pass dkv: a block owns the keys K_j, V_j of one head; dK = 0, dV = 0              (lines 6 and 7)

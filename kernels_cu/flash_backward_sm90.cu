@@ -1,5 +1,6 @@
-// Attention backward on Hopper: TMA, wgmma, warp specialisation. dK and dV from registers, dQ by bulk
+// Attention backward on Hopper, of 16-bit inputs: TMA, wgmma, warp specialisation. dK and dV from registers, dQ by bulk
 // additions to FP32 sums; flash_backward.cu has the passes before (delta) and after (dq_convert).
+// Design note: docs/kernels/backward_sm90.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, with the transposed products and the
 // roles of FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 3.

@@ -1,5 +1,6 @@
 // Attention backward on Hopper for head dims above 128, dQ: a block owns queries, and nothing is added in memory.
-// dK and dV are flash_backward_wide_sm90.cu's.
+// flash_backward_wide_sm90.cu computes dK and dV.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, with its loops exchanged, as
 //   flash_backward.cu has them in pass dq.

@@ -1,5 +1,6 @@
-// Attention of few queries over long keys in a cache, in the order of flash_forward: a row has the same bits whether
-// it is a token of its own or part of a prompt.
+// Flash decoding with the bits of flash_forward: attention of few queries over the long keys of a cache. A row has the same
+// bits whether it is decoded alone or part of a prompt.
+// Design note: docs/kernels/decode.md.
 //
 // Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1, and what flash_forward says of it.
 //   [D1]    the rows of a block: those of flash_decode

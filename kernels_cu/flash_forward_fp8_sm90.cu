@@ -1,5 +1,5 @@
-// Attention forward on Hopper of 8-bit floats (e4m3): flash_forward_sm90 with products at twice the rate.
-// O leaves with 16 bits.
+// Attention forward of 8-bit floats (e4m3) on Hopper: flash_forward_sm90 with products at twice the rate. O has 16 bits.
+// Design note: docs/kernels/float8.md.
 //
 // Sources: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2 and section 3.3: V transposed in
 // the kernel, weights brought to where e4m3 is finest; without its overlap within a warpgroup. Second level of

@@ -1,4 +1,5 @@
 // Attention forward on Hopper, of 16-bit inputs: FlashAttention-3, with TMA, wgmma and warp specialisation.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // Source: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2, consumer side with its overlap
 // of products and softmax. Erratum: its line 21 prints an inverse on the last rescaling that must not be

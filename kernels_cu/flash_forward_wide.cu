@@ -1,4 +1,5 @@
 // Attention forward on mma.sync tensor cores for head dims above 256, sm_75 to sm_120: warps share rows.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A1, Algorithm 1, as flash_forward has it; tags and signs are explained there.
 //   [A1.4]  a block owns the rows Q_i of one head

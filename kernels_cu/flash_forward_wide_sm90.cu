@@ -1,4 +1,5 @@
 // Attention forward on Hopper for head dims above 256: TMA, wgmma, two warpgroups that share the columns of O.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A2, Algorithm 2, as flash_forward_sm90 has it; tags and signs are explained there.
 //   [A2.p]  the producer loads K_j and V_j in chunks, the last block of keys first

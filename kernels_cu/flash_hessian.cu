@@ -1,5 +1,6 @@
-// H, the derivatives of the gradients in a direction, on mma.sync tensor cores, sm_80 to sm_120, in two passes
+// Second order: H, the derivatives of dQ, dK and dV in a direction, on mma.sync tensor cores, sm_80 to sm_120, in two passes
 // that need no atomics and repeat bit for bit. CF_PASS names the pass of a compilation.
+// Design note: docs/kernels/derivatives.md.
 //
 // A dot is a derivative; dO and dLSE are held fixed. The tags are those of cupy_flash/cpu/hvp.py; [H.1], delta and
 // dotdelta, is the pass delta_dot of simple_hessian.cu, which comes first:

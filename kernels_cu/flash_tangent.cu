@@ -1,4 +1,5 @@
-// J, the tangents of O and LSE in a direction, on mma.sync tensor cores, sm_80 to sm_120.
+// Forward mode: J, the tangents of O and LSE in a direction, on mma.sync tensor cores, sm_80 to sm_120.
+// Design note: docs/kernels/derivatives.md.
 //
 // A dot is a derivative; the tags are those of cupy_flash/cpu/jvp.py:
 //   [J.1]  a block owns the rows Q_i of one head, a warp 16 of them; for each block of keys that the band of the

@@ -1,5 +1,6 @@
 // Gradients of what a score function reads, on plain multiply-adds: any element type, head dim, strides and
 // architecture. It is compiled for functions alone. CF_PASS names the pass that a compilation makes: sum, then unite.
+// Design note: docs/kernels/simple.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, as simple_backward.cu has it. An element may be
 // read at any pairs, so no block can own it; no two blocks add to one element, either:

@@ -1,5 +1,6 @@
-// The keys of one warp of flash_decode: steps of 16 keys, every kWarps-th of a split, on their way from the cache into a
+// The keys of one warp of flash_decode: steps of 16 keys, every kWarps-th of a split, copied from the cache into a
 // ring of stages that is the warp's own. So nothing passes between warps, and no barrier of the block is needed.
+// Design note: docs/kernels/decode.md.
 //
 // Of K it asks for
 //   Loader                      WarpLoader of a tile of K or V as it is stored

@@ -1,5 +1,6 @@
 // The producer of the Hopper forward kernels: one thread that loads Q, K and V by TMA into rings of stages in shared
 // memory, as consumers free them.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // Of K it asks for
 //   Params                   with q_map k_map v_map o_map call

@@ -1,4 +1,5 @@
 // Which tiles of queries a thread block of a Hopper forward kernel works on, and in which order.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // Blocks are persistent: a block takes tiles until there are none left, the next one from a counter in global memory, or
 // without one every gridDim.x-th. The scheduler works out what a tile is and publishes it in shared memory, one tile
