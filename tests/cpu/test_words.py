@@ -49,6 +49,20 @@ PLAIN = {
     r"\bstands? on (its|the) last key\b": "is at the position of the last key",
     r"\bheld to fp64\b": "compared with FP64",
     r"\basks? memory for\b": "prefetch",
+    r"\brooms\b": "folders",
+    r"\btwins?\b": "CPU version",
+    r"\bcost sheets?\b": "instruction counts",
+    r"\bthe (same )?way out\b": "the epilogue",
+    r"\bwhy it looks like this\b": "design decisions; rejected alternatives",
+    r"\bthe roof\b": "the roofline bound",
+    r"\bforeseen\b": "predicted",
+    r"\bbefore it was built\b": "predicted",
+    r"\bof late\b": "nothing",
+    r"\bas (it|they) lies?\b": "in registers; without a change",
+    r"\bsends for\b": "loads; starts the copy of",
+    r"\bsomebody else('s)?\b": "another sequence, another block",
+    r"\bof use \d": "useful",
+    r"\bshare(s|d)? out\b": "divide among",
 }
 # One place says what was measured on a GPU.
 MEASURED = {r"\bnot yet measured\b": "nothing: docs/support.md has what ran on hardware; link to it"}
@@ -104,6 +118,8 @@ def test_docstrings_and_messages() -> None:
         "was\nnot yet measured",
         "The parts are united exactly",
         "keys are read where\nthey lie",
+        "The headers lie in rooms",
+        "P is operand A as it lies",
     ],
 )
 def test_a_phrase_is_found(phrase: str) -> None:
