@@ -79,3 +79,16 @@ def test_the_guide_lists_every_kernel_and_note() -> None:
     assert set(re.findall(r"`(\w+\.cu)`", listed)) == set(SOURCES)
     notes = {path.name for path in NOTES.glob("*.md")}
     assert set(re.findall(r"docs/kernels/(\w+\.md)", listed)) == notes
+
+
+def test_the_walk_through_a_kernel_names_what_is_there() -> None:
+    section = (KERNELS_CU / "README.md").read_text().partition("\n## How to read a kernel\n")[2]
+    steps = "\n".join(re.findall(r"^\d+\. .*$", section.partition("\n## ")[0], re.M))
+    spans = [span for span in re.findall(r"`([^`\n]+)`", steps) if "/" not in span]
+    code = SOURCES["flash_forward.cu"].read_text()
+    tags = {tag for span in spans for tag in re.findall(r"\[A1\.\d+\]", span)}
+    names = {re.findall(r"\w+", span)[-1] for span in spans if not span.startswith("[")}
+    assert len(names) > 12
+    assert names - set(re.findall(r"\w+", code)) == set()
+    assert tags
+    assert [tag for tag in tags if tag not in code] == []
