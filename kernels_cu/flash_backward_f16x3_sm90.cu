@@ -22,7 +22,7 @@
 // Block:  two warpgroups of consumers, each with 64 of the block's keys as rows of S^T, dP^T, dK and dV, and with the
 //         dQ of these keys; neither waits for the other. Then a warpgroup of helpers: a thread that loads tiles, a warp
 //         for LSE, a warp for delta, a thread that adds dQ.
-// Shared: K, V; two stages of Q and dO; of each warpgroup dS^T and dQ on its way to memory, all but dQ as halves; LSE
+// Shared: K, V; two stages of Q and dO; of each warpgroup dS^T and a buffer for dQ, all but dQ as halves; LSE
 //         and delta; units; barriers.
 //
 // Assumes: pass of_gradients of flash_split_f16 has run, as has delta, and dq_convert of flash_backward.cu follows; rows

@@ -16,7 +16,7 @@
 //         sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
 // Block:  two warpgroups of consumers, each with 64 of the block's queries as rows of S, dP and dQ; then a warpgroup
 //         of which one thread loads tiles.
-// Shared: Q, dO; two stages of K, one of V; barriers. dQ leaves through Q.
+// Shared: Q, dO; two stages of K, one of V; barriers. dQ is staged in Q.
 //
 // Assumes: what flash_backward_sm90.cu does; rows of dq start on 16-byte boundaries.
 // Not here: mask, bias, dropout (flash_backward.cu).

@@ -16,7 +16,7 @@
 // Block:  two warpgroups of consumers; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a
 //         warp for delta.
 // Shared: K, V; two stages of Q, dO, LSE and delta; P^T of two steps, dS^T, and for softcap the weights of
-//         gradients; barriers. dK and dV leave through K and V.
+//         gradients; barriers. dK and dV are staged in K and V.
 //
 // Assumes: what flash_backward_sm90.cu does.
 // Not here: mask, bias, dropout (flash_backward.cu).

@@ -21,7 +21,7 @@
 //         sequence return. Times chunks, where each is a block's: the outermost.
 // Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K
 //         and V.
-// Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x
+// Shared: Q tile (O is staged in it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x
 //         kHeadDim elements; 128 bytes.
 //
 // Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0

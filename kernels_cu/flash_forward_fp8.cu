@@ -15,7 +15,7 @@
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys              (lines 13 to 15)
 //
-// Scales: a value is what is stored times q_scale, k_scale or v_scale of its batch and key head; the first two
+// Scales: a value is the stored number times q_scale, k_scale or v_scale of its batch and key head; the first two
 // join the scale of scores, the third the normaliser of O.
 //
 // Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of lpt_query_tile: longest first,

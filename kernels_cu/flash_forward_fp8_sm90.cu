@@ -14,7 +14,7 @@
 // why [S2]: the tensor cores sum products of 8 bits with 14 bits or so, too few for a whole row of keys. It
 // costs nothing: one multiply-add per element of O, where the rescaling alone is a multiplication.
 //
-// Scales: a value is what is stored times q_scale, k_scale or v_scale of its batch and key head; the first two
+// Scales: a value is the stored number times q_scale, k_scale or v_scale of its batch and key head; the first two
 // join the scale of scores, the third the normaliser of O.
 //
 // Grid:   as flash_forward_sm90, of whose tiles heads of a group may have one.

@@ -26,7 +26,7 @@
 //         kHeadDim, and of V, kBlockN x kHeadDimV; their barriers.
 // Read:   attend below, then hopper/producer.cuh, hopper/online_softmax.cuh, hopper/epilogue.cuh, hopper/tile_scheduler.cuh.
 //
-// Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
+// Assumes: what tensor maps require: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
 //         Kind spans: flash_reach has run, and a tile is of one head.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.cpu.test_documentation import text_of
+from tests.cpu.test_headers import HEADERS, banner_of
+from tests.cpu.test_headers import SOURCES as KERNELS_CU
 from tests.paths import ROOT
 
 # A pattern of lower-case text in which every space is one, and the plain form.
@@ -80,6 +82,7 @@ PAGES = [
 # Files whose words are being changed elsewhere.
 LATER = {ROOT / "cupy_flash/plan/families/flash.py", ROOT / "cupy_flash/plan/families/flash_tiles.py"}
 SOURCES = sorted({*(ROOT / "cupy_flash").rglob("*.py")} - LATER)
+KERNELS = [*KERNELS_CU.values(), *HEADERS.values()]
 
 
 def found(text: str, phrases: dict[str, str]) -> list[str]:
@@ -109,6 +112,11 @@ def test_docstrings_and_messages() -> None:
         ]:
             said[str(path.relative_to(ROOT))] = bad
     assert said == {}
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_banners_of_kernels(path: Path) -> None:
+    assert found(banner_of(path).replace("//", " "), PLAIN | MEASURED) == []
 
 
 @pytest.mark.parametrize(

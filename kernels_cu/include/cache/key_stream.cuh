@@ -2,7 +2,7 @@
 // ring of stages that is the warp's own. So nothing passes between warps, and no barrier of the block is needed.
 // Design note: docs/kernels/decode.md.
 //
-// Of K it asks for
+// K has to define
 //   Loader                      WarpLoader of a tile of K or V as it is stored
 //   KeyUnits ValueUnits         the scales and zeros of 4-bit codes, or NoUnits
 //   kStages kWarps kTuring kCodes
