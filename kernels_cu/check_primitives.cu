@@ -1,5 +1,5 @@
-// One primitive at a time, as the kernels of an architecture use it, on numbers whose result is known: what
-// `cupy-flash check` runs before any attention, see cupy_flash/check/primitives.py.
+// Runs the primitives of an architecture one at a time, on numbers whose result is known. `cupy-flash check` runs it
+// before any attention, see cupy_flash/check/primitives.py.
 //
 // Grid:   one block.
 // Block:  four warps. Thread t takes row t of `given` and writes row t of `found`.

@@ -1,4 +1,5 @@
 // Rotates queries and new keys by their positions, and stores new keys and values in a cache.
+// Design note: docs/kernels/decode.md.
 //
 // Source: Su et al., "RoFormer" (arXiv:2104.09864): a pair (x, y) of features at position m becomes
 // (x cos - y sin, y cos + x sin) of the angle m theta of the pair.
@@ -16,7 +17,7 @@
 //         sequence by halving. [N4] is block 0's, beside its rows.
 // Block:  kWarps warps, a row each; a lane takes every 32nd feature, two of which share a byte of 4-bit codes.
 //
-// Any strides. New keys beyond the room of their sequence, or whose entry of the table is no slot, are
+// Any strides. New keys beyond the capacity of their sequence, or whose entry of the table is no slot, are
 // dropped; positions outside the tables of cos and sin take their nearest row.
 #include "cache/codes.cuh"
 #include "cache/rotary.cuh"

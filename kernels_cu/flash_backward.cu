@@ -1,4 +1,5 @@
-// Attention backward on mma.sync tensor cores, sm_75 to sm_120. CF_PASS names the pass of a compilation.
+// Attention backward on mma.sync tensor cores, sm_75 to sm_120: dQ, dK and dV. CF_PASS names the pass of a compilation.
+// Design note: docs/kernels/backward.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2. Its loop over key blocks (line 3) is
 // the grid.
@@ -20,11 +21,11 @@
 // Grid:   along x. delta, dq_convert, dq: (batch * heads_q + head) * ceil(seqlen_q / kBlockM) + tile; dqkv,
 //         (batch * heads_k + head) * ceil(seqlen_k / kBlockN) + tile. Packed: seqlens are the longest; blocks
 //         past the end of their sequence return.
-// Block:  dqkv: for each product the warps share its result out anew, see row_groups: what passes between
+// Block:  dqkv: for each product the warps divide its result anew, see row_groups: what passes between
 //         products (P, dS) goes through shared memory. dq: a warp has rows of S and dP from Q K^T to the end,
 //         and of dQ, or a part of its columns.
 // Shared: dqkv: K, V (at the end dK, dV), the slots of Q and dO, of LSE and delta, P, dS; or K and no V, which each warp has in
-//         registers as far as it reads it. dq: Q (dQ leaves through it), dO, two slots of V or K.
+//         registers as far as it reads it. dq: Q (dQ is staged in it), dO, two slots of V or K.
 //
 // Assumes: last axes of q, k, v, o, dO, dQ, dK, dV contiguous; seqlens below 2^30; row strides below 2^31
 // bytes; scale > 0 unless kAny; q, k, v and dO finite. lse is the forward pass's.

@@ -1,5 +1,5 @@
-// Gradient of an attention bias on mma.sync tensor cores, sm_75 to sm_120: the pass that flash_backward.cu
-// leaves out.
+// Gradient of an attention bias on mma.sync tensor cores, sm_75 to sm_120. flash_backward.cu has the other gradients.
+// Design note: docs/kernels/backward.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2. The bias is added to the scores, so its
 // gradient is theirs; a softcap, which comes before, has no part in it.

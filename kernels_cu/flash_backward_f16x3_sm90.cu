@@ -1,4 +1,5 @@
-// Attention backward on Hopper of floats: flash_backward_sm90 with three products of halves for each product of floats.
+// Attention backward of float32 on Hopper: flash_backward_sm90 with three products of halves for each product of floats.
+// Design note: docs/kernels/float32.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, with the transposed products of FlashAttention-3
 // (Shah et al., arXiv:2407.08608), Algorithm 3; products of split operands as in flash_forward_f16x3_sm90.
@@ -21,7 +22,7 @@
 // Block:  two warpgroups of consumers, each with 64 of the block's keys as rows of S^T, dP^T, dK and dV, and with the
 //         dQ of these keys; neither waits for the other. Then a warpgroup of helpers: a thread that loads tiles, a warp
 //         for LSE, a warp for delta, a thread that adds dQ.
-// Shared: K, V; two stages of Q and dO; of each warpgroup dS^T and dQ on its way to memory, all but dQ as halves; LSE
+// Shared: K, V; two stages of Q and dO; of each warpgroup dS^T and a buffer for dQ, all but dQ as halves; LSE
 //         and delta; units; barriers.
 //
 // Assumes: pass of_gradients of flash_split_f16 has run, as has delta, and dq_convert of flash_backward.cu follows; rows

@@ -1,4 +1,5 @@
 // Attention backward in double precision on tensor cores, sm_80 and sm_90. CF_PASS names the pass of a compilation.
+// Design note: docs/kernels/float64.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2; pass dq exchanges its loops.
 //   [A2.6]  pass dkv: a block owns the keys K_j, V_j of one head; dK = 0, dV = 0              (lines 6 and 7)
@@ -17,7 +18,7 @@
 //         (batch * heads_q + head) * ceil(seqlen_q / kBlockM) + tile, its tiles from the last to the first:
 //         under a causal mask the last see the most keys. Packed: seqlens are the longest; blocks past the
 //         end of their sequence return.
-// Block:  a warp owns 16 rows, of keys or of queries: its P and dS are A of the next product as they lie, and no
+// Block:  a warp owns 16 rows, of keys or of queries: its P and dS are operand A of the next product, and no
 //         data passes between warps but what is streamed.
 // Shared: the rows that the block owns; dkv: two slots each of Q and dO; dq: two slots of V or K.
 //

@@ -1,5 +1,6 @@
-// Attention backward on Hopper: TMA, wgmma, warp specialisation. dK and dV from registers, dQ by bulk
+// Attention backward on Hopper, of 16-bit inputs: TMA, wgmma, warp specialisation. dK and dV from registers, dQ by bulk
 // additions to FP32 sums; flash_backward.cu has the passes before (delta) and after (dq_convert).
+// Design note: docs/kernels/backward_sm90.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, with the transposed products and the
 // roles of FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 3.
@@ -23,10 +24,10 @@
 //         with half of dQ; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a warp for
 //         delta, a thread that adds dQ.
 // Shared: K, V; two stages of Q, dO (one at head dim 192) and dS^T; LSE and delta, as an operand (one stage) or as
-//         floats (two); dQ on its way to memory; barriers; of kind spans a bit of each pair of two partial tiles. dK and dV
-//         leave through K and V.
+//         floats (two); a buffer for dQ; barriers; of kind spans a bit of each pair of two partial tiles. dK and dV
+//         are staged in K and V.
 //
-// Assumes: what tensor maps ask for: base and strides of q, k, v, dO multiples of 16 bytes, last axes
+// Assumes: what tensor maps require: base and strides of q, k, v, dO multiples of 16 bytes, last axes
 //         contiguous; rows of dk and dv start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless
 //         kMask is any; q, k, v and dO finite. lse is the forward pass's. Where products subtract them, |LSE| /
 //         scale and |delta| are below 2^31.

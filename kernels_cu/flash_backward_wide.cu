@@ -1,5 +1,6 @@
 // Attention backward on mma.sync tensor cores for head dims above 256, sm_80 to sm_120: warps share columns.
 // CF_PASS names the pass of a compilation.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2; pass dq exchanges its loops.
 //   [A2.6]  pass dkv: a block owns the keys K_j, V_j of one head; dK = 0, dV = 0              (lines 6 and 7)

@@ -1,5 +1,6 @@
 // Attention backward on Hopper for head dims above 128, dQ: a block owns queries, and nothing is added in memory.
-// dK and dV are flash_backward_wide_sm90.cu's.
+// flash_backward_wide_sm90.cu computes dK and dV.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, with its loops exchanged, as
 //   flash_backward.cu has them in pass dq.
@@ -15,7 +16,7 @@
 //         sections of L2 size. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
 // Block:  two warpgroups of consumers, each with 64 of the block's queries as rows of S, dP and dQ; then a warpgroup
 //         of which one thread loads tiles.
-// Shared: Q, dO; two stages of K, one of V; barriers. dQ leaves through Q.
+// Shared: Q, dO; two stages of K, one of V; barriers. dQ is staged in Q.
 //
 // Assumes: what flash_backward_sm90.cu does; rows of dq start on 16-byte boundaries.
 // Not here: mask, bias, dropout (flash_backward.cu).

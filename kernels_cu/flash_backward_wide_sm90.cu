@@ -1,5 +1,6 @@
 // Attention backward on Hopper for head dims above 128, dK and dV: as flash_backward_sm90.cu, but both warpgroups
-// have the same keys, and each half of the columns of dK and dV. dQ is flash_backward_wide_dq_sm90.cu's.
+// have the same keys, and each half of the columns of dK and dV. flash_backward_wide_dq_sm90.cu computes dQ.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2.
 //   [A2.6]  a block owns the keys K_j, V_j of one head; dK = 0, dV = 0                (lines 6 and 7)
@@ -15,7 +16,7 @@
 // Block:  two warpgroups of consumers; then a warpgroup of helpers: a thread that loads tiles, a warp for LSE, a
 //         warp for delta.
 // Shared: K, V; two stages of Q, dO, LSE and delta; P^T of two steps, dS^T, and for softcap the weights of
-//         gradients; barriers. dK and dV leave through K and V.
+//         gradients; barriers. dK and dV are staged in K and V.
 //
 // Assumes: what flash_backward_sm90.cu does.
 // Not here: mask, bias, dropout (flash_backward.cu).

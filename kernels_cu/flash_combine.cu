@@ -1,4 +1,5 @@
 // Merges the splits of flash_decode: O and LSE from the O and LSE of each split.
+// Design note: docs/kernels/decode.md.
 //
 // Source: "Flash-Decoding for long-context inference" (2023). O_s and LSE_s are attention over part s of the
 // keys:

@@ -1,5 +1,6 @@
-// Flash decoding: attention of few queries over the long keys of a cache, on mma.sync tensor cores, sm_75 to sm_120. It
-// takes as long as reading the cache.
+// Flash decoding (split-K): attention of few queries over the long keys of a cache, on mma.sync tensor cores, sm_75 to
+// sm_120. It is bound by memory bandwidth.
+// Design note: docs/kernels/decode.md.
 //
 // Sources: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023): keys split over
 // blocks, parts merged by their LSE; A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1.

@@ -1,5 +1,6 @@
-// Attention of few queries over long keys in a cache, in the order of flash_forward: a row has the same bits whether
-// it is a token of its own or part of a prompt.
+// Flash decoding with the bits of flash_forward: attention of few queries over the long keys of a cache. A row has the same
+// bits whether it is decoded alone or part of a prompt.
+// Design note: docs/kernels/decode.md.
 //
 // Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1, and what flash_forward says of it.
 //   [D1]    the rows of a block: those of flash_decode
@@ -19,7 +20,7 @@
 //         hold it; the highest scores of each warp; what is saved. See SharedStorage.
 //
 // Assumes: what flash_decode does; keys as they are multiplied.
-// Not here: masks, bias, dropout; new keys and rotation (flash_append), chunks brought together (flash_unite).
+// Not here: masks, bias, dropout; new keys and rotation (flash_append), merging chunks (flash_unite).
 #include "cache/rows.cuh"
 #include "tile/chunk.cuh"
 #include "tile/score_tile.cuh"

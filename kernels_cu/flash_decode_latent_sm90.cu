@@ -1,5 +1,6 @@
-// Attention of few queries over long latents in a cache (MLA) on Hopper: TMA, wgmma, two warpgroups that share the columns
+// Flash decoding over latents (MLA) on Hopper, attention of few queries over a cache: TMA, wgmma, two warpgroups that share the columns
 // of O. A latent is the key of a token, and its first columns the value: one tile serves both products.
+// Design note: docs/kernels/decode_wide.md.
 //
 // Sources and tags as in flash_decode_wide.cu:
 //   [D1]    the rows of a block: queries of all heads, heads of one query next to each other; kBlockM of them

@@ -1,6 +1,7 @@
-// Attention of few queries over long keys in a cache, of head dims above 256, on mma.sync tensor cores, sm_80 to
+// Flash decoding for head dims above 256, attention of few queries over the long keys of a cache, on mma.sync tensor cores, sm_80 to
 // sm_120. Values are an array like keys, or the first columns of the keys: multi-head latent attention (MLA), every
 // latent read once.
+// Design note: docs/kernels/decode_wide.md.
 //
 // Sources: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1: one latent of a token for all heads, its
 // projections absorbed into q and o; splits and tags as in flash_decode.cu.

@@ -1,5 +1,6 @@
 // Attention forward on mma.sync tensor cores, sm_75 to sm_120: FlashAttention-2 with K and V streamed through
 // a ring of tiles.
+// Design note: docs/kernels/forward.md.
 //
 // Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
@@ -20,12 +21,12 @@
 //         sequence return. Times chunks, where each is a block's: the outermost.
 // Block:  kWarps warps, each with rows of its own from Q K^T to the end: no data passes between warps but K
 //         and V.
-// Shared: Q tile (O leaves through it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x
+// Shared: Q tile (O is staged in it), kBlockM x kHeadDim elements; then kSlots tiles of K or V, kBlockN x
 //         kHeadDim elements; 128 bytes.
 //
 // Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0
 //         unless kMask is any.
-// Not here: uniting the chunks of different blocks (flash_unite), queries of a group of heads in one tile
+// Not here: merging the chunks of different blocks (flash_unite), queries of a group of heads in one tile
 //         (flash_decode).
 #include "tile/chunk.cuh"
 #include "tile/epilogue.cuh"

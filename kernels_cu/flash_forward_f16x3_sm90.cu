@@ -1,4 +1,5 @@
-// Attention forward on Hopper of floats: flash_forward_sm90 with three products of halves for each product of floats.
+// Attention forward of float32 on Hopper: flash_forward_sm90 with three products of halves for each product of floats.
+// Design note: docs/kernels/float32.md.
 //
 // Source: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2. Products of split operands: Markidis et
 // al., arXiv:1803.04014; Ootomo and Yokota, arXiv:2203.03341, whose scaling and second level of sums these are.

@@ -1,4 +1,5 @@
 // Attention forward in double precision on tensor cores, sm_80 and sm_90.
+// Design note: docs/kernels/float64.md.
 //
 // Source: A1, Algorithm 1, as flash_forward has it; tags and signs are explained there.
 //   [A1.4]  a block owns the rows Q_i of one head, a warp 16 of them

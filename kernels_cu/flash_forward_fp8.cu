@@ -1,5 +1,6 @@
 // Attention forward of 8-bit floats (e4m3) on mma.sync, sm_89 and sm_120: flash_forward with half the products
-// and half the bytes. O leaves with 16 bits.
+// and half the bytes. O has 16 bits.
+// Design note: docs/kernels/float8.md.
 //
 // Sources: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1, as in flash_forward.cu. Weights brought to
 // where e4m3 is finest: FlashAttention-3 (Shah et al., arXiv:2407.08608), section 3.3. Second level of sums:
@@ -14,7 +15,7 @@
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys              (lines 13 to 15)
 //
-// Scales: a value is what is stored times q_scale, k_scale or v_scale of its batch and key head; the first two
+// Scales: a value is the stored number times q_scale, k_scale or v_scale of its batch and key head; the first two
 // join the scale of scores, the third the normaliser of O.
 //
 // Grid:   x = ceil(seqlen_q / kBlockM) * heads_q * batch, in the order of lpt_query_tile: longest first,

@@ -1,5 +1,5 @@
-// Attention forward on Hopper of 8-bit floats (e4m3): flash_forward_sm90 with products at twice the rate.
-// O leaves with 16 bits.
+// Attention forward of 8-bit floats (e4m3) on Hopper: flash_forward_sm90 with products at twice the rate. O has 16 bits.
+// Design note: docs/kernels/float8.md.
 //
 // Sources: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2 and section 3.3: V transposed in
 // the kernel, weights brought to where e4m3 is finest; without its overlap within a warpgroup. Second level of
@@ -14,7 +14,7 @@
 // why [S2]: the tensor cores sum products of 8 bits with 14 bits or so, too few for a whole row of keys. It
 // costs nothing: one multiply-add per element of O, where the rescaling alone is a multiplication.
 //
-// Scales: a value is what is stored times q_scale, k_scale or v_scale of its batch and key head; the first two
+// Scales: a value is the stored number times q_scale, k_scale or v_scale of its batch and key head; the first two
 // join the scale of scores, the third the normaliser of O.
 //
 // Grid:   as flash_forward_sm90, of whose tiles heads of a group may have one.

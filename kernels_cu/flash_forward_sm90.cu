@@ -1,4 +1,5 @@
 // Attention forward on Hopper, of 16-bit inputs: FlashAttention-3, with TMA, wgmma and warp specialisation.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // Source: A2 = FlashAttention-3 (Shah et al., arXiv:2407.08608), Algorithm 2, consumer side with its overlap
 // of products and softmax. Erratum: its line 21 prints an inverse on the last rescaling that must not be
@@ -25,7 +26,7 @@
 //         kHeadDim, and of V, kBlockN x kHeadDimV; their barriers.
 // Read:   attend below, then hopper/producer.cuh, hopper/online_softmax.cuh, hopper/epilogue.cuh, hopper/tile_scheduler.cuh.
 //
-// Assumes: what tensor maps ask for: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
+// Assumes: what tensor maps require: base and strides of q, k, v multiples of 16 bytes, last axes contiguous;
 //         rows of o start on 16-byte boundaries; seqlens below 2^30; scale > 0 unless kMask is any.
 //         Kind spans: flash_reach has run, and a tile is of one head.
 // Not here: mask, bias, dropout (flash_forward); splitting keys over blocks (flash_decode).

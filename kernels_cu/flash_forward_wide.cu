@@ -1,4 +1,5 @@
 // Attention forward on mma.sync tensor cores for head dims above 256, sm_75 to sm_120: warps share rows.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A1, Algorithm 1, as flash_forward has it; tags and signs are explained there.
 //   [A1.4]  a block owns the rows Q_i of one head
@@ -13,7 +14,7 @@
 //         longest; blocks past the end of their sequence return.
 // Block:  kRowWarps times kKeyWarps warps. One block per multiprocessor.
 // Shared: what is not in registers of the Q tile; kSlots chunks, each of kKColumns columns of the K of a block or of
-//         kVKeys rows of its V; P; row statistics; 128 bytes. O leaves through all but the last.
+//         kVKeys rows of its V; P; row statistics; 128 bytes. O is staged in all but the last.
 //
 // Assumes: as flash_forward of kind band: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below
 //         2^31 bytes; scale > 0.

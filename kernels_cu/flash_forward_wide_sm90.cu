@@ -1,4 +1,5 @@
 // Attention forward on Hopper for head dims above 256: TMA, wgmma, two warpgroups that share the columns of O.
+// Design note: docs/kernels/wide.md.
 //
 // Source: A2, Algorithm 2, as flash_forward_sm90 has it; tags and signs are explained there.
 //   [A2.p]  the producer loads K_j and V_j in chunks, the last block of keys first
@@ -16,7 +17,7 @@
 // Block:  a warpgroup that does all of the above for the first half of the columns of O; one that does [A2.11] and
 //         [A2.14] alone for the other half, with P and rescale factors from shared memory; one of which a thread is the
 //         producer, and one of another warp the tile scheduler, a tile ahead.
-// Shared: Q (O leaves through it), 64 x kHeadDim; kSlots chunks of 64 keys x 64 columns, in one ring: K of the last
+// Shared: Q (O is staged in it), 64 x kHeadDim; kSlots chunks of 64 keys x 64 columns, in one ring: K of the last
 //         block, then K of the next and V of this one, and so on; P; factors; barriers.
 //
 // Assumes: as flash_forward_sm90 of kind band.

@@ -1,5 +1,6 @@
-// Brings the keys and values of a cache together, each sequence in one piece and in the type of the queries:
-// for kernels that know neither pages nor scales.
+// Gathers the keys and values of a cache, each sequence contiguous and in the type of the queries, for kernels that
+// read neither pages nor scales.
+// Design note: docs/kernels/decode.md.
 //
 //   [G1] key j of a sequence lies in row j % page of slot table[j / page]
 //   [G2] k = stored k * k_scale, of 4-bit codes plus the zero of their group, rotated by j where the cache holds keys that are not, v = stored v * v_scale,

@@ -1,5 +1,6 @@
-// H, the derivatives of the gradients in a direction, on mma.sync tensor cores, sm_80 to sm_120, in two passes
+// Second order: H, the derivatives of dQ, dK and dV in a direction, on mma.sync tensor cores, sm_80 to sm_120, in two passes
 // that need no atomics and repeat bit for bit. CF_PASS names the pass of a compilation.
+// Design note: docs/kernels/derivatives.md.
 //
 // A dot is a derivative; dO and dLSE are held fixed. The tags are those of cupy_flash/cpu/hvp.py; [H.1], delta and
 // dotdelta, is the pass delta_dot of simple_hessian.cu, which comes first:
@@ -19,8 +20,8 @@
 //         blocks past the end of their sequence return.
 // Block:  dq_dot: a warp has 16 rows of queries, of S and of dotdQ. dkv_dot: 16 rows of keys, of S^T and of dotdK
 //         and dotdV, so that what multiplies dO, Q and dotQ is A as it stands in registers.
-// Shared: dq_dot: Q (dotdQ leaves through it), dotQ, dO; two slots, of V and dotV or of K and dotK. dkv_dot: K
-//         and dotK, V and dotV (dotdK and dotdV leave through K and V); two slots of Q, dotQ, dO and their rows.
+// Shared: dq_dot: Q (dotdQ is staged in it), dotQ, dO; two slots, of V and dotV or of K and dotK. dkv_dot: K
+//         and dotK, V and dotV (dotdK and dotdV are staged in K and V); two slots of Q, dotQ, dO and their rows.
 //
 // Assumes: last axes of all tensors contiguous; seqlens below 2^30; row strides below 2^31 bytes; q, k, v, dO
 //         and tangents finite. o, lse, dotO and dotLSE are those of the forward pass and of flash_tangent.

@@ -1,6 +1,7 @@
 // Block sparsity of band, spans and block masks: two bits for each tile of queries and block of keys, whether any pair
 // counts and whether some pairs are masked. Runs before the kernels of kind spans, which skip empty blocks and mask partial
 // ones.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // Passes: of_queries, for flash_forward_sm90: each tile of queries has the bits of its blocks of keys; of_keys, for
 // flash_backward_sm90: each block of keys has the bits of its tiles of queries.

@@ -1,5 +1,6 @@
-// q, k and v of floats as halves, for flash_forward_f16x3_sm90, and in pass of_gradients also dO, for
+// Splits float32 q, k and v into pairs of halves for flash_forward_f16x3_sm90, and in pass of_gradients also dO for
 // flash_backward_f16x3_sm90: see hopper/halves.cuh. Runs before them.
+// Design note: docs/kernels/float32.md.
 //
 //   [S.1]  the largest finite element of a tile
 //   [S.2]  s, a power of two; h0 = half(x s), h1 = half(x s - h0), and 1 / s

@@ -1,4 +1,5 @@
-// J, the tangents of O and LSE in a direction, on mma.sync tensor cores, sm_80 to sm_120.
+// Forward mode: J, the tangents of O and LSE in a direction, on mma.sync tensor cores, sm_80 to sm_120.
+// Design note: docs/kernels/derivatives.md.
 //
 // A dot is a derivative; the tags are those of cupy_flash/cpu/jvp.py:
 //   [J.1]  a block owns the rows Q_i of one head, a warp 16 of them; for each block of keys that the band of the
@@ -14,7 +15,7 @@
 // Grid:   as of flash_forward.cu: x = ceil(seqlen_q / kBlockM) * heads_q * batch in the order of
 //         lpt_query_tile. Packed: seqlen_q is the longest; blocks past the end of their sequence return.
 // Block:  kWarps warps, each with 16 rows of its own from Q K^T to the end.
-// Shared: Q (dotO leaves through it) and dotQ, kBlockM x kHeadDim elements each; then two slots, of K and dotK or
+// Shared: Q (dotO is staged in it) and dotQ, kBlockM x kHeadDim elements each; then two slots, of K and dotK or
 //         of V and dotV, 2 kBlockN x kHeadDim elements each.
 //
 // Assumes: last axes of all tensors contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0 unless

@@ -1,4 +1,5 @@
 // Merges the chunks of keys of flash_forward, where each was a block's: O and LSE from partial O, row_max and row_sum.
+// Design note: docs/kernels/forward.md.
 //
 //   [D4]    row_max, row_sum and O of a row over its chunks, merged from left to right
 //   [A1.12] O = O / row_sum, 0 in a row without keys

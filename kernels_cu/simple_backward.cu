@@ -1,6 +1,7 @@
 // Attention backward on plain multiply-adds, in separate passes that need no atomics and repeat bit for bit:
 // any element type, head dim, strides and architecture. CF_PASS names the pass that a compilation makes:
 // delta, then dq, dkv, dbias and dsinks in any order.
+// Design note: docs/kernels/simple.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, cut into one pass per gradient: a block
 // accumulates what it owns in registers and recomputes the scores that it needs, where the paper adds to dQ

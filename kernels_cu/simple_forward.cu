@@ -1,5 +1,6 @@
 // Attention forward on plain multiply-adds: any element type, head dim, strides and architecture. The
 // algorithm to read, the kernel of last resort, and the cross-check of every faster one.
+// Design note: docs/kernels/simple.md.
 //
 // Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).

@@ -1,6 +1,7 @@
-// H, the derivatives of the gradients in a direction, on plain multiply-adds, in separate passes that need no atomics
+// Second order: H, the derivatives of the gradients in a direction, on plain multiply-adds, in separate passes that need no atomics
 // and repeat bit for bit: any element type, head dim, strides and architecture. CF_PASS names the pass that a
 // compilation makes: delta_dot, then dq_dot, dkv_dot, dbias_dot and dsinks_dot in any order.
+// Design note: docs/kernels/derivatives.md.
 //
 // A dot is a derivative; dO and dLSE are held fixed. The tags are those of cupy_flash/cpu/hvp.py:
 //   [H.1]  delta = rowsum(dO * O) - dLSE, dotdelta = rowsum(dO * dotO)         (pass delta_dot)

@@ -1,6 +1,7 @@
 // Statistics of the weights of attention on plain multiply-adds, from LSE, without atomics and the same bits on every run:
 // any element type, head dim, strides and architecture. CF_PASS names the pass that a compilation makes: by_key
 // or by_query.
+// Design note: docs/kernels/simple.md.
 //
 // The tags are those of cupy_flash/cpu/statistics.py:
 //   [S.1]  a block owns the rows Q_i of one head (by_query), or keys K_j of one query head (by_key), and visits the tiles that
@@ -25,7 +26,7 @@
 #endif
 using Head = GradientHead<Element>;
 
-// log P of a pair, -inf where nobody sees it.
+// log P of a pair, -inf where it is hidden.
 CF_DEVICE Acc log_weight(const Head& head, Acc product, int32_t query, int32_t key) {
     if (!contains(head.band.keys_of(query), key)) return -Acc(kInfinity);
     const Acc score = head.score.score(head.score.apply_softcap(product), query, key);

@@ -1,5 +1,6 @@
-// J, the tangents of O and LSE in a direction, on plain multiply-adds: any element type, head dim, strides and
+// Forward mode: J, the tangents of O and LSE in a direction, on plain multiply-adds: any element type, head dim, strides and
 // architecture.
+// Design note: docs/kernels/derivatives.md.
 //
 // A dot is a derivative; the tags are those of cupy_flash/cpu/jvp.py:
 //   [J.1]  a block owns the rows Q_i of one head; for each tile of keys that its band reaches

@@ -97,7 +97,8 @@ def library() -> Iterator[tuple[str, Path]]:
         yield path.relative_to(package).as_posix(), path
     kinds = (".cpp", ".cu", ".cuh", ".h")
     texts = [path for path in sorted(kernels.rglob("*")) if path.suffix in kinds]
-    for path in (*texts, kernels / "README.md", kernels / "simulator" / "headers" / "nv" / "target"):
+    texts += sorted(kernels.rglob("README.md"))
+    for path in (*texts, kernels / "simulator" / "headers" / "nv" / "target"):
         yield f"_kernels/{path.relative_to(kernels).as_posix()}", path
 
 

@@ -7,7 +7,7 @@ of the default, sm_90a. Pointers are host addresses.
 The CUDA threads of a block are fibers, and asynchronous operations take effect under one of three
 schedules (`schedule`): as late as the program allows, at once, or at random. A kernel that deadlocks,
 diverges, uses a barrier wrongly, crashes or loops for ever raises `KernelFailed` with the threads and
-the lines of the kernel. ``kernels_cu/README.md`` describes how to debug one.
+the lines of the kernel. ``kernels_cu/simulator/README.md`` describes how to debug one.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ using size_t = decltype(sizeof(0));
 #define CF_ENTRY kernel
 #endif
 
-// why: __grid_constant__ needs sm_70; before, the compiler sees for itself that nobody writes the parameters.
+// why: __grid_constant__ needs sm_70; before, the compiler sees for itself that the parameters are not written.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
 #define CF_GRID_CONSTANT
 #else

@@ -109,7 +109,7 @@ def test_products_bind(name: str, passes: str, head_dim: int, causal: bool) -> N
     assert share >= (OF_THE_ROOF[name] if passes == "backward" else 1)
 
 
-README = (ROOT / "kernels_cu/README.md").read_text("utf-8")
+NOTES = {path.stem: path.read_text("utf-8") for path in (ROOT / "docs/kernels").glob("*.md")}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -131,7 +131,9 @@ def test_what_binds_gradients(name: str, head_dim: int) -> None:
         )  # of 6 bytes that dq_convert moves 4 are sums
         cells += [f"{x:.2f}" for x in (every / products - dqkv.overlapped / products,
                                        products / every, products / (every - kept))]  # fmt: skip
-    assert f"| {name.removesuffix(' 6000 Blackwell')}, D {head_dim} | {' | '.join(cells)} |" in README
+    assert (
+        f"| {name.removesuffix(' 6000 Blackwell')}, D {head_dim} | {' | '.join(cells)} |" in NOTES["backward"]
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -157,7 +159,7 @@ def test_doubles(name: str, passes: str, head_dim: int, causal: bool) -> None:
     ways = [sum(getattr(cost, way) for cost in costs) for way in ("overlapped", "in_turns", "summed")]
     cells = [f"{x / products:.2f}" for x in beside] + [f"{peak / x:.2f}" for x in ways]
     named = "A100" if name == "A100" else "H100, H200"
-    assert f"| {named}, {passes} {head_dim} | {' | '.join(cells)} |" in README
+    assert f"| {named}, {passes} {head_dim} | {' | '.join(cells)} |" in NOTES["float64"]
 
 
 @pytest.mark.parametrize("name", OF_THE_ROOF)
@@ -171,4 +173,4 @@ def test_a_threshold_for_maxima(name: str) -> None:
         both = [[stretches.worst(products, one, gpu) for one in of_kind] for of_kind in counts]
         gains = [f"{100 * (after / before - 1):+.1f}" for before, after in zip(*both, strict=True)]
         cells += [" / ".join(f"{of_kind[0]:.2f}" for of_kind in both), "; ".join(dict.fromkeys(gains))]
-    assert f"| {name.removesuffix(' 6000 Blackwell')} | {' | '.join(cells)} |" in README
+    assert f"| {name.removesuffix(' 6000 Blackwell')} | {' | '.join(cells)} |" in NOTES["forward"]

@@ -231,7 +231,7 @@ FORWARD = [
     for v in families.variants("sm_90a")
     if (v.kernel, v.dtype, v.mask) == ("flash_forward_sm90", "f16", "band")
 ]
-# Instructions of a whole block of these, the more of NVRTC 12.9 and 13.5, as kernels_cu/README.md has them.
+# Instructions of a whole block, the more of NVRTC 12.9 and 13.5, as docs/kernels/forward_sm90.md has them.
 WHOLE_BLOCK = {
     (64, 64): 379,
     (96, 96): 359,
@@ -387,7 +387,7 @@ def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes):
     assert 0 < counts[1] <= ABOVE_THE_BAND[classes] * counts[0]
 
 
-# What a band hides in part costs a block of `causal=True` in addition, as kernels_cu/README.md has it.
+# What a band hides in part costs a block of `causal=True` extra, as docs/kernels/forward_sm90.md has it.
 CROSSED = {"64": 199, "128": 199, "192v128": 199, "256": 127}
 
 

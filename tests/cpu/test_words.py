@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cpu.test_documentation import text_of
+from tests.cpu.test_headers import HEADERS, banner_of
+from tests.cpu.test_headers import SOURCES as KERNELS_CU
 from tests.paths import ROOT
 
 # A pattern of lower-case text in which every space is one, and the plain form.
@@ -52,6 +54,20 @@ PLAIN = {
     r"\bstands? on (its|the) last key\b": "is at the position of the last key",
     r"\bheld to fp64\b": "compared with FP64",
     r"\basks? memory for\b": "prefetch",
+    r"\brooms\b": "folders",
+    r"\btwins?\b": "CPU version",
+    r"\bcost sheets?\b": "instruction counts",
+    r"\bthe (same )?way out\b": "the epilogue",
+    r"\bwhy it looks like this\b": "design decisions; rejected alternatives",
+    r"\bthe roof\b": "the roofline bound",
+    r"\bforeseen\b": "predicted",
+    r"\bbefore it was built\b": "predicted",
+    r"\bof late\b": "nothing",
+    r"\bas (it|they) lies?\b": "in registers; without a change",
+    r"\bsends for\b": "loads; starts the copy of",
+    r"\bsomebody else('s)?\b": "another sequence, another block",
+    r"\bof use \d": "useful",
+    r"\bshare(s|d)? out\b": "divide among",
 }
 # The same of docstrings and comments only: messages and pages may use some of these words.
 DIALECT = {
@@ -86,16 +102,17 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")),
     ROOT / "llms.txt",
     *(ROOT / folder / "README.md" for folder in ("bench", "examples", "kernels_cpu")),
+    *sorted((ROOT / "kernels_cu").rglob("README.md")),
     *sorted((ROOT / "packages").glob("*/README.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/benchmarks").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SOURCES = sorted((ROOT / "cupy_flash").rglob("*.py"))
 TOOLS = sorted([*(ROOT / "bench").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
-# Files whose messages are being changed elsewhere.
+# Files whose messages still have such words.
 MESSAGES_LATER = {ROOT / "cupy_flash/plan/families/flash.py"}
-# Where docstrings and comments are being changed elsewhere.
+# Files whose docstrings and comments still have such words.
 LATER = ("device/abi.py", "jax/call.py", "jax/ring.py", "parallel/partial.py", "torch", "transformers.py")
+KERNELS = [*KERNELS_CU.values(), *HEADERS.values()]
 
 
 def found(text: str, phrases: dict[str, str]) -> list[str]:
@@ -177,6 +194,11 @@ def test_names_and_strings_are_no_prose() -> None:
     assert not [phrase for text in prose(source) for phrase in found(text, DIALECT)]
 
 
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_banners_of_kernels(path: Path) -> None:
+    assert found(banner_of(path).replace("//", " "), PLAIN | MEASURED) == []
+
+
 @pytest.mark.parametrize(
     "phrase",
     [
@@ -184,6 +206,8 @@ def test_names_and_strings_are_no_prose() -> None:
         "was\nnot yet measured",
         "The parts are united exactly",
         "keys are read where\nthey lie",
+        "The headers lie in rooms",
+        "P is operand A as it lies",
     ],
 )
 def test_a_phrase_is_found(phrase: str) -> None:

@@ -1,4 +1,4 @@
-// Blocks of queries and keys: a table says which are seen, and bits which pairs of those that are seen in part.
+// Blocks of queries and keys: a table marks each as full, empty or partial, and bits mark the pairs of partial ones.
 #pragma once
 #include "attention/seqlen.cuh"
 #include "element.cuh"

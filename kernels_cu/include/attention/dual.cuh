@@ -1,4 +1,4 @@
-// A number and its slope: what a score function in C is called with where its derivative by the score is wanted.
+// A dual number, a value and its derivative: the argument of a score function in C whose derivative by the score is needed.
 #pragma once
 #include "base.cuh"
 

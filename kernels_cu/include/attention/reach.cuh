@@ -1,5 +1,5 @@
 // Which blocks of keys a tile of queries reaches through its band, spans and blocks, or which tiles of queries reach a
-// block of keys: flash_reach finds out before the attention kernel runs, for a producer that is one thread and could not.
+// block of keys: flash_reach computes it before the attention kernel, whose producer is one thread and cannot.
 #pragma once
 #include "abi.cuh"
 

@@ -1,4 +1,4 @@
-// Where the rows of one batch entry lie: one description for padded batches and for packed sequences.
+// Where the rows of one batch entry begin and end: one description for padded batches and for packed sequences.
 #pragma once
 #include "abi.cuh"
 

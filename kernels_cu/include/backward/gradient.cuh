@@ -1,4 +1,5 @@
-// From scores to P and dS, for every pass that needs them.
+// P and dS from scores, for every pass of the backward kernels that needs them.
+// Design note: docs/kernels/backward.md.
 #pragma once
 #include "backward/gradient_sums.cuh"
 #include "backward/operand.cuh"

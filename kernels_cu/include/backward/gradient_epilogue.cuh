@@ -1,4 +1,5 @@
 // How dK and dV of a block leave: through a tile, whose rows are then stored.
+// Design note: docs/kernels/backward.md.
 #pragma once
 #include "backward/operand.cuh"
 #include "tile/epilogue.cuh"

@@ -1,4 +1,5 @@
 // The FP32 sums of dQ in global memory, which blocks that own keys add to and dq_convert rounds.
+// Design note: docs/kernels/backward.md.
 #pragma once
 #include "attention/seqlen.cuh"
 #include "element.cuh"

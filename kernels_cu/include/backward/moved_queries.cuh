@@ -1,5 +1,6 @@
-// What a block of keys reads of queries in one step of second order, as one tile of a stream.
+// The stream of queries and their tangents in second order: what a block of keys reads in one step, as one tile.
 // And rows of an array with those of its tangent.
+// Design note: docs/kernels/derivatives.md.
 #pragma once
 #include "attention/seqlen.cuh"
 #include "backward/second_gradient.cuh"

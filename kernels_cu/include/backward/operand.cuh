@@ -1,5 +1,6 @@
-// Products whose operands are parts of tiles in shared memory: any rows or columns, as A or as B, shared out
-// over the warps of a block.
+// Products whose operands are parts of tiles in shared memory: any rows or columns, as A or as B, divided among the warps
+// of a block.
+// Design note: docs/kernels/backward.md.
 //
 // layout: a warp that takes part `group` of kGroups of the columns of a tile takes the 16-column blocks
 // group, group + kGroups, ... Neighbouring blocks then belong to different warps, and because kGroups is a

@@ -1,4 +1,5 @@
 // The stream of Q and dO tiles through shared memory, for blocks that own keys.
+// Design note: docs/kernels/backward.md.
 #pragma once
 #include "attention/seqlen.cuh"
 #include "tile/tile.cuh"

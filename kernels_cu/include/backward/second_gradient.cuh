@@ -1,4 +1,5 @@
-// The gradients of a pair of query and key in a direction, for every pass of second order that needs them.
+// The derivatives of the gradients of a pair of query and key in a direction, for the passes of second order.
+// Design note: docs/kernels/derivatives.md.
 #pragma once
 #include "tile/score_tile.cuh"
 

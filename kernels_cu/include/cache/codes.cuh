@@ -1,5 +1,6 @@
 // Caches of 4-bit codes in groups of features: of integers, feature f of a key is scale[f / group] * code +
 // zero[f / group]; of NVFP4, scale[f / 16] * E2M1.
+// Design note: docs/kernels/decode.md.
 //
 // layout: a byte is two codes, feature 2i its lower half. A span is 32 features, 16 bytes: those of a span have one
 // scale and one zero, for groups are 32, 64 or 128, or two scales of E2M1. Codes become operands of a product in

@@ -1,4 +1,5 @@
 // Codes of NVFP4 as operands of products: elements of Q's type in units of kUnit, exact.
+// Design note: docs/kernels/decode.md.
 //
 // layout: words of units lie as [span][key], two scales each: the lower half is that of features 0 to 15 of the span.
 #pragma once

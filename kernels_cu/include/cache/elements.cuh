@@ -1,5 +1,6 @@
 // Tiles of a cache whose numbers are elements in shared memory, as they came or widened: the products of a warp. It has
 // the members of IntegerTiles and E2m1Tiles, so that a kernel need not ask what the cache holds.
+// Design note: docs/kernels/decode.md.
 #pragma once
 #include "cache/slots.cuh"
 #include "tile/mma.cuh"

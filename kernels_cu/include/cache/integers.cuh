@@ -1,4 +1,5 @@
 // Codes of int4 as operands of products: neither scale nor zero touches an element.
+// Design note: docs/kernels/decode.md.
 //
 // A code in the low bits of a half is a subnormal number, code * 2^-24 (four bits higher, 16 times that), which tensor
 // cores multiply as exactly as any other: a mask makes a pair of operands. With scale s and zero z of span G of key j

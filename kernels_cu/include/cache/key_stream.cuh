@@ -1,7 +1,8 @@
-// The keys of one warp of flash_decode: steps of 16 keys, every kWarps-th of a split, on their way from the cache into a
+// The keys of one warp of flash_decode: steps of 16 keys, every kWarps-th of a split, copied from the cache into a
 // ring of stages that is the warp's own. So nothing passes between warps, and no barrier of the block is needed.
+// Design note: docs/kernels/decode.md.
 //
-// Of K it asks for
+// K has to define
 //   Loader                      WarpLoader of a tile of K or V as it is stored
 //   KeyUnits ValueUnits         the scales and zeros of 4-bit codes, or NoUnits
 //   kStages kWarps kTuring kCodes

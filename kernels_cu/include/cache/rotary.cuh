@@ -1,4 +1,5 @@
 // Rotation of a row's features by its position; the source is named in flash_append.cu.
+// Design note: docs/kernels/decode.md.
 #pragma once
 #include "attention/mask.cuh"
 

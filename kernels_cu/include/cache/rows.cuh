@@ -1,4 +1,5 @@
 // The rows of a tile over a cache: queries of all heads that share a key head, heads of one query next to each other.
+// Design note: docs/kernels/decode.md.
 #pragma once
 #include "cache/slots.cuh"
 

@@ -1,4 +1,5 @@
-// Keys and values in a cache: how long sequences are, where a key lies, and how a warp copies and widens them.
+// Keys and values in a cache: how long sequences are, where a key is stored, and how a warp copies and widens them.
+// Design note: docs/kernels/decode.md.
 //
 // A cache is slots of keys. In a paged one a sequence is a row of a table of slots, each with 1 << page_shift
 // keys; otherwise it is one slot, and page_shift is 31 so that every key belongs to entry 0. Lengths and

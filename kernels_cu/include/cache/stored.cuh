@@ -1,5 +1,6 @@
 // What a cache stores that is not the element type of the queries: int8 and float8 e4m3, widened when they
 // are read and rounded when they are appended.
+// Design note: docs/kernels/decode.md.
 #pragma once
 #include "element.cuh"
 #include "tile/tile.cuh"

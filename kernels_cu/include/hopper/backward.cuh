@@ -1,4 +1,4 @@
-// What the Hopper backward kernels share: what a block works on, its shared memory, the helpers beside its two
+// What the Hopper backward kernels share: what a block works on, its shared memory, the helper warps beside its two
 // warpgroups of consumers, and how it starts. `Kernel` is a struct of constants that each of them defines:
 //   Element, kAny                    as in TransposedGradient
 //   kHeadDim, kHeadDimV              the largest head dims of q and k, and of v
@@ -10,6 +10,7 @@
 //                                    have kStages, and are free when dO is, or if it has one, when Q is
 //   kPairTiles                       tiles of keys by queries
 //   kSpans                           spans and blocks: tiles are skipped as flash_reach says, see SeenStep
+// Design note: docs/kernels/backward_sm90.md.
 #pragma once
 #include "attention/reach.cuh"
 #include "backward/gradient_sums.cuh"

@@ -1,4 +1,5 @@
 // Scores of kind "any" in units of log2, for the backward kernels of Hopper: scale * q.k, capped.
+// Design note: docs/kernels/backward_sm90.md.
 #pragma once
 #include "tile/score_tile.cuh"
 

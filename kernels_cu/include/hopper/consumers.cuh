@@ -1,4 +1,5 @@
 // The consumers of the Hopper backward kernels, two warpgroups, whichever gradient they sum.
+// Design note: docs/kernels/backward_sm90.md.
 #pragma once
 #include "hopper/mask_kind.cuh"
 #include "hopper/named_barriers.cuh"

@@ -1,5 +1,6 @@
 // Deterministic dQ: the order in which blocks that own keys start, go over tiles of queries, and add to the dQ of each. A
 // block waits for its turn at the semaphore of a tile (prim/semaphore.cuh).
+// Design note: docs/kernels/backward_sm90.md.
 //
 // A block does not wait if it comes to a tile right after the block whose turn was before. So blocks of a head that
 // run at once, a wave, go one behind the other, and the next wave adds to sums of its own, or it would wait for the

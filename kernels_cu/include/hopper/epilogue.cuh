@@ -1,6 +1,7 @@
 // The epilogue of the Hopper forward kernels: O = O / row_sum, rounded, and LSE, from registers to global memory.
+// Design note: docs/kernels/forward_sm90.md.
 //
-// Of K it asks for Params with o_map and call, Storage with q_ring and o(stage, warpgroup, warp), Softmax, kMask, kHeadDimV.
+// K has to define Params with o_map and call, Storage with q_ring and o(stage, warpgroup, warp), Softmax, kMask, kHeadDimV.
 #pragma once
 #include "hopper/tile_scheduler.cuh"
 #include "hopper/warpgroup.cuh"

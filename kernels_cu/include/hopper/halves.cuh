@@ -1,8 +1,9 @@
-// Floats as two halves: x s = h0 + h1, h0 = half(x s), h1 = half(x s - h0), s a power of two. Products of halves run at
+// A float as the sum of two halves: x s = h0 + h1, h0 = half(x s), h1 = half(x s - h0), s a power of two. Products of halves run at
 // twice the rate of tf32 ones, and a b = a0 b0 + (a0 b1 + a1 b0) up to 3 * 2^-22 of it.
+// Design note: docs/kernels/float32.md.
 //
-// The halves of q, k and v lie in the workspace, in records: a tile as shared memory has it, h0, then h1, then 1 / s.
-// So one bulk copy brings a tile, however the tensor lies: rows and columns that do not exist are zeros in it.
+// The halves of q, k and v are in the workspace, in records: a tile as shared memory has it, h0, then h1, then 1 / s.
+// So one bulk copy brings a tile, whatever its strides: rows and columns that do not exist are zeros in it.
 //
 // s brings the largest finite element of a tile to [2^14, 2^15), but is at most 2^100. With m that element, x is off by
 // at most 2^-22 |x|, or 2^-39 m where that is more (a half has no bits below 2^-24); or 2^-125 if m is below 2^-86.

@@ -1,5 +1,6 @@
-// Which pairs of a tile that flash_reach calls partial count, one bit of each, on their way from the helpers to the
-// consumers of flash_backward_sm90.
+// Bit masks of the pairs of a partial tile, one bit per pair, which the helpers of flash_backward_sm90 write and its
+// consumers read.
+// Design note: docs/kernels/backward_sm90.md.
 //
 // layout: bit i of words[stage][h][key] is query 32 h + i of the tile. Consumers have keys as rows and ask for a word of
 // each of their two. Helpers make 32 words at a time, a part of 32 x 32 pairs, a lane for each key. Where queries have

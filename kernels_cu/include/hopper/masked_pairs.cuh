@@ -1,4 +1,5 @@
 // Masks the pairs of a block of keys that spans and blocks exclude for the rows of a warp, where flash_reach calls it partial.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // layout: scores as in mma.cuh; a lane has rows g = lane / 4 and g + 8 of its warp's 16, and of the 8 columns of each n
 // columns 2 t, t = lane % 4, and one more. What it sees of a row is a word: bits 2 n and 2 n + 1, in the order of keys.

@@ -1,5 +1,6 @@
 // The named barriers of the Hopper kernels; 0 is that of __syncthreads. Where there is one per consumer warpgroup, its
 // number is added.
+// Design note: docs/kernels/forward_sm90.md.
 #pragma once
 
 enum ForwardBarrier : int {

@@ -1,6 +1,7 @@
-// From the scores of a block of keys to P, for the 64 rows of a warpgroup: softcap, ALiBi, masks, then the online softmax.
+// P from the scores of a block of keys, for the 64 rows of a warpgroup: softcap, ALiBi, masks, then the online softmax.
+// Design note: docs/kernels/forward_sm90.md.
 //
-// Of K it asks for Product (Math), Softmax (OnlineSoftmax of the 16 rows of a warp), kMask and kBlockN.
+// K has to define Product (Math), Softmax (OnlineSoftmax of the 16 rows of a warp), kMask and kBlockN.
 #pragma once
 #include "hopper/masked_pairs.cuh"
 #include "hopper/sparse_blocks.cuh"

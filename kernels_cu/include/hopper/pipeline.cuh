@@ -1,4 +1,5 @@
 // A ring of stages in shared memory that one thread fills by bulk copies while warpgroups read them.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // Both sides go through the stages in the same order, each with a Cursor of its own:
 //   producer, one thread                      consumer, every thread of each warpgroup

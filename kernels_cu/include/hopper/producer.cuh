@@ -1,7 +1,8 @@
 // The producer of the Hopper forward kernels: one thread that loads Q, K and V by TMA into rings of stages in shared
 // memory, as consumers free them.
+// Design note: docs/kernels/forward_sm90.md.
 //
-// Of K it asks for
+// K has to define
 //   Params                   with q_map k_map v_map o_map call
 //   Storage                  with k v q_ring k_ring v_ring; q_tile(stage, warpgroup); of kind spans
 //                            sparse_blocks[2][stages of K]; work_ring, if there is a scheduler thread

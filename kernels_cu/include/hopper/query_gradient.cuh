@@ -1,5 +1,6 @@
-// From scores to P and to dS where queries are rows: S of a warpgroup, 64 queries by kKeys keys, in the accumulators
+// P and dS from scores where queries are rows: S of a warpgroup, 64 queries by kKeys keys, in the accumulators
 // of wgmma. transposed_gradient.cuh is the same where keys are.
+// Design note: docs/kernels/wide.md.
 #pragma once
 #include "hopper/capped_score.cuh"
 #include "hopper/warpgroup.cuh"

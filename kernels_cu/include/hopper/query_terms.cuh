@@ -1,10 +1,11 @@
-// LSE and delta of the queries of a tile, on their way from the helpers to the consumers of the Hopper backward
-// kernels. Either as floats that lanes read:
+// LSE and delta of the queries of a tile, which the helpers of the Hopper backward kernels write and consumers
+// read. Either as floats that lanes read:
 //   ReadTerms         kStages tiles of them. LSE as log2; +inf where P is 0: of rows past the end, and without keys.
 // or as rows of an operand, which the tensor cores subtract from S and dP:
 //   SubtractedTerms   one tile: S = K Q^T - LSE / scale and dP = V dO^T - delta are products one step deeper.
 // why subtracted: every lane of a warp needs LSE and delta of all queries, and 4 bytes to each lane are a cycle of
 // shared memory; products read them once for 64 rows, and P and dS are a subtraction shorter.
+// Design note: docs/kernels/backward_sm90.md.
 #pragma once
 #include "hopper/warpgroup.cuh"
 

@@ -1,4 +1,5 @@
-// Kind spans: the blocks of keys that a tile of queries visits, from the bits that flash_reach wrote for it.
+// The blocks of keys that a tile of queries visits under spans and block masks, from the bits that flash_reach wrote.
+// Design note: docs/kernels/forward_sm90.md.
 #pragma once
 #include "attention/reach.cuh"
 

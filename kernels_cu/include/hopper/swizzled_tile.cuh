@@ -1,4 +1,5 @@
 // Tiles of matrices in shared memory as bulk copies write and wgmma reads them.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // layout: a tile is cut into blocks of columns, kSpan bytes wide, one after the other; a block is kRows rows
 // of kSpan bytes. Chunk c (16 bytes) of a row stands at c ^ (row % 8) of its block where kSpan is 128, at c ^

@@ -1,10 +1,11 @@
 // Which tiles of queries a thread block of a Hopper forward kernel works on, and in which order.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // Blocks are persistent: a block takes tiles until there are none left, the next one from a counter in global memory, or
 // without one every gridDim.x-th. The scheduler works out what a tile is and publishes it in shared memory, one tile
 // ahead of the producer; consumers read it there when the Q of the tile has come.
 //
-// Of K it asks for
+// K has to define
 //   Storage    with work[2][stages of Q]; work_ring, if there is a scheduler thread
 //   QRing      StageRing of the stages of Q; WorkRing: one stage, from the scheduler to the producer
 //   KTile      its Element

@@ -1,5 +1,6 @@
-// From scores to P and to dS where keys are rows: S^T of a warpgroup, 64 keys by kQueries queries, in the
+// P and dS from scores where keys are rows: S^T of a warpgroup, 64 keys by kQueries queries, in the
 // accumulators of wgmma.
+// Design note: docs/kernels/backward_sm90.md.
 #pragma once
 #include "hopper/capped_score.cuh"
 #include "hopper/warpgroup.cuh"

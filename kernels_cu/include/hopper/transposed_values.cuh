@@ -1,6 +1,7 @@
 // V^T of 8-bit elements in shared memory, made from V as bulk copies bring it.
 // why: products of 8 bits read both operands along k, which for O = P V is along keys; the copy engine has no
 // transpose, and ldmatrix has one of 16-bit elements only.
+// Design note: docs/kernels/float8.md.
 //
 // layout: the keys of V^T stand in the order in which to_e4m3_fragments has weights: of each 32 keys, slots 4t
 // .. 4t + 3 are keys 2t, 2t + 1, 8 + 2t, 9 + 2t, and slots 16 + 4t .. 19 + 4t those 16 further.

@@ -1,5 +1,6 @@
 // FlashAttention-3's warp scheduler barriers: warpgroups issue their products in turns, so that those of one run under the
-// softmax of the others. Of K they ask for kSchedulerBarrier and kConsumers.
+// softmax of the others. K has to define kSchedulerBarrier and kConsumers.
+// Design note: docs/kernels/forward_sm90.md.
 #pragma once
 #include "hopper/named_barriers.cuh"
 #include "prim.cuh"

@@ -1,4 +1,5 @@
 // Products of tiles by warpgroups: d (64 rows of the warpgroup by 2 n columns) = or += a b, asynchronously.
+// Design note: docs/kernels/forward_sm90.md.
 //
 // An operand is a tile read in one of two ways:
 //   ByRows<T>      its rows are rows of A, or columns of B (that is A = tile, B = tile^T); k runs along a row

@@ -3,7 +3,7 @@
 //
 // A block's shared memory is there from its start to its end:
 //   mbar_init, mbar_init_fence(), cluster_arrive(), cluster_wait()
-//   ... arrivals and copies into other blocks, each of which somebody there waits for ...
+//   ... arrivals and copies into other blocks, each of which a thread there waits for ...
 //   cluster_arrive(), cluster_wait(), end
 #pragma once
 

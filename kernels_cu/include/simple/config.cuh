@@ -1,4 +1,5 @@
-// What a compilation of a simple kernel is for: element type, head dims, tile.
+// The macros of a variant of a simple kernel: element type, head dims, tile.
+// Design note: docs/kernels/simple.md.
 #pragma once
 #include "simple/simt.cuh"
 

@@ -1,4 +1,5 @@
-// A query head as the backward pass and second order see it, and the gradients of a pair.
+// A query head in the backward pass and in second order: its rows, and the gradients of a pair.
+// Design note: docs/kernels/simple.md.
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"

@@ -1,4 +1,5 @@
 // A query head in a direction: rows of the tangents, and how scores move.
+// Design note: docs/kernels/derivatives.md.
 #pragma once
 #include "simple/gradient_head.cuh"
 

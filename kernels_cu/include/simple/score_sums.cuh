@@ -1,5 +1,6 @@
 // Gradients of what is added to the scores, and their derivatives: those of the bias and of the sinks. Head says what is
 // added up: add_d_scores() of a tile, d_sink() of a row.
+// Design note: docs/kernels/simple.md.
 #pragma once
 #include "simple/gradient_head.cuh"
 

@@ -1,5 +1,6 @@
 // The matrix products of attention on plain multiply-adds, for a tile of "own" rows that a block accumulates
 // for and tiles of "other" rows that it visits: queries and keys, or keys and queries.
+// Design note: docs/kernels/simple.md.
 //
 // layout: 256 threads as 16 x 16, thread = 16 * row_lane + lane. Of own rows row_lane * kRows + r it holds
 //   in a score tile (own x other)     columns lane + 16 * c: 16 lanes read 16 neighbouring other rows;

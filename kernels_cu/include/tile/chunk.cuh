@@ -1,6 +1,7 @@
 // Keys by chunks, counted from key 0 of a sequence. The softmax of a row starts again with each, and those of its
 // chunks are merged from left to right, by one function: so chunks may be different blocks', and a row has the same
 // bits whether it is part of a prompt or a token of its own.
+// Design note: docs/kernels/forward.md.
 //
 // layout: chunk_o holds rows of O in float, not normalised; chunk_rows the maximum and the sum of weights of each.
 #pragma once

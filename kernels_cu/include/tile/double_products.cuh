@@ -1,9 +1,10 @@
 // Products of tiles of doubles on the tensor cores: a warp multiplies 16 rows of A by a tile in shared memory.
+// Design note: docs/kernels/float64.md.
 //
 // layout: lane l of a warp, g = l / 4, t = l % 4; accumulators stand as in mma.cuh. Of the 8 values of k of a step
 // the instruction gives lane t its t-th and (t + 4)-th. Sums do not ask which values those are, so both operands take
-// 2t and 2t + 1 for them: neighbours in a row, which one 16-byte load brings, and in an accumulator, so that P is A
-// as it lies.
+// 2t and 2t + 1 for them: neighbours in a row, which one 16-byte load brings, and in an accumulator, so that P in
+// registers is A.
 #pragma once
 #include "tile/epilogue.cuh"
 

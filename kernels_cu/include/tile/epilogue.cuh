@@ -1,4 +1,5 @@
 // Writing accumulated rows to global memory.
+// Design note: docs/kernels/forward.md.
 #pragma once
 #include "element.cuh"
 #include "tile/mma.cuh"

@@ -1,5 +1,6 @@
 // Products of tiles on the tensor cores: a warp multiplies its rows of A (registers or shared memory) by a
 // tile in shared memory.
+// Design note: docs/kernels/forward.md.
 //
 // layout: lane l of a warp, g = l / 4, t = l % 4. The accumulator of 16 kM rows by 8 kN columns is float
 // d[kM][kN][4]; element e of d[m][n] stands in row 16 m + 8 (e / 2) + g and column 8 n + 2 t + e % 2 of the

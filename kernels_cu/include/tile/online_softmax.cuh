@@ -1,4 +1,5 @@
 // The online softmax of the rows that a thread shares with the other three lanes of its quad.
+// Design note: docs/kernels/forward.md.
 //
 // layout: s[m][n][e] as in mma.cuh; row statistics [m][e / 2], the maximum the same in all four lanes, the
 // sum each lane's own share.

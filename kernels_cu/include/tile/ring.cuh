@@ -1,5 +1,6 @@
 // The stream of K and V tiles through shared memory: a ring of slots that is filled ahead of the products
 // that read it.
+// Design note: docs/kernels/forward.md.
 //
 // Tiles come alternately, K of one block of keys, V of the same block, K of the next, and so on. Steps count
 // blocks down to 0; place(step) is the block of a step, in any order. The n-th tile lies in slot n % kSlots; while

@@ -1,4 +1,5 @@
-// What happens to a score between q k^T and the softmax, for the fragments of a tile that one thread holds.
+// Scale, softcap, score functions, biases and masks on scores, between q k^T and the softmax, for the fragments of a tile that one thread holds.
+// Design note: docs/kernels/forward.md.
 //
 // layout: s[m][n][e] as in mma.cuh. With kKeysInRows false (S) rows are queries and columns keys; with true
 // (S^T) the other way.

@@ -1,5 +1,6 @@
-// Tiles of matrices in shared memory: where an element stands, how tiles are filled from global memory, how
+// Tiles of matrices in shared memory: the layout of elements, how tiles are filled from global memory, how
 // warps read them.
+// Design note: docs/kernels/forward.md.
 //
 // layout: a tile is kRows rows of kColumns elements, row after row. Chunk c (16 bytes) of row r stands at
 // chunk c ^ twist(r) of that row. 8 rows of one chunk column then lie in 8 different groups of 4 banks, which

@@ -1,5 +1,6 @@
 // Tiles of an array and of its tangent, side by side: what a ring streams where both are read in one step, and the
 // product that reads each once.
+// Design note: docs/kernels/derivatives.md.
 #pragma once
 #include "tile/mma.cuh"
 

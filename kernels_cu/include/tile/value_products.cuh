@@ -1,4 +1,5 @@
-// O += P V of 8-bit floats (e4m3) by mma.sync, where V lies in shared memory as it does in global memory.
+// O += P V of 8-bit floats (e4m3) by mma.sync, with V in shared memory in the layout of global memory.
+// Design note: docs/kernels/float8.md.
 //
 // layout: products of 8 bits read both operands along k, which for P V is along keys, and ldmatrix transposes
 // 16-bit elements only. It takes two neighbouring features as one, and gives lane 4g + t keys 2t and 2t + 1 of
