@@ -58,7 +58,7 @@ SCORE = np.dtype(
         ("block_log_keys", "<i4"),
     ]
 )
-# Of each array that a score function reads, behind the score of kernels that are compiled for one.
+# One per array that a score function reads, after SCORE in kernels compiled for a score function.
 FUNCTION_ARRAY = np.dtype([("data", _POINTER), ("stride", "<i8", 4), ("extent", "<i8", 4)])
 FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
@@ -66,13 +66,13 @@ FORWARD = np.dtype(
      ("chunk_rows", TENSOR), ("reach", TENSOR)]
 )  # fmt: skip
 SCALES = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8")])
-# What a kernel of 8-bit floats takes beside the params of a forward pass.
+# Fields of float8 kernels after the params of a forward pass.
 FP8_FIELDS = [
     *((name, SCALES) for name in ("q_scale", "k_scale", "v_scale")),
     *((name, "<i4") for name in ("o_type", "reserved")),
 ]
 FP8 = np.dtype(FP8_FIELDS)
-# Of a kernel of floats as halves.
+# Fields of f16x3 kernels: float32 as pairs of halves.
 _HALVES = ("q_halves", "k_halves", "v_halves")
 _HALVES_OF_GRADIENTS = (*_HALVES, "do_halves")
 F16X3 = np.dtype([(name, _POINTER) for name in _HALVES])
@@ -120,7 +120,7 @@ BACKWARD = np.dtype(
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
 
-# Of the gradient of an argument of a score function.
+# Fields of the gradient of an argument of a score function.
 ARGUMENT_GRADIENT = np.dtype(
     [("data", _POINTER), ("stride", "<i8", 4), ("first", "<i8"), ("count", "<i8"), ("type", "<i4"),
      ("reserved", "<i4")]
@@ -139,7 +139,7 @@ STATISTICS = np.dtype([*((name, ROWS) for name in ("key_sum", "key_max", "entrop
 
 
 def _with_maps(call: np.dtype[Any], *names: str, beside: np.dtype[Any] | None = None) -> np.dtype[Any]:
-    """A struct of tensor maps, 128 bytes each, the params of a call, and fields beside them."""
+    """A struct of tensor maps, 128 bytes each, the params of a call, and additional fields."""
     fields: list[tuple[str, Any]] = [*((name, "V128") for name in names), ("call", call)]
     if beside is not None and beside.fields is not None:
         fields += [(name, field[0]) for name, field in beside.fields.items()]
@@ -187,7 +187,7 @@ _BIAS_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 
 def _format(dtype: np.dtype[Any], arrays: int = 0) -> str:
-    """The struct module's format of a dtype; arrays: how many `FUNCTION_ARRAY` stand behind a score."""
+    """The struct module's format of a dtype, with `arrays` times `FUNCTION_ARRAY` after a score."""
     if dtype.subdtype is not None:
         kind, shape = dtype.subdtype
         return _format(kind) * int(shape[0])
@@ -202,17 +202,14 @@ Views = Mapping[str, ArrayView]
 
 
 class Late(str):
-    """The name of a number that changes from call to call.
-
-    That of the view whose address it is, `SEED`, or `LENGTH`.
-    """
+    """A field that changes from call to call: the address of the view of this name, `SEED` or `LENGTH`."""
 
     __slots__ = ()
 
 
 SEED = Late("seed")
-LENGTH = Late("length")  # of every sequence in a cache, where no array gives lengths; at least 0
-# A field of a struct.
+LENGTH = Late("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
+# The value of a field of a struct.
 Field: TypeAlias = int | float | Late
 
 
@@ -226,7 +223,7 @@ def _tensor(views: Views, name: str) -> tuple[Field, ...]:
 
 
 def _broadcast(views: Views, name: str) -> tuple[Field, ...]:
-    """A mask, bias, spans or table of blocks: any axis of length 1 has stride 0."""
+    """Address and strides of a mask, bias, spans or table of blocks; an axis of length 1 has stride 0."""
     view = views.get(name)
     return (0,) * 5 if view is None else (Late(name), *view.broadcast().strides)
 
@@ -247,7 +244,7 @@ def _shape(p: Problem, views: Views) -> tuple[Field, ...]:
 
 
 def dropout_threshold(dropout: float) -> int:
-    """An attention weight is kept if its Philox word is at least this."""
+    """The least Philox word with which an attention weight is kept."""
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
@@ -281,7 +278,7 @@ def _score(p: Problem, views: Views) -> tuple[Field, ...]:
 
 
 def _arguments(p: Problem, views: Views) -> tuple[Field, ...]:
-    """The arrays that a score function reads, as many as `_arrays` says."""
+    """The arrays that a score function reads, padded to `_arrays`."""
     fields: list[Field] = []
     for name, view in argument_views(views).items():
         none = (0,) * (4 - len(view.shape))
@@ -290,7 +287,7 @@ def _arguments(p: Problem, views: Views) -> tuple[Field, ...]:
 
 
 def _arrays(p: Problem) -> int:
-    """How many there is room for: of a function that reads none, one."""
+    """Number of arrays in the struct of a score function, at least one."""
     return 0 if p.function is None else max(1, len(p.function.arguments))
 
 
@@ -307,7 +304,7 @@ def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
 
 
 def _fp8_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
-    """What a forward pass over 8-bit floats takes behind its tensor maps."""
+    """Fields of a float8 forward pass after its tensor maps."""
     return (
         *_forward(p, views, launch),
         *_scales(views, "q_scale"), *_scales(views, "k_scale"), *_scales(views, "v_scale"),
@@ -335,7 +332,7 @@ def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
 
 
 def _f16x3_backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
-    """The same of dO, too."""
+    """The halves of q, k, v and dO are parts of the workspace."""
     return (*_backward(p, views, launch), *(_address(views, name) for name in _HALVES_OF_GRADIENTS))
 
 
@@ -358,7 +355,7 @@ def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]
 
 
 def _second_order(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
-    """In one direction; `delta_dot` is a part of the workspace."""
+    """Fields of a derivative in one direction; `delta_dot` is a part of the workspace."""
     return (
         *(field for name in ("q_dot", "k_dot", "v_dot") for field in _tensor(views, name)),
         *_broadcast(views, "bias_dot"), *_tensor(views, "o_dot"),
@@ -378,7 +375,7 @@ def _scales(views: Views, name: str) -> tuple[Field, ...]:
 
 
 def _units(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
-    """Of the 4-bit codes of k or v."""
+    """Scales and zeros of the 4-bit codes of k or v."""
     assert p.cache is not None
     if p.cache.codes is None:
         return (0,) * 7
@@ -429,7 +426,7 @@ def _decode(p: Problem, views: Views, _launch: Launch) -> tuple[Field, ...]:
     )  # fmt: skip
 
 
-# How each struct that a variant can ask for is laid out, and filled.
+# Layout of each struct that a variant can name, and the function that fills it.
 _STRUCTS_OF_CALLS: dict[
     str, tuple[tuple[np.dtype[Any], ...], Callable[[Problem, Views, Launch], tuple[Field, ...]]]
 ] = {
@@ -447,26 +444,26 @@ _STRUCTS_OF_CALLS: dict[
 
 @lru_cache(maxsize=64)
 def _codes(name: str, arrays: int) -> str:
-    """The format of a struct, with so many arrays of a score function."""
+    """The format of a struct with this many arrays of a score function."""
     return "".join(_format(dtype, arrays) for dtype in _STRUCTS_OF_CALLS[name][0])
 
 
 class Params:
-    """A params struct of all calls of one kind: filled but for the numbers that change from call to call.
+    """The params struct of all calls of one kind, complete except for the fields that change per call.
 
-    why: those are a few words of it, and filling in all the others takes longer than a launch.
+    why: only a few words change, and filling in all others takes longer than a launch.
 
     Parameters
     ----------
     name : str
-        One of the structs that a variant can ask for.
+        Name of the struct, as in abi.cuh.
     problem : Problem
     views : mapping of str to ArrayView
-        Named as in abi.cuh; their addresses do not matter.
+        Views by their names in abi.cuh; addresses are not used.
     launch : Launch
-        The first of a plan that takes the struct.
+        The first launch of the plan that takes the struct.
     names : mapping of str to str, optional
-        Names under which addresses will be given, where they are others.
+        Names under which `of` gets addresses, for views of which they differ.
     """
 
     __slots__ = ("_late", "_words")
@@ -484,17 +481,17 @@ class Params:
         packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
         ends = accumulate(struct.calcsize("<" + code) for code in codes)
         late = [(end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is Late]
-        # layout: structs are whole words, and what changes from call to call are words of them.
+        # layout: a struct consists of 8-byte words, and every field that changes is one word.
         self._words = array("Q", packed)
         self._late = tuple((word, (names or {}).get(field, str(field))) for word, field in late)
 
     @property
     def nbytes(self) -> int:
-        """Size of the struct."""
+        """Size of the struct in bytes."""
         return 8 * len(self._words)
 
     def of(self, numbers: Mapping[str, int]) -> bytes:
-        """The struct of one call, whose addresses and other numbers these are, by name."""
+        """Return the struct of one call, given its addresses and other numbers by name."""
         words = self._words[:]
         for word, name in self._late:
             words[word] = numbers[name]

@@ -1,7 +1,7 @@
-"""A call inside a compiled program, and its gradients; without derivative, which `attend` has.
+"""Calls inside compiled programs, forward and backward; `attend` makes them differentiable.
 
-Compiled programs call the kernels through ``jax.experimental.buffer_callback``, which hands over buffers and
-the stream, and exported ones through `ffi`.
+Compiled programs call the kernels through ``jax.experimental.buffer_callback``, which passes buffers and the
+stream; exported programs call them through `ffi`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["alike", "backward", "differentiable", "forward", "over_cache", "resu
 
 
 def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fixed: Any) -> dict[str, Any]:
-    """Put the call into the program being traced.
+    """Add a call to the program being traced.
 
     Parameters
     ----------
     arrays : dict of str to Array
     results : dict of str to ShapeDtypeStruct
-        One that has the name of an array is that array, written to.
+        A result with the name of an array is that array, written in place.
     direction, **fixed
-        As of `Config`.
+        As in `Config`.
     """
     names, inputs, wire = tuple(arrays), list(arrays.values()), tuple(results.values())
     config = Config(
@@ -46,7 +46,7 @@ def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fix
         results=tuple((name, len(x.shape), x.dtype.name) for name, x in results.items()),
         **fixed,
     )
-    # Rows that belong to no sequence are never written: their memory is XLA's zeros.
+    # Kernels never write rows that belong to no sequence, so XLA provides zeros as the outputs.
     packed = config.longest or (config.cached and config.cached.packing)
     zeros = [jnp.zeros(x.shape, x.dtype) for name, x in results.items() if packed and name not in names]
     aliases = {len(inputs) + i: i for i in range(len(zeros))}
@@ -63,16 +63,16 @@ def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fix
 def _varies_over(x: Any) -> frozenset[str]:
     """Axes of the mesh of a shard_map along which devices hold different values of x."""
     kind = jax.typeof(x)
-    # JAX has called it by both names.
+    # The name depends on the version of JAX.
     axes: Any = getattr(kind, "vma", None) or getattr(getattr(kind, "mat", None), "varying", ())
     return frozenset(axes)
 
 
 def alike(*arrays: Any, over: Any = ()) -> tuple[Any, ...]:
-    """Arrays as values of each device's own, along all axes along which any of them or of `over` is.
+    """Cast arrays to device-varying along all mesh axes along which any of them or of `over` varies.
 
-    why: JAX takes what a callback gives for the same on all devices. And where an input is the same, its
-    gradient has to be added up over them, which is the derivative of this cast.
+    why: JAX takes the results of a callback to be the same on all devices. And if an input is the same on
+    all, its gradient has to be summed over devices, which is the derivative of this cast.
     """
     axes = frozenset[str]().union(*map(_varies_over, (*arrays, *over)))
     lax: Any = jax.lax  # older JAX has no pcast, newer no pvary
@@ -83,29 +83,29 @@ def alike(*arrays: Any, over: Any = ()) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _callback(config: Config) -> Callable[..., None]:
-    """The callback of a call. why cached: JAX compiles anew for every new function object."""
+    """The callback of a call. why cached: JAX recompiles for every new function object."""
     _, dtypes = config.of_buffers()
 
     def callback(ctx: Any, outs: Any, *ins: Any) -> None:
-        # Behind the inputs come the zeros that outputs of packed sequences begin as: they are those outputs.
+        # After the inputs come zeros, which are the same memory as the outputs of packed sequences.
         buffers = (*ins[: len(config.names)], *outs)
         kind, ordinal = ins[0].__dlpack_device__()
         device = CPU if kind == 1 else ("cuda", ordinal)
         pointers = [address(b, dtype, device == CPU) for b, dtype in zip(buffers, dtypes, strict=True)]
-        # A context knows its stream on a GPU only, and raises elsewhere.
+        # A context has a stream on a GPU only, and raises elsewhere.
         run(config, [tuple(b.shape) for b in buffers], pointers, device, None if kind == 1 else ctx.stream)
 
     return callback
 
 
 def rows_of(q: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Shape of the LSE, from that of q."""
+    """Shape of the LSE, from the shape of q."""
     shape = tuple(q[:-1])
     return shape if layout == "bhsd" or len(shape) == 1 else (*shape[:-2], shape[-1], shape[-2])
 
 
 def results_of(arrays: dict[str, Any], layout: str, head_dim_v: int | None = None) -> dict[str, Any]:
-    """Shapes and dtypes of O and LSE; head_dim_v: of latents."""
+    """Shapes and dtypes of O and LSE; `head_dim_v` is given for latents."""
     q = arrays["q"]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     if head_dim_v is None:
@@ -118,7 +118,7 @@ def results_of(arrays: dict[str, Any], layout: str, head_dim_v: int | None = Non
 
 
 def _wide(shape: Any) -> Any:
-    """A result in the dtype of sums."""
+    """The same shape in the accumulator dtype."""
     return jax.ShapeDtypeStruct(shape.shape, jnp.promote_types(shape.dtype, jnp.float32))
 
 
@@ -128,9 +128,9 @@ def forward(
     longest: tuple[int, int] | None = None,
     unrounded: bool = False,
 ) -> tuple[Any, Any]:
-    """O and LSE; `arrays` by the names of the options of `attention`, without derivative.
+    """O and LSE, not differentiable; `arrays` are named as the options of `attention`.
 
-    unrounded: o is in the dtype of sums, on a CPU only.
+    unrounded: keep o in the accumulator dtype, on a CPU only.
     """
     shapes = results_of(arrays, options.layout)
     if unrounded:
@@ -140,7 +140,7 @@ def forward(
 
 
 def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
-    """O, LSE if it is wanted, and what is written if keys are appended: caches, scales of codes; by name."""
+    """O, LSE if wanted, and, if keys are appended, the written caches and scales of codes, by name."""
     results = results_of(arrays, "bshd" if cached.packing else options.layout, cached.head_dim_v)
     if not cached.want_lse:
         del results["lse"]
@@ -151,7 +151,7 @@ def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict
 
 
 def differentiable(options: Options) -> tuple[str, ...]:
-    """Names of the arrays that have gradients, those of them that are there."""
+    """Names of all arrays that can have gradients."""
     return (*WITH_GRADIENT, *learned_by(options.score))
 
 
@@ -165,9 +165,9 @@ def backward(
     longest: tuple[int, int] | None = None,
     unrounded: bool = False,
 ) -> dict[str, Any]:
-    """The gradient of every array that has one, by its name.
+    """The gradient of every array that has one, by the name of the array.
 
-    unrounded: those of q, k and v are in the dtype of sums, on a CPU only; there are no others.
+    unrounded: keep the gradients of q, k and v in the accumulator dtype, on a CPU only; there are no others.
     """
     inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
     wanted = [name for name in differentiable(options) if name in arrays]

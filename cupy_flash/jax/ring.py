@@ -35,21 +35,21 @@ __all__ = ["ring_attention"]
 
 
 class _Around(NamedTuple):
-    """What a call holds fixed.
+    """Static parameters of a call.
 
     Attributes
     ----------
     longest : int, optional
-        Of packed sequences.
+        Length of the longest packed sequence.
     steps : tuple of int
-        How far keys have come which some device sees.
+        Steps of the ring whose keys some device attends to.
     bands : tuple of (Options or None, Options or None), optional
-        Of contiguous parts, for each step: how a device calls keys that come from nearer the front, its own
-        included, and those from further back. None: it sees none of them.
+        For contiguous parts, per step: the options for keys of a part before the device's own, or its own,
+        and for keys of a part after it. None if the device attends to none of them.
     lengths : (int, int)
-        Queries and keys of the whole.
+        Queries and keys of the whole sequence.
     band : Band
-        Of it.
+        Band of the whole sequence.
     """
 
     axis_name: Any
@@ -62,20 +62,20 @@ class _Around(NamedTuple):
     band: Band = Band()
 
     def ranks(self) -> int:
-        """Devices on the ring."""
+        """Number of devices on the ring."""
         return int(jax.lax.psum(1, self.axis_name))
 
     def pass_on(self, arrays: Any, by: int) -> Any:
-        """Arrays of the device that is so far before this one."""
+        """Receive the arrays of the device `by` places before this one."""
         ranks = self.ranks()
         return jax.lax.ppermute(arrays, self.axis_name, [(r, (r + by) % ranks) for r in range(ranks)])
 
     def of(self, causal: bool) -> Options:
-        """The options of one call."""
+        """The options of one call, with this value of causal."""
         return self.options._replace(causal=causal)
 
     def beside(self, step: int, apart: _Apart) -> dict[str, Any]:
-        """Arrays of a call over the keys that have come so far: sinks are keys of the first one."""
+        """Optional arrays of the call at this step; sinks count at step 0 only."""
         ranks = self.ranks()
         owners = [(r - step) % ranks for r in range(ranks)]
         found = {"sinks": apart.sinks if step == 0 else None}
@@ -90,22 +90,22 @@ class _Around(NamedTuple):
         return {name: x for name, x in found.items() if x is not None}
 
     def axis(self, x: Any) -> int:
-        """The axis of rows in q, k, v and o; in lse it is the last."""
+        """The axis of rows in q, k, v and o; in lse it is the last axis."""
         return -3 if self.options.layout == "bshd" and x.ndim > 2 else -2
 
 
 class _Apart(NamedTuple):
-    """Arrays of a call beside q, k and v.
+    """Arrays of a call other than q, k and v.
 
     Attributes
     ----------
     sinks : array, optional
     seed : array of int32, optional
-        Words of the seed of the whole.
+        Seed of the whole sequence, as 32-bit words.
     packed : Packed, optional
     rows : (array of int32, array of int32), shapes (devices, rows of a part), optional
-        Queries and keys of `Held`, where each device calls in a way of its own: where a length does not
-        divide, and where queries do not stand at keys of the same numbers.
+        Queries and keys of `Held`, if devices differ in more than their position: if a length does not divide
+        by the number of devices, or queries are not at the positions of the keys with their numbers.
     """
 
     sinks: Any = None
@@ -115,7 +115,7 @@ class _Apart(NamedTuple):
 
 
 def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
-    """One of the two stretches of a part."""
+    """One of the two halves of a zigzag part."""
     if packed is not None:
         return jnp.take(x, packed.late if late else packed.early, axis=axis)
     rows = halves(x.shape[axis])[late]
@@ -123,7 +123,7 @@ def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
 
 
 def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, options: Options) -> Any:
-    """O and LSE of a pair of parts or stretches."""
+    """O and LSE of a part of queries over a part of keys, or of halves of parts."""
     given, longest = _with_cuts(around, arrays, cuts)
 
     def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any]:
@@ -135,10 +135,7 @@ def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | Non
 
 
 def _unrounded(run: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """What a call returns in the dtype of sums: not rounded to 16 bits before, on a CPU.
-
-    Kernels of GPUs round their results.
-    """
+    """Run a call, on a CPU with results in the accumulator dtype; kernels on GPUs round to 16 bits."""
     if given["q"].dtype.itemsize > 2:
         return run(given, unrounded=False)
     return jax.lax.platform_dependent(
@@ -149,7 +146,7 @@ def _unrounded(run: Callable[..., Any], given: dict[str, Any]) -> Any:
 def _with_cuts(
     around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
-    """Arrays with their offsets, and the longest sequences; queries and keys cut alike have one of them."""
+    """Arrays with their offsets, and the longest sequences; equal offsets are passed once."""
     if cuts is None or around.longest is None:
         return arrays, None
     names = ("cu_seqlens_q",) if cuts[0] is cuts[1] else ("cu_seqlens_q", "cu_seqlens_k")
@@ -158,10 +155,9 @@ def _with_cuts(
 
 
 def _by_origin(around: _Around, step: int, early: Any, late: Any, operands: Any) -> Any:
-    """`early` for keys from nearer the front than this device's, `late` for those from further back.
+    """Call `early` if the keys precede this device's part in the sequence, else `late`.
 
-    why cond: which of them it is differs from device to device, and only one is computed; both are half a
-    square.
+    why cond: the branch differs between devices, and each computes only one; both cost half a square.
     """
     return jax.lax.cond(jax.lax.axis_index(around.axis_name) >= step, early, late, *operands)
 
@@ -173,7 +169,7 @@ def _in_band(
     nothing: Callable[..., Any],
     operands: tuple[Any, ...],
 ) -> Any:
-    """A call of contiguous parts, with its options first, or what it gives where nothing is seen."""
+    """A call of contiguous parts, with its options as first argument, or `nothing` if no key is visible."""
 
     def seen(options: Options | None) -> Callable[..., Any]:
         if options is not None:
@@ -188,7 +184,7 @@ def _in_band(
 
 
 def _part(around: _Around, step: int, q: Any, k: Any, v: Any, apart: _Apart) -> tuple[Any, Any]:
-    """O and LSE over the keys that have come `step` devices far."""
+    """O and LSE over the keys that this device holds at a step."""
     axis, packed = around.axis(q), apart.packed
     own = around.beside(step, apart)
     if apart.rows is not None:
@@ -228,7 +224,7 @@ def _part(around: _Around, step: int, q: Any, k: Any, v: Any, apart: _Apart) -> 
 
 
 def _shares(around: _Around, step: int, arrays: tuple[Any, ...], apart: _Apart) -> tuple[Any, ...]:
-    """What the keys that have come `step` devices far give to the gradients of q, k and v; then of sinks."""
+    """Contributions of a step to the gradients of q, k and v, then of sinks."""
     axis, packed = around.axis(arrays[0]), apart.packed
     own = around.beside(step, apart)
     wanted = [name for name in ("q", "k", "v", "sinks") if name in "qkv" or name in own]
@@ -289,7 +285,7 @@ _SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="all
 
 
 def _once(one_pass: Callable[..., Any]) -> Any:
-    """A pass whose derivative says that there is none, and not what JAX says of callbacks."""
+    """A pass whose derivative raises our error instead of the one of JAX about callbacks."""
     function = jax.custom_jvp(one_pass, nondiff_argnums=(0,))
 
     @function.defjvp
@@ -345,12 +341,12 @@ def _ring_forward(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tup
 
 
 _ring.defvjp(_ring_forward, _gradients)
-# why jit: outside of one JAX refuses forward mode in words that nobody understands.
+# why jit: outside of jit the error of JAX about forward mode does not name the cause.
 _compiled_ring = jax.jit(_ring, static_argnums=(4,))
 
 
 def _bands(whole: list[Whole], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
-    """`bands` of `_Around`, which are the same for all devices: parts have one length here."""
+    """`bands` of `_Around`; the same on all devices, because all parts have one length here."""
 
     def called(found: Pair | None) -> Options | None:
         if found is None:
@@ -378,20 +374,20 @@ def ring_attention(
     return_lse: bool = False,
     **options: Unpack[ShardOptions],
 ) -> Any:
-    """`attention` over a sequence of which every device along a mesh axis holds a part, with gradients.
+    """`attention` over a sequence that is sharded along a mesh axis, with gradients.
 
     Parameters
     ----------
     q, k, v : Array
-        This device's parts, of one length on all devices: the rows that `cupy_flash.parallel.positions`
-        names, in that order. There may be other numbers of queries than of keys.
+        This device's parts, equally long on all devices: the rows that `cupy_flash.parallel.positions`
+        names, in that order. The numbers of queries and of keys may differ.
     axis_name : str
-        Of the mesh axis that `jax.shard_map` cuts the sequence along.
+        Mesh axis along which `jax.shard_map` shards the sequence.
     cu_seqlens : Array of int32, shape (sequences + 1,), optional
         Offsets of this device's rows of packed sequences, the same on all devices: q, k and v are then
         (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` names. They may be
-        traced, so that nobody reads them before the program runs: with causal a sequence of which a device
-        holds an odd number of rows makes everything NaN.
+        traced, so that they cannot be checked before the program runs: with causal, if a device holds an odd
+        number of rows of a sequence, all results are NaN.
     max_seqlen : int, optional
         At least the longest of these parts of sequences, static under jit. Default: all rows.
     schedule : {"ring", "alltoall", "allgather"}, optional
@@ -454,7 +450,7 @@ def ring_attention(
     values = seed_apart(given, values._replace(score=None))
     rows, band = (q.shape[axis], k.shape[axis]), Band()
     if longest is None:
-        # why another band: as masks are, that of the call is one of the whole.
+        # why another band: the band of the call is one of the whole sequence, as masks are.
         check(given, values._replace(window=None, align="top_left"))
         lengths = (None, None) if seqlen is None else lengths_of(seqlen)
         queries, keys = (
@@ -483,7 +479,7 @@ def ring_attention(
             return _by_ring(q, k, v, call, values, parts, given.get("sinks"))
         return (all_to_all if chosen == "alltoall" else all_gather)(q, k, v, call)
 
-    # Rows that are none of the whole are 0: a weight of 0 times NaN is NaN, in gradients too.
+    # Padding rows are 0, because a weight of 0 times NaN is NaN, in gradients too.
     o, lse = attend(queries.own(q, axis, axis_name), *(keys.own(x, axis, axis_name) for x in (k, v)))
     o, lse = queries.own(o, axis, axis_name), queries.own(lse, -1, axis_name)
     return (o, lse) if return_lse else o

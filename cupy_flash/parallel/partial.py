@@ -1,7 +1,7 @@
-"""Attention over some of the keys, whose results are added up to those over all of them.
+"""Attention over a part of the keys, whose results are then combined with those over other parts.
 
-On a CPU they are left in the dtype of sums: rounding each to 16 bits would make the error of the whole
-up to 1.4 times that of one call. Kernels of GPUs round their results.
+On a CPU partial results keep the accumulator dtype: rounding each to 16 bits would make the error of the
+combined result up to 1.4 times that of one call. Kernels on GPUs round partial results.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ __all__ = ["attention", "attention_backward", "attention_varlen", "attention_var
 
 
 def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """O and LSE, as of `api.attention`."""
+    """O and LSE, as in `api.attention`."""
     arrays, values = split(options)
     raw = adopted(q=q, k=k, v=v, **arrays)
     return run_forward(raw, values, True, unrounded=raw["q"].device == CPU)
 
 
 def attention_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> Gradients[Any]:
-    """As `api.attention_backward`."""
+    """Gradients, as in `api.attention_backward`."""
     arrays, values = split(options)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
     return run_backward(raw, values, unrounded=raw["q"].device == CPU)
 
 
 def attention_varlen(q: Any, k: Any, v: Any, *cuts: Any, **options: Any) -> Any:
-    """O and LSE, as of `varlen.attention_varlen`; cuts are the offsets of q and k."""
+    """O and LSE, as in `varlen.attention_varlen`; `cuts` are the offsets of q and k."""
     arrays, values, packing = split_packed(options)
     raw = adopted(q=q, k=k, v=v, **arrays)
     on_cpu = raw["q"].device == CPU
@@ -41,7 +41,7 @@ def attention_varlen(q: Any, k: Any, v: Any, *cuts: Any, **options: Any) -> Any:
 def attention_varlen_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *cuts: Any, **options: Any
 ) -> Gradients[Any]:
-    """As `varlen.attention_varlen_backward`."""
+    """Gradients, as in `varlen.attention_varlen_backward`."""
     arrays, values, packing = split_packed(options)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
     on_cpu = raw["q"].device == CPU
