@@ -50,24 +50,29 @@ def finite_number(value: Any, name: str) -> float:
     return number
 
 
-def score_factors(options: Options, head_dim: int, dtype: str) -> tuple[float, float | None]:
-    """Scale and softcap of a call; refuse those beyond the dtype of its scores.
+# Largest number of each dtype of scores.
+_LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float64": sys.float_info.max}
 
-    why: rounded to it they are 0 or infinite, and 0 times that is NaN.
+
+def score_factors(options: Options, head_dim: int, dtype: str) -> tuple[float, float | None]:
+    """Return scale and softcap of a call; refuse those that overflow, or whose quotients do, in float32.
+
+    why: an infinite factor times a score of 0 is NaN. For float64 inputs scores are float64.
     """
     scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
     softcap = None if options.softcap is None else float(options.softcap)
     of_scores = "float64" if dtype == "float64" else "float32"
-    least = 2.0**-1022 if of_scores == "float64" else 2.0**-126
+    largest = _LARGEST[of_scores]
     numbers = {"scale": scale}
     if softcap is not None:
         numbers |= {"softcap": softcap, "1 / softcap": 1 / softcap, "scale / softcap": scale / softcap}
     for name, number in numbers.items():
-        if abs(number) > 1 / least:
-            smaller = "softcap=30.0, or None for none"
+        if abs(number) > largest:
             raise InvalidArgumentsError(
-                f"{name} is {number:g}, beyond {1 / least:.1e}, the range of scores in {of_scores}.",
-                hint="a smaller scale, or None for the default" if name == "scale" else smaller,
+                f"{name} is {number:g}, beyond {largest:.1e}, the range of scores in {of_scores}.",
+                hint="a smaller scale, or None for the default"
+                if name == "scale"
+                else "softcap=30.0, or None for none",
             )
     return scale, softcap
 
