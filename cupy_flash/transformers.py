@@ -6,23 +6,23 @@
 ...                                      num_attention_heads=4, num_key_value_heads=2, vocab_size=97))
 >>> model.set_attn_implementation(cupy_flash.transformers.register())
 
-A model makes one mask per forward pass and hands it to every layer. Ours is written out over (queries, keys)
-only where it must be; everywhere else it is at most one row of keys, and the band stays an option. The mask
-alone says whether a layer is causal, because many decoder layers say of themselves that they are not:
+A model makes one mask per forward pass and passes it to every layer. Ours is a full (queries, keys) mask only
+where necessary; otherwise it is at most one row of keys, and the band stays an option. The mask alone decides
+whether a layer is causal, because is_causal is False on many decoder layers:
 
 ====================================  ======================================================================
 mask                                  what a layer does
 ====================================  ======================================================================
-None                                  every key is seen; refused if the layer says that it is causal
-uint8, (batch or 1, 1, 1, keys or 0)  causal, and leaves out the keys that are 0: padding
+None                                  attends to every key; raises if the layer says that it is causal
+uint8, (batch or 1, 1, 1, keys or 0)  causal, without the keys that are 0 (padding)
 int8, (batch or 1, 1, 1, keys or 0)   the same, within the window of the layer's configuration
-int32, (1, 1, 1, chunks + 1)          causal in chunks, which begin at these rows of the batch in one piece
-bool, float                           what the mask says and nothing else: padding of encoders, caches of
-                                      fixed size, packed sequences, whatever a model or a user composed
+int32, (1, 1, 1, chunks + 1)          causal in chunks, which begin at these rows of the flattened batch
+bool, float                           applies the mask and nothing else: padding of encoders, caches of
+                                      fixed size, packed sequences, custom masks of a model or a user
 ====================================  ======================================================================
 
-The row is empty where there is no padding. A model that computes with its mask, as many do that compute a
-part of their attention themselves, is refused.
+The row is empty if there is no padding. A model that computes with its mask raises an error; many models do
+that to compute a part of their attention themselves.
 """
 
 from __future__ import annotations
@@ -55,12 +55,11 @@ __all__ = ["NAME", "attention_forward", "in_place_of_sdpa", "make_mask", "regist
 Tensor: TypeAlias = torch.Tensor
 logger = logging.get_logger(__name__)
 
-# "cupy_attn"; of another copy of the library, such as a kernel of the hub, another name, so that both live in
-# one process. why not NAMESPACE: transformers takes every name with "flash" in it for one of the flash-attn
-# packages.
+# "cupy_attn"; another copy of the library, such as a kernel of the hub, has another name, so that both work
+# in one process. why not NAMESPACE: transformers treats a name with "flash" in it as a flash-attn package.
 NAME = NAMESPACE.replace("flash", "attn")
 
-# What models hand through to attention and what does not concern it.
+# Arguments that models pass to attention and that do not affect it.
 _OF_OTHERS = frozenset((
     "cache_position", "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
     "output_router_logits",
@@ -68,10 +67,11 @@ _OF_OTHERS = frozenset((
 ))  # fmt: skip
 
 
-# How our own masks say that a layer is causal: without its window, with it, in chunks.
+# Dtypes of our masks of causal layers: without the layer's window, with it, in chunks.
 _BANDS = (torch.uint8, torch.int8, torch.int32)
 
-# What may be done to a mask of ours that is a row; and what may not to one of bool, whose numbers mislead.
+# Operators that our row masks allow, and operators that our bool masks refuse because a model would use the
+# values as numbers.
 _VIEWS = frozenset((
     "aten::_to_copy", "aten::alias", "aten::clone", "aten::detach", "aten::expand", "aten::index_select",
     "aten::repeat", "aten::slice", "aten::view",
@@ -81,7 +81,7 @@ _AS_NUMBERS = frozenset((
     "aten::le", "aten::lt", "aten::ne",
 ))  # fmt: skip
 
-# What continuous batching hands to a cache.
+# Arguments that continuous batching passes to a cache.
 _OF_PAGES = ("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index")
 
 
@@ -91,13 +91,13 @@ def register(*, reproducible: str | None = None) -> str:
     Parameters
     ----------
     reproducible : {"run", "batch", "prefill", "device"} or None
-        Of every layer's attention, until it is registered again, as of `cupy_flash.attention`.
+        As in `cupy_flash.attention`, for the attention of every layer, until the next call of `register`.
 
     Returns
     -------
     str
         The name for ``attn_implementation=`` and ``model.set_attn_implementation``: "cupy_attn". Another copy
-        of the library, such as a kernel of the Hugging Face hub, registers another one.
+        of the library, such as a kernel of the Hugging Face hub, registers another name.
     """
     AttentionInterface.register(NAME, _with(reproducible, attention_forward))
     AttentionMaskInterface.register(NAME, make_mask)
@@ -105,23 +105,23 @@ def register(*, reproducible: str | None = None) -> str:
 
 
 def _with(reproducible: str | None, forward: Any) -> Any:
-    """What computes a layer's attention."""
+    """The attention function to register, bound to `reproducible` if that is given."""
     check_reproducible(reproducible, dropout=0.0, tile=None)
     return forward if reproducible is None else partial(forward, reproducible=reproducible)
 
 
 @contextmanager
 def in_place_of_sdpa(*, reproducible: str | None = None) -> Iterator[None]:
-    """Inside this context models whose attention is "sdpa" run this library, in all threads.
+    """Run this library in models with "sdpa" attention inside this context, in all threads.
 
     For ``generate_batch`` of transformers (continuous batching), which accepts only "sdpa" and the
-    flash-attn packages. There transformers still makes a mask of all queries and keys of a step, which is
-    not read.
+    flash-attn packages. transformers still makes a mask of all queries and keys of each step there, which
+    this library ignores.
 
     Parameters
     ----------
     reproducible : {"run", "batch", "prefill", "device"} or None
-        As of `register`.
+        As in `register`.
 
     Examples
     --------
@@ -146,18 +146,18 @@ def in_place_of_sdpa(*, reproducible: str | None = None) -> Iterator[None]:
 def _as_sdpa(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """What a layer whose model supports "sdpa" expects of it: without a mask the layer's own word holds."""
+    """`attention_forward` with the rule of "sdpa": without a mask, the layer's is_causal decides."""
     if attention_mask is None and options.get("is_causal") is None:
         options["is_causal"] = getattr(module, "is_causal", True)
     return attention_forward(module, query, key, value, attention_mask, **options)
 
 
 class _Mask(torch.Tensor):
-    """A mask of ours on its way to the layers, which refuses to be computed with.
+    """A mask of ours on its way to the layers, which refuses arithmetic.
 
-    why: some models ask for a mask and compute all or a part of their attention themselves. They add it to
-    their scores, as if it were that of "eager", and would see the future, or padding. A wrapper, because
-    torch.compile takes those in and out of its programs.
+    why: some models request a mask and compute all or a part of their attention themselves. They add it to
+    their scores like a mask of "eager", and would attend to the future or to padding. A wrapper subclass,
+    because torch.compile accepts those as inputs and outputs.
     """
 
     mask: Tensor
@@ -207,7 +207,7 @@ class _Mask(torch.Tensor):
 
 
 def _to_layers(mask: Tensor, config: Any) -> Tensor:
-    """A mask that knows whose it is; torch.export has no wrappers."""
+    """The mask in a wrapper that has the model's name; the bare mask under torch.export."""
     if is_torchdynamo_exporting():
         return mask
     return _Mask(mask, type(config).__name__.removesuffix("Config"))
@@ -228,7 +228,7 @@ def make_mask(
     device: Any = "cpu",
     **rest: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, in the shortest form that says it: see the table of the module.
+    """The mask of a forward pass, in its most compact form: see the table of the module.
 
     Parameters
     ----------
@@ -236,21 +236,21 @@ def make_mask(
     q_offset, kv_offset : int, or Tensor with caches of fixed size
         Positions of the first query and the first key.
     mask_function, local_size, allow_is_causal_skip, allow_is_bidirectional_skip
-        The pattern: if neither skip is allowed it is known to mask_function only.
+        The pattern: if neither skip is allowed, only mask_function describes it.
     attention_mask : Tensor of bool, shape (batch, keys), optional
         False where a token is padding.
     config, device, **rest
-        As transformers calls its own mask functions.
+        As transformers passes them to its own mask functions.
 
     Returns
     -------
     Tensor or None
     """
     chunks = getattr(config, "attention_chunk_size", None)
-    # A window's own length of keys is all that one query sees; a chunk's may begin in the chunk before.
+    # As many keys as a window are all visible to one query; those of a chunk may begin in the chunk before.
     beyond = bool(chunks) and not (isinstance(kv_offset, int) and kv_offset == 0)
     window = local_size is not None and (kv_length > local_size or beyond)
-    # Chunks have a local size as well, and windows of encoders count otherwise than those of decoders.
+    # Chunks have a local size too, and windows of encoders are counted differently from those of decoders.
     is_band = (
         allow_is_causal_skip
         and (not window or local_size == getattr(config, "sliding_window", None))
@@ -288,9 +288,10 @@ def _chunks(
     batch: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, keep: Tensor | None, chunk: int,
     device: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Where chunks of a whole text begin, over all rows; None for less, or if tokens inside are left out.
+    """Offsets of the chunks of whole prompts in the flattened batch; None for a part, or padding inside.
 
-    Chunks count from the first token that is no padding, as transformers has it; so is cut what comes before.
+    As in transformers, chunks begin at the first token that is not padding; the padding before is also cut
+    into chunks.
     """
     from_the_start = all(isinstance(x, int) and x == 0 for x in (q_offset, kv_offset))
     if not from_the_start or q_length != kv_length or q_length <= chunk or torch.compiler.is_compiling():
@@ -301,7 +302,7 @@ def _chunks(
             return None
         kept = keep.to("cpu", torch.int8)
         starts = (kept.cumsum(-1) == 0).sum(-1).tolist()
-        # A hole hides a key from queries after it.
+        # why: padding between tokens hides a key from later queries, which offsets cannot express.
         if (kept.diff(dim=-1) == 1).sum(-1).gt(kept.new_tensor(starts).gt(0)).any():
             return None
     cuts = [
@@ -313,7 +314,7 @@ def _chunks(
 
 
 def _left(module: Any, sliding_window: int | None) -> int:
-    """Keys before its own that a query of a windowed layer sees."""
+    """The number of keys before its own position that a query of a windowed layer attends to."""
     window = getattr(getattr(module, "config", None), "sliding_window", None) or sliding_window
     if window is None:
         raise UnsupportedError(
@@ -324,9 +325,9 @@ def _left(module: Any, sliding_window: int | None) -> int:
 
 
 def _causal_without_a_mask(module: Any, query: Tensor, is_causal: bool | None) -> bool:
-    """Whether a layer is causal that no mask was made for: what its call says, never what it says of itself.
+    """Whether a layer without a mask is causal: the argument of its call, never the attribute of the layer.
 
-    Eager attention sees every key then, and "sdpa" takes the layer's word.
+    Without a mask "eager" attends to every key, and "sdpa" reads the layer's attribute.
     """
     if is_causal is not None:
         return bool(is_causal)
@@ -339,7 +340,7 @@ def _causal_without_a_mask(module: Any, query: Tensor, is_causal: bool | None) -
 
 
 def _selected(mask: Tensor | None, indices: Tensor) -> Tensor:
-    """A mask with only the keys that each query names: as a mask, because layers expand all keys anyway."""
+    """The mask restricted to the indices of each query: still a mask, as layers expand all keys anyway."""
     if mask is None or mask.dtype != torch.bool:
         kind = "no mask" if mask is None else f"a mask of {mask.dtype}"
         raise UnsupportedError(
@@ -371,51 +372,51 @@ def attention_forward(
     reproducible: str | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, as transformers calls it.
+    """The attention of one layer, with the signature that transformers calls.
 
     Parameters
     ----------
     module : Module
-        Asked for its config.
+        Its config is read.
     query : Tensor, shape (batch, heads, seqlen_q, head_dim)
     key, value : Tensor, shape (batch, heads_k, seqlen_k, head_dim)
         Not repeated for grouped heads.
     attention_mask : Tensor, optional
         See the table of the module; of a floating dtype it is added to the scores.
     dropout : float
-        With a seed from torch's generator of the CPU.
+        With a seed from torch's CPU generator.
     scaling, softcap : float, optional
     is_causal : bool, optional
-        Of a layer without a mask. A mask says it itself, whatever this or the module says.
+        Only read without a mask: a mask decides whether the layer is causal.
     sliding_window : int, optional
-        Keys that a query sees, its own included, if the configuration does not say.
+        Keys that a query attends to, its own included, if the configuration does not set it.
     s_aux : Tensor, shape (heads,), optional
         Sinks.
     position_bias : Tensor, optional
         Added to the scores.
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k : optional
-        Packed sequences in a batch of one, unless a mask already says so.
+        Packed sequences in a batch of one, unless a mask already describes them.
     cache : PagedAttentionCache, optional
-        Of continuous batching: stores key and value, and gives those of each sequence, packed.
+        The cache of continuous batching: stores key and value, and returns those of each sequence, packed.
     indices : Tensor of int, shape (batch, seqlen_q, keys), optional
-        The keys that each query selects, of those that a mask of bool keeps.
+        The keys that each query selects, among those that a bool mask keeps.
     reproducible : {"run", "batch", "prefill", "device"} or None
         See `register`.
     **others
-        What concerns other parts of a model; anything else raises.
+        Arguments for other parts of a model; anything else raises.
 
     Returns
     -------
     Tensor, shape (batch, seqlen_q, heads, head_dim)
     None
-        In place of the weights, which are never stored; as with "sdpa", ``output_attentions=True`` warns
+        Instead of the weights, which are never stored; as with "sdpa", ``output_attentions=True`` warns
         once.
 
     Raises
     ------
     UnsupportedError
-        An argument that changes attention in a way that is not known here, by its name; a layer without a
-        mask that says it is causal, or says nothing, where is_causal is not given.
+        An argument that changes attention and is not supported; a layer without a mask whose is_causal is
+        True or missing, if the call does not pass is_causal.
     """
     if hasattr(cache, "update"):
         lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
@@ -429,7 +430,7 @@ def attention_forward(
         )
         cu_seq_lens_k, max_length_k = paged["cu_seq_lens_k"], paged["max_length_k"]
         cu_seq_lens_q, cache = cu_seq_lens_q.to(torch.int32), None
-        # What the mask says offsets say too, and the layer's window.
+        # why a new mask: the offsets and the layer's window already describe what transformers' mask has.
         said = torch.uint8 if sliding_window is None else torch.int8
         attention_mask = _Mask(torch.empty((1, 1, 1, 0), dtype=said, device=query.device), NAME)
     for name, value_given in {"cache": cache, **others}.items():

@@ -1,12 +1,12 @@
-"""The library for torch: autograd, compile, modules, and torch's own names. Imports torch; nothing else does.
+"""Adapter for torch: autograd, compile, modules, and torch's own names. cupy_flash itself needs no torch.
 
 >>> import torch, cupy_flash.torch
 >>> q = k = v = torch.randn(1, 4, 128, 64, requires_grad=True)
 >>> cupy_flash.torch.attention(q, k, v, causal=True).sum().backward()
 """
 
-from . import flops as _flops  # noqa: F401  (formulas that torch's counter finds)
-from . import textbook as _textbook  # noqa: F401  (a decomposition that torch's exporters find)
+from . import flops as _flops  # noqa: F401  (registers formulas for torch's FLOP counter)
+from . import textbook as _textbook  # noqa: F401  (registers a decomposition for torch's exporters)
 from .blocks import block_mask
 from .context_parallel import context_parallel, context_parallel_unshard
 from .flash_ops import register as _register
@@ -37,5 +37,5 @@ __all__ = [
     "varlen_attn",
 ]
 
-# torch's convention: an import makes the name known, and the user activates it.
+# torch's convention: an import registers the name, and the user activates it.
 _register()

@@ -17,13 +17,13 @@ from ..program.function import Bound, Program
 
 __all__ = ["block_mask", "has_function", "ours"]
 
-# What was made of torch's masks. why: a model gives one mask to all of its layers, and asking is slow.
+# Converted masks. why cached: a model passes one mask to all of its layers, and evaluating mask_mod is slow.
 _MADE: weakref.WeakKeyDictionary[Any, BlockMask | None] = weakref.WeakKeyDictionary()
 _LARGEST = 2**30
 
 
 def ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with our BlockMask in the place of torch's."""
+    """The options with torch's BlockMask converted to ours."""
     mask = options.get("mask")
     if mask is None or isinstance(mask, torch.Tensor):
         return {**options}
@@ -31,8 +31,8 @@ def ours(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ours(mask: Any) -> Any:
-    """A mask of ours; None for torch's mask of nothing."""
-    if type(mask) is tuple:  # named ones are one mask each
+    """A mask with torch's BlockMask converted; None for torch's BlockMask that masks nothing."""
+    if type(mask) is tuple:  # a named tuple is a single mask
         return tuple([_ours(x) for x in mask])
     if type(mask).__name__ == "BlockMask" and not isinstance(mask, BlockMask):
         return _of_torch(mask)
@@ -40,7 +40,7 @@ def _ours(mask: Any) -> Any:
 
 
 def has_function(options: Mapping[str, Any]) -> bool:
-    """Whether a score or mask function is among options."""
+    """Whether the options have a score or mask function."""
     return options.get("score") is not None or _holds_function(options.get("mask"))
 
 
@@ -51,26 +51,26 @@ def _holds_function(mask: Any) -> bool:
 
 
 def block_mask(of_torch: Any) -> BlockMask:
-    """Make a `cupy_flash.BlockMask` of a `torch.nn.attention.flex_attention.BlockMask`.
+    """Convert a `torch.nn.attention.flex_attention.BlockMask` to a `cupy_flash.BlockMask`.
 
-    `attention` also takes torch's mask and converts it once. Under torch.compile that is a graph break,
-    unless the mask was converted before.
+    `attention` also accepts torch's mask and converts it once. Under torch.compile the conversion is a graph
+    break; convert the mask before to avoid it.
 
     Parameters
     ----------
     of_torch : torch.nn.attention.flex_attention.BlockMask
-        Its mask_mod is evaluated on the pairs of partial blocks.
+        Its mask_mod is evaluated on the (query, key) pairs of partial blocks.
 
     Returns
     -------
     BlockMask
-        Of tensors on the device of its lists.
+        With tensors on the device of torch's block lists.
 
     Raises
     ------
     InvalidArgumentsError
-        Another type, blocks of other sizes than 16, 32, 64, 128 or 256, lists that
-        `cupy_flash.block_mask_of_lists` refuses, or torch's mask of nothing, which has no lengths.
+        Another type, block sizes other than 16, 32, 64, 128 and 256, lists that
+        `cupy_flash.block_mask_of_lists` refuses, or torch's mask that masks nothing, which has no lengths.
     """
     made = _of_torch(of_torch)
     if made is None:
@@ -86,7 +86,7 @@ def block_mask(of_torch: Any) -> BlockMask:
     "Try: mask=cupy_flash.torch.block_mask(mask), made before; or fullgraph=False",
 )
 def _of_torch(of_torch: Any) -> BlockMask | None:
-    """Our mask of torch's, always the same; None if it masks nothing, of any lengths."""
+    """The converted mask, cached by object; None if it masks nothing, for any lengths."""
     if type(of_torch).__name__ != "BlockMask" or not hasattr(of_torch, "mask_mod"):
         raise InvalidArgumentsError(
             f"block_mask() is given a {type(of_torch).__name__}.",
@@ -98,10 +98,10 @@ def _of_torch(of_torch: Any) -> BlockMask | None:
 
 
 def _masks_nothing(of_torch: Any) -> bool:
-    """Whether it is what torch puts in the place of no mask: one block, larger than any sequence."""
+    """Whether this is torch's default mask, which masks nothing: one block larger than any sequence."""
     if tuple(of_torch.BLOCK_SIZE) != (_LARGEST, _LARGEST):
         return False
-    # why here: whoever has such a mask has imported it
+    # why here: a caller that has such a mask has imported the module already
     from torch.nn.attention.flex_attention import noop_mask
 
     return of_torch.mask_mod is noop_mask and bool((of_torch.kv_num_blocks == 1).all())
@@ -121,7 +121,7 @@ def _made(of_torch: Any) -> BlockMask:
     counts = (-(-lengths[0] // sizes[0]), -(-lengths[1] // sizes[1]))
     codes = table_of_lists(lists, counts, PARTIAL)
     mask_mod = of_torch.mask_mod
-    # why vmap twice: torch's functions are of numbers, and may have if and indices of numbers.
+    # why vmap twice: a mask_mod takes scalar indices.
     pairs = torch.vmap(torch.vmap(mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
 
     def ask(b: int, h: int, i: Any, j: Any) -> Any:

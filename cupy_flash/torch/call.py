@@ -1,4 +1,4 @@
-"""One call as a value, run by the library: what the eager path and the operators of torch share."""
+"""A call as a value, and functions that run it: shared by the eager path and the operators."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ __all__ = [
 
 _ARRAYS = array_names(CompiledOptions)
 TENSORS = ("q", "k", "v", *_ARRAYS, "cu_seqlens_q", "cu_seqlens_k")
-# Positions among them of those that have a gradient, in the order of `Gradients`, and of options without.
+# Positions in TENSORS: of arrays with a gradient, in the order of `Gradients`, and of options without one.
 GRADIENTS = tuple(map(TENSORS.index, WITH_GRADIENT))
 NO_GRADIENTS = tuple(TENSORS.index(name) for name in _ARRAYS if name not in WITH_GRADIENT)
-# What else an operator takes, in its order.
+# The arguments of the operator after its tensors, in order.
 ARGUMENTS = arguments_of(
     CompiledOptions,
     {
         "window": "SymInt? left, SymInt? right",
         "align": "SymInt? align, bool bottom_right",
-        # why a tensor: a number would be a constant of the compiled program, and each new one compile again.
+        # why a tensor: a number would be a constant of the compiled graph, and each new seed recompile it.
         "seed": "Tensor? seed",
     },
 )
 
 
 class Call(NamedTuple):
-    """What is asked for.
+    """The arguments of a call.
 
     Attributes
     ----------
     tensors : tuple of Tensor or None
-        By the names in TENSORS; with offsets the sequences are packed.
+        In the order of TENSORS, None if not given. The sequences are packed if cu_seqlens_q is given.
     options : Options
+        The options that are not arrays.
     longest : (int or None, int or None)
-        Longest lengths of packed queries and keys.
+        Length of the longest packed sequence of queries and of keys; None if not given.
     """
 
     tensors: tuple[Any, ...]
@@ -67,22 +68,22 @@ class Call(NamedTuple):
     def of(
         cls, q: Any, k: Any, v: Any, options: dict[str, Any], cuts: tuple[Any, Any] = (None, None)
     ) -> Call:
-        """A call as it is made, with the options that were given; with offsets the sequences are packed."""
+        """A call of q, k, v and the given options; packed if `cuts` has offsets of queries and keys."""
         longest = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
         arrays, values = split(options)
         return cls((q, k, v, *[arrays.get(name) for name in _ARRAYS], *cuts), values, longest)
 
 
 def deterministic(options: Options) -> Options:
-    """Options of a backward pass, with the same bits on every run if torch demands them."""
+    """Options of a backward pass; reproducible if torch.use_deterministic_algorithms is on."""
     if options.reproducible is None and torch.are_deterministic_algorithms_enabled():
         return options._replace(reproducible="run")
     return options
 
 
 def adopted_call(call: Call, **more: Any) -> tuple[Views, Packing | None]:
-    """The arrays of a call by name, and the packing of packed ones."""
-    # why no keyword for each: most are None, and a short call is mostly such words
+    """The arrays of a call by name, and the packing of packed sequences, or None."""
+    # why no keyword argument for each: most are None, and a short call spends its time on such arguments
     named = {name: x for name, x in zip(TENSORS, call.tensors, strict=True) if x is not None}
     cuts = named.pop("cu_seqlens_q", None), named.pop("cu_seqlens_k", None)
     used = named.pop("seqused_k", None), named.pop("seqused_q", None)
@@ -97,7 +98,7 @@ def forward(call: Call, want_lse: bool) -> Any:
 
 
 def backward(call: Call, do: Any, dlse: Any, o: Any, lse: Any) -> tuple[Any, ...]:
-    """The gradients of a call, as GRADIENTS has them, from those of its results; one of these may be None."""
+    """The gradients of a call, in the order of GRADIENTS, from do and dlse; one of them may be None."""
     do = o.new_zeros(o.shape) if do is None else do
     raw, packing = adopted_call(call, do=do, dlse=dlse, o=o, lse=lse)
     return run_backward(raw, call.options, packing)[: len(GRADIENTS)]
@@ -119,7 +120,7 @@ def arguments(call: Call) -> tuple[Any, ...]:
 
 
 def _position(call: Call) -> tuple[Any, bool]:
-    """Where query 0 stands, or that the last one of each sequence stands at its last key."""
+    """Values of align (the position of query 0) and bottom_right; (None, True) if packed and bottom-right."""
     q, k, options = *call.tensors[:2], call.options
     align = options.align
     if align == "bottom_right":
@@ -137,7 +138,7 @@ def _position(call: Call) -> tuple[Any, bool]:
 
 
 def _held(seed: Any) -> torch.Tensor | None:
-    """A seed as a tensor."""
+    """The seed as a tensor, or None."""
     if seed is None or isinstance(seed, torch.Tensor):
         return seed
     if not isinstance(seed, int):
@@ -148,7 +149,7 @@ def _held(seed: Any) -> torch.Tensor | None:
 
 
 def call_of(values: tuple[Any, ...]) -> Call:
-    """The call whose arguments these are."""
+    """The call from the arguments of the operator."""
     tensors, values = values[: len(TENSORS)], values[len(TENSORS) :]
     given = {argument.name: value for argument, value in zip(ARGUMENTS, values, strict=True)}
     longest = given.pop("max_seqlen_q"), given.pop("max_seqlen_k")

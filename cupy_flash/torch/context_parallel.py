@@ -1,6 +1,6 @@
-"""Context parallelism in torch's manner: buffers are cut along the sequence, torch's attention runs in parts.
+"""Context parallelism with torch's interface: buffers are split, and torch's attention is replaced.
 
-The names and their contract are those of `torch.distributed.tensor.experimental`.
+Names and semantics follow `torch.distributed.tensor.experimental`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def context_parallel(
     no_restore_buffers: Collection[Tensor] = (),
     schedule: Literal["ring", "alltoall", "allgather"] | None = None,
 ) -> Iterator[None]:
-    """Inside this context tensors and torch's scaled_dot_product_attention are of a part of the sequence.
+    """Split buffers and torch's scaled_dot_product_attention over a mesh, along the sequence.
 
-    Buffers are cut in place to the rows of this process, two stretches of the sequence as in
-    `cupy_flash.parallel.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
-    `ring_attention` over the mesh, in all threads; a module that has imported the function keeps torch's, and
-    what multiplies queries and keys by itself sees a part of the keys.
+    Inside this context, buffers are cut in place to the rows of this process, two ranges of the sequence as
+    in `cupy_flash.parallel.positions` with causal. ``torch.nn.functional.scaled_dot_product_attention`` is
+    `ring_attention` over the mesh, in all threads. A module that has imported the function keeps torch's, and
+    code that multiplies queries and keys itself gets only the keys of this process.
 
     Parameters
     ----------
     mesh : DeviceMesh
         Of one dimension, such as ``mesh["cp"]``. All its processes enter the context and make the same calls.
     buffers : sequence of Tensor
-        All that has an axis of the sequence: inputs, labels, position ids, RoPE tables. No parameters.
+        All tensors with a sequence axis: inputs, labels, position ids, RoPE tables. No parameters.
     buffer_seq_dims : sequence of int
-        That axis of each. Where its length is no multiple of twice the number of processes, all buffers must
-        have that length; processes then hold different numbers of rows.
+        The sequence axis of each buffer. If a length is not a multiple of twice the number of processes, all
+        buffers must have that length; processes then hold different numbers of rows.
     no_restore_buffers : collection of Tensor
-        Those of the buffers that stay cut when the context ends.
+        Buffers that stay cut when the context ends.
     schedule : {"ring", "alltoall", "allgather"}, optional
         As in `ring_attention`.
 
@@ -62,17 +62,17 @@ def context_parallel(
     Raises
     ------
     InvalidArgumentsError
-        The mesh has several dimensions, a buffer cannot be cut, or those of other processes have other
-        lengths; before any is changed.
+        The mesh has several dimensions, a buffer cannot be cut, or its length differs between processes. No
+        buffer is changed in this case.
     UnsupportedError
         A call inside has a mask, dropout or need_weights.
 
     Notes
     -----
-    Query, key and value of every call inside are parts, those of cross attention too. A gradient of a
-    parameter is this process's share, as in data parallelism: sum or average it over the mesh. The backward
-    pass may run after the context where autograd keeps no buffer for it; it keeps labels for cross entropy
-    and tables for products, and torch refuses it then. Activation checkpoints are computed again inside only.
+    Query, key and value of every call inside are parts, also in cross attention. A gradient of a parameter is
+    this process's share, as in data parallelism: sum or average it over the mesh. The backward pass may run
+    after the context only if autograd saved no buffer. It saves labels for cross entropy and tables for
+    products; torch then raises an error. Activation checkpoints recompute correctly only inside the context.
     """
     group, rank, ranks = _group_of(mesh)
     agreement = link_of(group, torch.device(mesh.device_type)).agreement
@@ -116,7 +116,7 @@ def context_parallel(
                 )
 
         qkv = query, key, value
-        # Others than such tensors are refused with the other processes.
+        # Other arguments are not checked here: `attend` refuses them in all processes.
         in_rows = all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in qkv) and are_in_rows(query)
         given = {"causal": is_causal, "scale": scale, "schedule": schedule, **uneven}
         every = {**defaults(RingOptions), **given, "layout": "bshd" if in_rows else "bhsd"}
@@ -137,7 +137,7 @@ def context_parallel(
 
 @contextmanager
 def _in_place_of_torchs(attention: Any) -> Iterator[None]:
-    """Let a function be torch's attention, and no layer of torch's compute another one."""
+    """Replace torch's attention by a function, and make torch's layers call it."""
     functional: Any = torch.nn.functional
     by_itself = torch.backends.mha.get_fastpath_enabled()
     before = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
@@ -160,16 +160,16 @@ def _in_place_of_torchs(attention: Any) -> Iterator[None]:
 
 
 def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
-    """The whole of tensors that `context_parallel` has cut, or that were made inside of it, in every process.
+    """Gather tensors that `context_parallel` has cut, or that were made inside it, in every process.
 
     Parameters
     ----------
     mesh : DeviceMesh
         As in `context_parallel`.
     buffers : sequence of Tensor
-        Parts, of one shape in all processes but for the number of rows.
+        Parts, of equal shape in all processes except the number of rows.
     seq_dims : sequence of int
-        The axis of the sequence in each.
+        The sequence axis of each.
 
     Returns
     -------
@@ -193,7 +193,7 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
     for x, dim in pairs:
         rows = x.new_tensor([x.shape[dim]], dtype=torch.int64)
         counts = [int(n) for n in link.everyones(rows)]
-        # Processes send equal numbers of rows, the last ones empty.
+        # why padding: all processes must send the same number of rows.
         part = x.new_zeros((*x.shape[:dim], max(counts), *x.shape[dim:][1:]))
         part.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
         held = [y.narrow(dim, 0, n) for y, n in zip(link.everyones(part), counts, strict=True)]
@@ -203,7 +203,7 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
 
 
 def _group_of(mesh: Any) -> tuple[Any, int, int]:
-    """The process group of a mesh, the number of this process in it, and how many there are."""
+    """The process group of a mesh, the rank of this process in it, and the number of ranks."""
     if type(mesh).__name__ != "DeviceMesh":
         raise InvalidArgumentsError(
             f"mesh is {kind_of(mesh)}, not a DeviceMesh.",
@@ -226,7 +226,7 @@ def _group_of(mesh: Any) -> tuple[Any, int, int]:
 def _refuse(
     buffers: Sequence[Tensor], no_restore_buffers: Collection[Tensor], uneven: set[int], ranks: int
 ) -> None:
-    """Refuse buffers that cannot be cut; uneven: their lengths, if one does not divide."""
+    """Refuse buffers that cannot be cut; `uneven` has their lengths if one is not divisible."""
     if len(uneven) > 1:
         raise InvalidArgumentsError(
             f"buffers have {' and '.join(map(str, sorted(uneven)))} rows, not all multiples of {2 * ranks}.",
@@ -250,7 +250,7 @@ def _refuse(
 
 
 def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[tuple[Tensor, int]]:
-    """Tensors with their axis of the sequence."""
+    """Pairs of a tensor and its sequence axis, counted from the front."""
     if len(buffers) != len(seq_dims):
         raise InvalidArgumentsError(
             f"there are {len(buffers)} buffers, and axes of {len(seq_dims)}.", hint="an axis for each buffer"
@@ -268,15 +268,15 @@ def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[tuple[Ten
 
 
 def _rows(x: Tensor, length: int, rank: int, ranks: int) -> Tensor:
-    """Rows of the whole sequence that a process holds, beside a tensor."""
+    """Indices of the rows that a process holds, on the device of x."""
     return torch.from_numpy(positions(rank, ranks, length, causal=True)).to(x.device)
 
 
 @torch.no_grad()
 def _become(x: Tensor, other: Tensor) -> None:
-    """Let a tensor have the shape and memory of another, for all who hold it.
+    """Give a tensor the shape and storage of another, in place.
 
-    why not written into its own memory: others may be views of that, as inputs and labels are of the same
-    tokens.
+    why not write into its own storage: other buffers may be views of it, as inputs and labels are often views
+    of the same tokens.
     """
     x.set_(other)  # type: ignore[call-overload]

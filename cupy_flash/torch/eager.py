@@ -1,4 +1,4 @@
-"""Calls outside of compilation and transforms: straight to the library, recorded as cheaply as torch can."""
+"""Calls outside of compilation and transforms: run without the dispatcher, recorded at the least cost."""
 
 from __future__ import annotations
 
@@ -30,34 +30,31 @@ _tracing_state = torch._C._get_tracing_state
 
 
 def in_batches(x: Any) -> bool:
-    """Whether a gradient stands for several, as is_grads_batched hands them on."""
+    """Whether a gradient is a batch of several, from is_grads_batched."""
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def are_tensors(call: Call) -> bool:
-    """Whether all that must be a tensor is one, of torch's own classes, and so is what else is given."""
+    """Whether q, k and v are tensors, and every array is None or of one of torch's own tensor classes."""
     q, k, v, *_ = call.tensors
     return _PLAIN.issuperset(map(type, call.tensors)) and not (q is None or k is None or v is None)
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether nobody but autograd needs to see the operator.
-
-    No compiler, and what `are_untouched` says.
-    """
+    """Whether only autograd needs to observe the call: no compiler, and `are_untouched`."""
     return not torch.compiler.is_compiling() and are_untouched(*tensors)
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func, a mode or a trace sees what is called."""
+    """Whether a transform of torch.func, a dispatch mode or a trace observes calls."""
     return bool(_transforms() or _dispatch_modes() or _tracing_state() is not None)
 
 
 def are_untouched(*tensors: Any) -> bool:
-    """Whether these are numbers in memory, to be computed on now.
+    """Whether kernels can read these tensors from memory now.
 
-    No transform, mode or subclass; and memory that holds what a tensor says: torch's dispatcher, on the
-    operator's way, resolves its lazy views.
+    No transform, mode, subclass or meta device; and no lazy negation or zero tensor, whose memory does not
+    hold its values: only torch's dispatcher resolves those.
     """
     if (
         is_transformed()
@@ -72,7 +69,7 @@ def are_untouched(*tensors: Any) -> bool:
 
 
 def attend_eagerly(call: Call, want_lse: bool) -> Any:
-    """O, or O and LSE if that is wanted; recorded if a gradient will be."""
+    """O, or O and LSE with want_lse; recorded in autograd's graph if an input requires grad."""
     if torch.is_grad_enabled():
         leaves = _leaves(call.tensors)
         for x in leaves:
@@ -84,7 +81,7 @@ def attend_eagerly(call: Call, want_lse: bool) -> Any:
 class _Recorded(torch.autograd.Function):
     """One call in autograd's graph.
 
-    why the old form, with the context in forward: for setup_context torch binds a signature at each call,
+    why the old style, with the context in forward: for setup_context torch binds a signature at each call,
     which takes longer than everything else here.
     """
 
@@ -107,13 +104,13 @@ class _Recorded(torch.autograd.Function):
 
 
 def gradients(call: Call, do: Any, dlse: Any, o: Any, lse: Any, wanted: tuple[bool, ...]) -> tuple[Any, ...]:
-    """The gradients of a recorded call, as GRADIENTS has them."""
+    """The gradients of a recorded call, in the order of GRADIENTS."""
     call = call._replace(options=deterministic(call.options))
     batched, again = in_batches(do) or in_batches(dlse), torch.is_grad_enabled()
-    # why those that were saved: hooks may have packed them, and bring back lazy views
+    # why saved tensors are checked again: hooks may have packed them, and return lazy views
     if is_plain(do, dlse, o, lse, *call.tensors) and not batched and not again:
         return backward(call, do, dlse, o, lse)
-    # of several directions at once, to be traced, or to be differentiated
+    # a batch of gradients, traced, or to be differentiated again
     function = Backward.apply if again and not batched else differentiate
     grads: Any = function(do, dlse, o, lse, *arguments(call))
     grads = tuple(g if w else None for g, w in zip(grads, wanted, strict=False))
@@ -123,9 +120,9 @@ def gradients(call: Call, do: Any, dlse: Any, o: Any, lse: Any, wanted: tuple[bo
 
 
 def recorded(function: Any) -> Any:
-    """How to apply a function of autograd where `is_plain` holds.
+    """The `apply` of an autograd function, for calls where `is_plain` holds.
 
-    why not its own apply: that first looks for wrappers of torch.func, which takes 4 us; `is_plain` has
+    why not its own apply: that first searches for wrappers of torch.func, which takes 4 us; `is_plain` has
     excluded them.
     """
     of_all: Any = super(torch.autograd.Function, function)

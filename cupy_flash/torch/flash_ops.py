@@ -1,8 +1,8 @@
-"""torch's flash operators by this library, as its registry of flash attention implementations takes them.
+"""Implementations of torch's flash operators, for its registry of flash attention implementations.
 
-Every kernel here has the signature of the operator in ATen's native_functions.yaml; what older versions of
-torch lack has defaults. A kernel says what it cannot do by an UnsupportedError: then torch's own kernel runs,
-or the error reaches the caller where torch has none.
+Every kernel here has the signature of the operator in ATen's native_functions.yaml; arguments that older
+versions of torch lack have defaults. A kernel raises UnsupportedError for a call that it does not support:
+then torch's own kernel runs, or if torch has none, the error reaches the caller.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SDPA = "_scaled_dot_product_flash_attention"
 
 
 def _refuse(dropout_p: float, **others: Any) -> None:
-    """Raise if a call has what no kernel here takes."""
+    """Refuse dropout, and options that no kernel here supports."""
     if dropout_p:
-        # why: torch hands its random state over as device memory, our seed is a host number.
+        # why: torch passes its random state in device memory, our seed is a host number.
         raise UnsupportedError(
             "dropout inside torch's flash operators is not replaced.",
             hint="cupy_flash.torch.scaled_dot_product_attention, which draws its own seed",
@@ -43,7 +43,7 @@ def _refuse(dropout_p: float, **others: Any) -> None:
 
 
 def _band(causal: bool, left: int | None, right: int | None) -> dict[str, Any]:
-    """Which keys a query sees. Negative is open; torch's kernels align the ends."""
+    """Options of the band; a negative side is unbounded, and the alignment is bottom-right as in torch."""
     window = tuple(None if x is None or x < 0 else x for x in (left, right))
     return {"causal": causal, "align": "bottom_right", "window": None if window == (None, None) else window}
 
@@ -57,7 +57,7 @@ def _detached(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _laid_out(like: Any, x: Any) -> Any:
-    """The values of x, with the strides that torch gives a new tensor like another one."""
+    """The values of x with the strides of `torch.empty_like(like)`; x itself if it has them."""
     wanted = torch.empty_like(like, device="meta").stride()
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), wanted, strict=True)):
         return x
@@ -65,13 +65,13 @@ def _laid_out(like: Any, x: Any) -> Any:
 
 
 def _aux(q: Any) -> tuple[Any, Any, Any]:
-    """Random state, offset and debug mask of a call without dropout, as torch's other implementations do."""
+    """Random state, offset and debug mask of a call without dropout, as in torch's other implementations."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
 
 
 def _dense(q: Any, k: Any, v: Any, out: Any = None, **options: Any) -> tuple[Any, Any]:
-    """O and LSE. O has the strides of q if it has its shape."""
+    """O and LSE; o has the strides of q if the shapes are equal."""
     q, k, v, out = _detached(q, k, v, out)
     if out is None and q.shape[-1] == v.shape[-1]:
         out = torch.empty_like(q)
@@ -86,7 +86,7 @@ def _dense_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options
 
 
 def _turned_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> tuple[Any, ...]:
-    """The same of (batch, heads, rows, features), with gradients that have rows before heads in memory."""
+    """Gradients of (batch, heads, rows, features) tensors, stored with rows before heads."""
     do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
     return tuple(x.transpose(1, 2) for x in _dense_backward(do, q, k, v, o, lse, layout="bshd", **options))
 
@@ -109,14 +109,14 @@ def _sdpa_backward(  # type: ignore[no-untyped-def]
     do, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale=None
 ):
     _refuse(dropout_p)
-    # why: models hand over views of (batch, rows, heads, features); no copy then.
+    # why: models pass views of (batch, rows, heads, features), which need no copy this way.
     run = _turned_backward if q.transpose(1, 2).is_contiguous() else _dense_backward
     grads = run(do, q, k, v, o, lse, scale=scale, **_band(is_causal, None, None))
     ran_backward()
     return _like_inputs(grads, q, k, v)
 
 
-# Those of packed sequences and of (batch, rows, heads, features).
+# The operators of varlen_attn: packed sequences, and (batch, rows, heads, features).
 
 
 def _flash(  # type: ignore[no-untyped-def]
@@ -146,10 +146,10 @@ def _attend(  # type: ignore[no-untyped-def]
     out, q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale, left,
     right, seqused_k, alibi_slopes, block_table, num_splits,
 ):  # fmt: skip
-    """O and LSE of either form."""
+    """O and LSE, of packed sequences if cum_seq_q is given; o is written to `out` if that is given."""
     _refuse(dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes)
     options = {"scale": scale, **_band(is_causal, left, right)}
-    if num_splits == 1:  # torch's word for keys that are summed in one order, whatever else is in the batch
+    if num_splits == 1:  # torch's setting for batch-invariant results
         options["reproducible"] = "batch"
     if cum_seq_q is None:
         if seqused_k is not None or block_table is not None:
@@ -165,7 +165,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 options["tuning"] = Tuning(splits=num_splits)
         q, k, v, out = _detached(q, k, v, out)
         if out is None and q.shape[-1] == v.shape[-1] and not q.is_contiguous():
-            out = torch.zeros_like(q)  # why zeros: rows past the last offset are not written
+            out = torch.zeros_like(q)  # why zeros: rows after the last offset are not written
         o, lse = attention_varlen(
             q, k, v, cum_seq_q, cum_seq_k, seqused_k=seqused_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
             out=out, return_lse=True, **options,
@@ -192,7 +192,7 @@ def _flash_backward(  # type: ignore[no-untyped-def]
     return _like_inputs(grads, q, k, v)
 
 
-# torch's own flash attention of a CPU, which takes masks and aligns the beginnings.
+# The operators of torch's flash attention on a CPU, which takes masks and aligns top-left.
 
 
 def _cpu_options(dropout_p: float, is_causal: bool, scale: float | None, mask: Any) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _cpu_options(dropout_p: float, is_causal: bool, scale: float | None, mask: A
 def _cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
     o, lse = _dense(q, k, v, **_cpu_options(dropout_p, is_causal, scale, attn_mask))
     ran_forward()
-    return o, lse.transpose(1, 2).contiguous().transpose(1, 2)  # torch's own has rows first in memory
+    return o, lse.transpose(1, 2).contiguous().transpose(1, 2)  # torch's LSE has rows before heads in memory
 
 
 def _cpu_backward(do, q, k, v, o, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
@@ -216,7 +216,7 @@ def _cpu_backward(do, q, k, v, o, lse, dropout_p, is_causal, *, attn_mask=None, 
     return grads
 
 
-# By name and dispatch key. torch has none of the first five for a CPU; theirs make varlen_attn run there too.
+# Operators, kernels, dispatch keys. torch has no CPU kernel of the first five; ours enable varlen_attn there.
 _KERNELS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
     (_SDPA, _sdpa, ("CUDA", "CPU")),
     (_SDPA + "_backward", _sdpa_backward, ("CUDA", "CPU")),
@@ -229,10 +229,10 @@ _KERNELS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
 
 
 def _or_torch(name: str, key: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Our kernel of an operator, which falls back on the one that torch has now, if it has one."""
+    """Our kernel of an operator, which falls back to torch's current kernel, if there is one."""
     try:
         own = torch.library.get_kernel(f"aten::{name}", key)
-    except (AttributeError, RuntimeError):  # a torch without get_kernel, or without such a kernel
+    except (AttributeError, RuntimeError):  # torch has no get_kernel, or no such kernel
         own = None
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,31 +248,31 @@ def _or_torch(name: str, key: str, ours: Callable[..., Any]) -> Callable[..., An
 
 
 class FlashOperators:
-    """Overrides torch's flash operators as long as it lives: what an activation makes, and holds."""
+    """Overrides torch's flash operators until it is removed; torch creates and keeps one per activation."""
 
     def __init__(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")
         for name, ours, keys in _KERNELS:
-            if not hasattr(torch.ops.aten, name):  # of a newer torch
+            if not hasattr(torch.ops.aten, name):  # only newer versions of torch have it
                 continue
             for key in keys:
                 kernel = _or_torch(name, key, ours)
                 with warnings.catch_warnings():
-                    # Overriding is what this class is for; torch warns of it once.
+                    # why: the override is intended, and torch warns about it once.
                     warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
                     self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
     def remove(self) -> None:
-        """Give the operators back to torch."""
+        """Restore torch's operators."""
         self._library._destroy()
 
 
 def has_registry() -> bool:
-    """Whether this torch has a registry of flash attention implementations, which came with 2.10."""
+    """Whether this torch has a registry of flash attention implementations, new in torch 2.10."""
     return hasattr(getattr(torch.nn, "attention", None), "register_flash_attention_impl")
 
 
 def register() -> None:
-    """Make the name known to torch's registry, if it has one; nothing is activated."""
+    """Register the name in torch's registry, if it has one, without activating it."""
     if has_registry():
         torch.nn.attention.register_flash_attention_impl(NAME, register_fn=FlashOperators)

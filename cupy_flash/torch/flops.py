@@ -1,7 +1,7 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts for the operators: as for torch's, matrix products.
+"""FLOP formulas of the operators for `torch.utils.flop_counter.FlopCounterMode`: matrix products only.
 
-By torch's convention every pair of a query and a key counts, causal or not; `cupy_flash.memory_report` counts
-the pairs that are seen.
+By torch's convention every pair of a query and a key counts, masked or not; `cupy_flash.memory_report` counts
+only pairs that are not masked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _known(x: Any) -> bool:
 
 
 def _lengths(offsets: Any, longest: int | None, rows: int) -> list[int]:
-    """Of packed sequences; without values the longest for each."""
+    """Lengths of packed sequences; the longest length for each if the offsets have no values."""
     if _known(offsets):
         lengths: list[int] = offsets.diff().tolist()
         return lengths
@@ -34,7 +34,7 @@ def _lengths(offsets: Any, longest: int | None, rows: int) -> list[int]:
 
 
 def _pairs(given: dict[str, Any]) -> int:
-    """Pairs of a query and a key, over all heads."""
+    """The number of pairs of a query and a key, over all heads."""
     q, k = given["q"], given["k"]
     if given["cu_seqlens_q"] is not None:
         cut_k = given["cu_seqlens_q"] if given["cu_seqlens_k"] is None else given["cu_seqlens_k"]
@@ -50,21 +50,21 @@ def _pairs(given: dict[str, Any]) -> int:
 
 @register_flop_formula(operators.attention, get_raw=True)
 def _forward(*values: Any, **_: Any) -> int:
-    """Q K^T and P V."""
+    """FLOPs of Q K^T and P V."""
     given = dict(zip(_NAMES, values, strict=True))
     return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
 
 
 @register_flop_formula(operators.attention_backward, get_raw=True)
 def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) -> int:
-    """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+    """FLOPs of Q K^T (recomputed), dO V^T, P^T dO, dS K and dS^T Q."""
     given = dict(zip(_NAMES, values, strict=True))
     return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
 
 
 @register_flop_formula(operators.attention_with_kv_cache, get_raw=True)
 def _over_cache(*values: Any, **_: Any) -> int:
-    """Q K^T and P V over the keys in use."""
+    """FLOPs of Q K^T and P V over the keys in use."""
     given = dict(zip(CACHE_NAMES, values, strict=True))
     q, rows = given["q"], -3 if given["layout"] == "bshd" else -2
     batch, appended = q.shape[0], 0 if given["k"] is None else given["k"].shape[rows]

@@ -1,4 +1,4 @@
-"""attention with gradients, and the functions of torch with torch's own signatures and rules."""
+"""attention with gradients, and replacements of torch's functions with torch's signatures and rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PARAMETERS = tuple(map(TENSORS.index, PARAMETERS))
 
 
 def _attend(call: Call, return_lse: bool) -> Any:
-    """The result of a call, by the way that suits its surroundings."""
+    """The result of a call: of nested tensors, DTensors or plain tensors, compiled or eager."""
     if torch.compiler.is_compiling() or not are_tensors(call):
         if are_nested(call):
             return _attend_nested(call, return_lse)
@@ -54,7 +54,7 @@ def _attend(call: Call, return_lse: bool) -> Any:
 
 
 def _attend_nested(call: Call, return_lse: bool) -> Any:
-    """Over the rows of nested tensors, as nested tensors."""
+    """The result of a call with nested tensors, as nested tensors."""
     q, layout = call.tensors[0], call.options.layout
     o, lse = _attend(packed(call), True)
     o = nested_like(q, layout, o)
@@ -62,8 +62,8 @@ def _attend_nested(call: Call, return_lse: bool) -> Any:
 
 
 def _attend_sharded(call: Call, return_lse: bool) -> Any:
-    """Over DTensors, as DTensors."""
-    # why here: it takes a second to import, and who has such tensors has done so.
+    """The result of a call with DTensors, as DTensors."""
+    # why here: the import takes a second, which a caller with DTensors has already spent.
     from .sharding import head_first
 
     turned = head_first(call)
@@ -73,7 +73,7 @@ def _attend_sharded(call: Call, return_lse: bool) -> Any:
 
 
 def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
-    """The result of a call whose arrays are tensors that an operator takes."""
+    """The result of a call with tensors that the operator accepts."""
     options: Any = call.options
     if isinstance(options.scale, torch.Tensor):
         call = scaled_queries(call)
@@ -134,29 +134,29 @@ def attention(
     q, k, v : Tensor
         As in `cupy_flash.attention`; torch tensors on a CPU or a CUDA device. Nested tensors of the jagged
         layout, ragged in the sequence, are packed sequences, and return nested tensors; offsets that are not
-        the same tensor are read, which on a GPU waits for the stream. DTensors stay sharded by
+        the same tensor are compared, which on a GPU waits for the stream. DTensors stay sharded by
         batch and by heads (if each device gets whole heads of k); torch gathers other shardings.
     mask : Tensor, Spans, BlockMask, mask function, or tuple of these, optional
         As in `cupy_flash.attention`; also a torch.nn.attention.flex_attention.BlockMask, see `block_mask`,
-        and a torch.nn.attention.bias.CausalBias, which is read as causal and align.
+        and a torch.nn.attention.bias.CausalBias, which sets causal and align.
     bias : Tensor or torch.nn.attention.bias.CausalBias, optional
         As in `cupy_flash.attention`.
     scale : float or Tensor, of one element or of shape (heads_q,) or (batch, heads_q), optional
-        As in `cupy_flash.attention`; several elements are one per head. A tensor is multiplied into q, in
-        the dtype of q, and has a gradient.
+        As in `cupy_flash.attention`; several elements are one per head. q is multiplied by a tensor, in
+        the dtype of q, and the tensor has a gradient.
     seed : int or Tensor of one element, optional
         As in `cupy_flash.attention`. With dropout and no seed, one is drawn from torch's CPU generator, so
-        that `torch.manual_seed` repeats it and activation checkpoints draw it again. Under torch.compile the
-        backend draws it: `torch.manual_seed` repeats that too, but inductor's numbers differ from those of an
-        eager call unless ``torch._inductor.config.fallback_random`` is set.
+        that `torch.manual_seed` and activation checkpoints reproduce it. Under torch.compile the backend
+        draws it: `torch.manual_seed` reproduces it too, but inductor's numbers differ from those of an eager
+        call unless ``torch._inductor.config.fallback_random`` is set.
     sinks : Tensor, optional
         As in `cupy_flash.attention`; 16-bit sinks are cast, and their gradient has 16 bits.
     score
-        As in `cupy_flash.attention`; bound tensors that require grad are learned. torch.compile has a
+        As in `cupy_flash.attention`; bound tensors that require grad get gradients. torch.compile has a
         graph break at a score or mask function; torch.func is not supported, nor are second derivatives
-        with learned arguments.
+        if bound tensors require grad.
     reproducible : {"run", "batch", "prefill", "device"}, optional
-        As in `cupy_flash.attention`; torch.use_deterministic_algorithms(True) makes backward passes "run".
+        As in `cupy_flash.attention`; torch.use_deterministic_algorithms(True) sets "run" for backward passes.
     {options: As in `cupy_flash.attention`.}
     return_lse : bool
         As in `cupy_flash.attention`.
@@ -259,11 +259,11 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query, key, value : Tensor, shape (..., heads, seqlen, head_dim)
-        Leading axes broadcast, also heads. A tensor broadcast along some of several leading axes is not
+        Leading axes broadcast, including heads. A tensor broadcast along some of several leading axes is not
         expanded if that takes much memory; separate calls run over the other axes instead.
     attn_mask : Tensor or torch.nn.attention.bias.CausalBias, optional
-        bool, True = take part; or float32 or of query's dtype, under torch.autocast also of another 16 bits,
-        added to the scores as it is. Broadcasts to (..., heads, seqlen_q, seqlen_k).
+        bool, True = take part; or float32 or the dtype of query (under torch.autocast also the other 16-bit
+        dtypes), added to the scores unchanged. Broadcasts to (..., heads, seqlen_q, seqlen_k).
     dropout_p : float
         The seed is drawn from torch's CPU generator.
     is_causal : bool
@@ -276,14 +276,14 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor, shape (..., heads, seqlen_q, head_dim_v)
-        Contiguous; of a query that is a view of (batch, seqlen_q, heads, head_dim), such a view, as torch's
-        fused kernels return it. So are the gradients.
+        Contiguous; if query is a view of (batch, seqlen_q, heads, head_dim), so is the result, as with
+        torch's fused kernels. The gradients follow the same rule.
 
     Raises
     ------
     InvalidArgumentsError
-        attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa;
-        a ValueError, although torch's own function raises RuntimeError.
+        attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa.
+        It is a ValueError; torch's own function raises RuntimeError.
     """
     given = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
     o: Tensor | None
@@ -330,7 +330,7 @@ def scaled_dot_product_attention(
 def _nested_sdpa(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
 ) -> Tensor:
-    """`scaled_dot_product_attention` of nested tensors, which torch takes without a mask only."""
+    """`scaled_dot_product_attention` of nested tensors, without a mask, as in torch."""
     if attn_mask is not None:
         raise InvalidArgumentsError("attn_mask with nested tensors.", hint="attn_mask=None, is_causal=True")
     if not grouped and query.shape[1] != key.shape[1]:
@@ -366,16 +366,16 @@ def varlen_attn(
         With a block_table key and value are (pages, page, heads, head_dim).
     cu_seq_q, cu_seq_k : Tensor of int32, shape (sequences + 1,)
     max_q, max_k : int
-        The longest sequences.
+        Lengths of the longest sequences.
     return_aux : torch.nn.attention.varlen.AuxRequest, optional
         ``lse=True`` also returns the log-sum-exp.
     scale : float, optional
     window_size : (int, int)
-        (left, right), aligned bottom-right; -1 is open, (-1, 0) is causal.
+        (left, right), aligned bottom-right; -1 is unbounded, (-1, 0) is causal.
     enable_gqa : bool
         Allow fewer heads of key and value.
     seqused_k : Tensor of int32, shape (sequences,), optional
-        Keys in use of each sequence; needed with a block_table.
+        Number of keys in use of each sequence; required with a block_table.
     block_table : Tensor of int32, shape (sequences, pages of the longest sequence), optional
         The pages that hold the keys of each sequence; without gradients. cu_seq_k may then be None.
     num_splits

@@ -1,4 +1,4 @@
-"""Score functions with autograd: gradients of q, k, v, bias, sinks and of the arguments that ask for one."""
+"""Score functions with autograd: gradients of q, k, v, bias, sinks and bound tensors that require grad."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .ops import first_derivative_only
 __all__ = ["attend_by_function"]
 
 _ARGUMENT = "bound["
-# What `pack` takes behind the arrays: offsets, longest lengths, lengths in use.
+# Arguments of `pack` after the arrays: offsets, longest lengths, lengths in use. None if not packed.
 Packed: TypeAlias = tuple[Any, ...] | None
 
 
@@ -36,16 +36,16 @@ Packed: TypeAlias = tuple[Any, ...] | None
 def attend_by_function(
     q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool, cuts: tuple[Any, Any] | None = None
 ) -> Any:
-    """The result of a call with a score function, recorded if a gradient will be; torch.compile calls it.
+    """The result of a call with a score or mask function, with autograd; a graph break in torch.compile.
 
     Parameters
     ----------
     q, k, v : Tensor
     options : dict of str to object
-        Those that were given, a score or mask function among them.
+        The given options, with a score or mask function among them.
     return_lse : bool
     cuts : (Tensor, Tensor), optional
-        Where packed sequences begin.
+        Offsets of packed queries and keys.
     """
     arrays, values, lengths = (*split(options), ()) if cuts is None else split_packed(options)
     q, k, v = cast_by_context(q, k, v)
@@ -82,7 +82,7 @@ def attend_by_function(
 
 
 def _adopted(packed: Packed, **tensors: Any) -> tuple[dict[str, ArrayView], Packing | None]:
-    """Tensors as views, with the offsets of packed sequences among them."""
+    """Views of the tensors by name, and the packing of packed sequences, or None."""
     raw = adopted(**tensors)
     return raw, None if packed is None else pack(raw, *packed)
 
@@ -117,7 +117,7 @@ class _Recorded(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of a call, differentiable once more; o and lse are functions of the arrays."""
+    """The gradients of a call, differentiable once more; o and lse depend on the arrays."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Any) -> Any:
-        """J for do and dlse, H for the arrays, in the direction of the cotangents."""
+        """J for do and dlse, H for the arrays, as in second_order.py; the cotangents are the direction."""
         do, dlse, o, lse, *tensors = saved = ctx.saved_tensors
         moved = {f"d{name}": x for name, x in zip(ctx.names, along, strict=True) if x is not None}
         if not moved:

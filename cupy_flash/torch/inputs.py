@@ -1,4 +1,4 @@
-"""What callers hand over besides plain tensors and numbers: taken where torch takes it, or refused."""
+"""Arguments that are not plain tensors and numbers: accepted where torch accepts them, or refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "widened",
 ]
 
-# Wrappers that no operator can enter, but for DTensors that of attention; others bring their own way.
+# Wrappers that operators do not accept, except DTensors in attention. Other wrappers dispatch by themselves.
 _CLOSED = ("DTensor", "MaskedTensor", "NestedTensor")
 
 
@@ -43,20 +43,20 @@ def is_sharded(x: Any) -> bool:
 
 
 def drawn_seed() -> torch.Tensor:
-    """A seed from torch's generator of the CPU.
+    """A seed from torch's CPU generator, as a tensor.
 
-    why device: elsewhere, as a default device says, reading it would wait for the GPU, or find no number.
+    why device: on another default device, reading it would wait for the GPU, or fail (meta).
     """
     return torch.randint(2**62, (), device="cpu")
 
 
 def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
-    """Refuse what is no tensor over strided memory; None passes but for those needed."""
+    """Refuse arguments that are not strided tensors; None is allowed except for those in `needed`."""
     _check(needed, named, str)
 
 
 def check_parts(needed: tuple[str, ...] = (), **named: Any) -> None:
-    """The same of what the options of a call were taken apart into."""
+    """`check_tensors` for the arrays that compound options consist of."""
     _check(needed, named, spelled)
 
 
@@ -80,7 +80,7 @@ def _check(needed: tuple[str, ...], named: dict[str, Any], say: Callable[[str], 
 
 
 def _tensor_of(x: Any, name: str) -> str:
-    """How to come from something else to what is taken."""
+    """The hint that says how to convert an argument to a tensor."""
     if isinstance(x, torch.fx.Proxy):
         return (
             "torch.export.export, which traces operators; or torch.fx.wrap of a function that makes this call"
@@ -101,7 +101,7 @@ def _tensor_of(x: Any, name: str) -> str:
 
 
 def check_one_device(**named: Any) -> None:
-    """Refuse tensors of several devices, which nobody else does where torch asks for shapes alone."""
+    """Refuse tensors on different devices; needed where torch computes only shapes."""
     q = named["q"]
     for name, x in named.items():
         if x is not None and x.device != q.device:
@@ -111,14 +111,14 @@ def check_one_device(**named: Any) -> None:
 
 
 def causal_alignment(bias: Any) -> str | None:
-    """The alignment that a CausalBias of torch stands for; None if this is none."""
+    """The alignment of a CausalBias of torch; None for any other object."""
     if type(bias).__module__ != "torch.nn.attention.bias":
         return None
     return "top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right"
 
 
 def _by_options(call: Call, name: str, align: str) -> Call:
-    """The call with a CausalBias as the options that it stands for."""
+    """The call with a CausalBias replaced by the options causal and align."""
     at = TENSORS.index(name)
     bias, options = call.tensors[at], call.options
     rows = -3 if options.layout == "bshd" else -2
@@ -143,7 +143,7 @@ def _by_options(call: Call, name: str, align: str) -> Call:
 
 
 def as_operands(call: Call) -> Call:
-    """The call with tensors only, each of which an operator can take; refuse other objects."""
+    """The call with only tensors that an operator accepts; refuse other objects."""
     for name in ("mask", "bias"):
         align = causal_alignment(call.tensors[TENSORS.index(name)])
         if align is not None:
@@ -154,21 +154,21 @@ def as_operands(call: Call) -> Call:
 
 
 def scaled_queries(call: Call) -> Call:
-    """The call with a scale that is a tensor multiplied into q, so that it gets its gradient."""
+    """The call with q multiplied by the scale tensor, so that the scale gets a gradient."""
     q, *others = call.tensors
     product = scaled(q, call.options.scale, call.options.layout)
     return call._replace(tensors=(product, *others), options=call.options._replace(scale=1.0))
 
 
 def scaled(q: Any, scale: Any, layout: str) -> Any:
-    """Q times a scale that is a tensor, of one number or one for each head."""
+    """Q times a scale tensor of one element or one per head."""
     one = scale.numel() == 1
     return times(q, scale.reshape(() if one else scale_shape(tuple(scale.shape), tuple(q.shape), layout)))
 
 
 def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """The three in the dtype that torch.autocast asks for, if it does; doubles stay."""
-    # why here: an operator's registered autocast knows one dtype per device, not the user's.
+    """q, k and v in the dtype of torch.autocast, if that is enabled; float64 is not cast."""
+    # why here: an operator's registered autocast has one fixed dtype per device, not the user's.
     device = q.device.type if isinstance(q, torch.Tensor) else "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):
         return q, k, v
@@ -177,7 +177,7 @@ def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 
 def dtypes_of_mask(query: torch.Tensor) -> tuple[torch.dtype, ...]:
-    """Those that torch takes of a mask beside a query; where torch.autocast casts both, also 16 bits."""
+    """The dtypes that torch accepts for a mask of this query; with torch.autocast also 16-bit floats."""
     dtypes = torch.bool, torch.float32, query.dtype
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         return *dtypes, torch.float16, torch.bfloat16
@@ -185,21 +185,21 @@ def dtypes_of_mask(query: torch.Tensor) -> tuple[torch.dtype, ...]:
 
 
 def widen(given: dict[str, Any], q: Any) -> None:
-    """Replace the parameters among the arrays of a call that are of 16 bits."""
+    """Replace 16-bit parameters among the arrays of a call by wider ones."""
     for name in PARAMETERS:
         if name in given:
             given[name] = widened(given[name], q)
 
 
 def widened(x: Any, q: Any) -> Any:
-    """A parameter of 16 bits, as models of 16 bits hold it, in its wider dtype here; the cast is recorded."""
+    """A 16-bit parameter, as 16-bit models have it, in float32, or float64 as q; the cast is recorded."""
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float16, torch.bfloat16):
         return x
     return x.to(torch.float64 if getattr(q, "dtype", None) == torch.float64 else torch.float32)
 
 
 def refuse_lost_gradients(**named: Any) -> None:
-    """Refuse tensors whose gradient nothing here computes."""
+    """Refuse tensors that require a gradient, because none is computed for them."""
     for name, x in named.items():
         if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(f"{name} has no gradient.", hint=f"{name}.detach()")

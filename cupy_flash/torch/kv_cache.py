@@ -1,4 +1,4 @@
-"""attention_with_kv_cache for torch: the same call, a single operator in compiled programs."""
+"""attention_with_kv_cache for torch: the same call, as a single operator under torch.compile."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["NAMES", "attention_with_kv_cache"]
 
 Tensor: TypeAlias = torch.Tensor
 
-# What the codes of quantised caches stand for, and the slots that a block_table of one axis names.
+# Scales and zero points of quantised caches, and the slots that a one-dimensional block_table selects.
 _UNITS = ("k_scale", "k_zero", "k_block_scale", "v_scale", "v_zero", "v_block_scale", "cache_batch_idx")
 _ARRAYS = ("cache_seqlens", *array_names(CacheOptions), *_UNITS)
 _ARGUMENTS = (
-    Argument("SymInt?", "length"),  # of all sequences, where cache_seqlens is no tensor
+    Argument("SymInt?", "length"),  # cache_seqlens as one integer for all sequences
     *arguments_of(
         CacheOptions, {"window": "SymInt? left, SymInt? right", "tuning": "SymInt? splits, bool? check"}
     ),
@@ -70,7 +70,7 @@ for _device in ("CPU", "CUDA"):
 
 
 def _count_writes(keys: Any, *values: Any) -> Any:
-    """Tell autograd which caches are written, as torch's own operators do, also where torch only traces."""
+    """Increment autograd's version counters of written caches, like torch's own operators, also in traces."""
     if values[NAMES.index("k")] is not None:
         for cache in values[1:3]:
             torch.autograd.graph.increment_version(cache)
@@ -115,12 +115,12 @@ def attention_with_kv_cache(
     return_lse: bool = False,
     **options: Unpack[CacheOptions],
 ) -> Any:
-    """`cupy_flash.attention_with_kv_cache`, in compiled programs too; without gradients.
+    """`cupy_flash.attention_with_kv_cache` for torch, also under torch.compile; without gradients.
 
     Parameters
     ----------
     q, k_cache, v_cache, cache_seqlens
-        As in `cupy_flash.attention_with_kv_cache`. The operator declares that it writes the caches.
+        As in `cupy_flash.attention_with_kv_cache`. The operator's schema declares writes to the caches.
     {options: As in `cupy_flash.attention_with_kv_cache`.}
     return_lse : bool
         As in `cupy_flash.attention_with_kv_cache`.

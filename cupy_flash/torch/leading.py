@@ -1,6 +1,6 @@
-"""Axes as torch's attention takes them: any number of leading ones, and heads and rows in either order.
+"""Axes of torch's attention: any number of leading axes, and heads and rows in either memory order.
 
-Leading axes are the one batch of `attention`; what is broadcast is not written out.
+Leading axes are flattened to the batch axis of `attention`; large broadcast arrays are not expanded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Tensor: TypeAlias = torch.Tensor
 
 
 def are_in_rows(query: Tensor) -> bool:
-    """Whether (batch, heads, rows, features) is (batch, rows, heads, features) in memory, as models have it.
+    """Whether (batch, heads, rows, features) is stored as (batch, rows, heads, features), as in most models.
 
-    A result of torch has the order of its query, so that ``o.transpose(1, 2).flatten(2)`` copies nothing.
+    Torch's result has the memory order of the query, so that ``o.transpose(1, 2).flatten(2)`` is a view.
     """
     if query.dim() != 4:
         return False
     _, heads, rows, _ = query.stride()
     known: Any = bool
     if torch.compiler.is_compiling():
-        # why: sizes that only a run of the program tells; heads come first then. Old torch lacks it.
+        # why: for sizes unknown at compile time it is False (heads before rows). Old torch lacks it.
         from torch.fx.experimental import symbolic_shapes
 
         known = getattr(symbolic_shapes, "guard_or_false", bool)
@@ -37,16 +37,16 @@ def are_in_rows(query: Tensor) -> bool:
 
 
 def turned(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors with rows before heads, or the other way round."""
+    """Tensors with the axes of heads and rows swapped."""
     return tuple([x if x is None else x.transpose(1, 2) for x in tensors])
 
 
 def together(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[list[Tensor], tuple[int, ...]]:
-    """The three with as many axes each, and the shape to which their leading ones broadcast.
+    """Query, key and value with equal rank, and the shape to which their leading axes broadcast.
 
-    Heads are broadcast, but those of key and value stay one where that is what both have.
+    Heads are broadcast too if not `grouped`, except that equal numbers of heads of key and value are kept.
     """
     rank = max(x.dim() for x in (query, key, value))
     if min(x.dim() for x in (query, key, value)) < 2:
@@ -56,7 +56,7 @@ def together(
         )
     if rank == 2:
         return [query, key, value], ()
-    # why: what follows, in Python, takes about as long as all else of a short call.
+    # why: the code below takes about as long as everything else in a short call.
     if rank == query.dim() == key.dim() == value.dim():
         like_query = all(x.shape[:-3] == query.shape[:-3] for x in (key, value))
         if like_query and (grouped or query.shape[-3] == key.shape[-3] == value.shape[-3]):
@@ -77,9 +77,9 @@ def together(
 
 
 def _broadcast(lengths: Sequence[int]) -> int:
-    """The length to which those of an axis broadcast; -1 if they do not.
+    """The length to which lengths of one axis broadcast; -1 if they do not.
 
-    why not torch.broadcast_shapes: torch.compile shows its error, which cannot be caught there, and not ours.
+    why not torch.broadcast_shapes: under torch.compile its error cannot be caught, and would replace ours.
     """
     first, *others = [n for n in lengths if n != 1] or [1]
     return first if all(n == first for n in others) else -1
@@ -91,14 +91,14 @@ def over_batches(
     mask: Tensor | None,
     batch: tuple[int, ...],
 ) -> Tensor:
-    """What a function of one batch gives over all leading axes, in as few calls as memory allows.
+    """Apply a function of one batch axis over all leading axes, in as few calls as memory allows.
 
     Parameters
     ----------
     attend : callable
-        Of q, k, v with one leading axis of one length, and of a mask that broadcasts.
+        Takes q, k and v with one leading axis of equal length, and a mask that broadcasts to it.
     qkv : list of Tensor
-        As `together` gives them, with `batch`.
+        The tensors that `together` returns with `batch`.
     mask : Tensor, optional
         Broadcasts to (*batch, heads, seqlen_q, seqlen_k).
     """
@@ -110,7 +110,7 @@ def over_batches(
 
 
 def _as_wide(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """A mask with an axis for each of the batch, of length 1 where it does not change along it."""
+    """A mask with all axes of the batch, of length 1 where it is broadcast."""
     mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
     lead = tuple(mask.shape[:-3])
     if len(lead) != len(batch) or any(n not in (1, whole) for n, whole in zip(lead, batch, strict=True)):
@@ -118,7 +118,7 @@ def _as_wide(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
             f"attn_mask has leading axes {lead}, query, key and value {batch}.",
             hint="a mask whose axes before the heads are of these lengths, or 1",
         )
-    if not mask.requires_grad:  # the gradient of an expanded tensor differs along the axis where it does not
+    if not mask.requires_grad:  # why: the gradient of an expanded mask differs along the expanded axis
         for axis, step in enumerate(mask.stride()):
             if step == 0 and mask.shape[axis] > 1:
                 mask = mask.narrow(axis, 0, 1)
@@ -126,10 +126,10 @@ def _as_wide(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 
 def _looped(operands: tuple[Tensor | None, ...], batch: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which leading axes to loop over, so that the rest of them is one axis of every operand.
+    """Which leading axes to loop over, so that the others can be flattened to one axis of every operand.
 
-    Axes of which an operand has some and is broadcast along others become one only if it is written out. That
-    is done where it takes no more than was given; else the fewest calls that do without win.
+    An operand that is broadcast along some of the flattened axes, but not all, must be expanded in memory.
+    That is allowed up to the total size of the operands; within this limit, the fewest calls are chosen.
     """
     there = [x for x in operands if x is not None]
     given = sum([x.numel() for x in there])
@@ -142,7 +142,7 @@ def _looped(operands: tuple[Tensor | None, ...], batch: tuple[int, ...]) -> tupl
         size: int = math.prod(batch) * sum([math.prod(x.shape[len(batch) :]) for x in there if mixed(x)])
         return size
 
-    # why not min(): torch.compile does not read it with a key.
+    # why not min(): torch.compile does not support it with a key.
     fewest, chosen = math.inf, (False,) * len(batch)
     for loops in itertools.product(*((False, True) if n > 1 else (False,) for n in batch)):
         calls = math.prod([n for n, loop in zip(batch, loops, strict=True) if loop])
@@ -154,11 +154,11 @@ def _looped(operands: tuple[Tensor | None, ...], batch: tuple[int, ...]) -> tupl
 def _in_turn(
     attend: Any, operands: tuple[Any, ...], batch: tuple[int, ...], loops: tuple[bool, ...]
 ) -> Tensor:
-    """The results of one call after the other, or of one over all axes that are left."""
+    """The stacked results of a loop over the first marked axis, or of one call over all remaining axes."""
     if True in loops:
         at = loops.index(True)
         rest = (*batch[:at], *batch[at + 1 :]), (*loops[:at], *loops[at + 1 :])
-        # why unbind: its gradient is one array, that of many selections as many arrays of zeros.
+        # why unbind: its gradient is one array; separate selections each have a zero-filled gradient.
         parts = [
             (x if x is None else x.squeeze(at),) * batch[at]
             if x is None or x.shape[at] == 1
@@ -176,7 +176,7 @@ def _in_turn(
 
 
 def _as_one(x: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """A tensor with its leading axes as one, of length 1 if it is broadcast along all of them."""
+    """A tensor with its leading axes flattened to one, of length 1 if it is broadcast along all of them."""
     count = len(batch)
     if math.prod(x.shape[:count]) != 1:
         x = x.expand(*batch, *x.shape[count:])

@@ -15,13 +15,13 @@ __all__ = ["FlashAttention"]
 
 
 class FlashAttention(torch.nn.Module):
-    """Attention under one configuration, without parameters of its own.
+    """Attention with a fixed configuration, without parameters.
 
     Parameters
     ----------
     config : AttentionConfig
-        Its dropout applies while the module is in training mode, with seeds drawn as in `attention`. Its
-        tuning must be None, because it is for arrays outside autograd.
+        Its dropout applies only in training mode, with seeds drawn as in `attention`. Its tuning must be
+        None, because tuning is not supported with autograd.
     """
 
     @takes_a_config
@@ -34,14 +34,14 @@ class FlashAttention(torch.nn.Module):
         self.config = config
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arrays: Any) -> Any:
-        """`attention` with the configuration's options.
+        """Call `attention` with the options of the configuration.
 
         Parameters
         ----------
         q, k, v : Tensor
             As in `attention`.
         **arrays
-            Options that are arrays, seed, return_lse.
+            Options that are arrays, and seed and return_lse.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Nested tensors of torch's jagged layout, as the packed sequences that they are."""
+"""Nested tensors of torch's jagged layout, computed as packed sequences."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["are_nested", "are_ragged_rows", "nested_like", "packed"]
 
 
 def are_nested(call: Call) -> bool:
-    """Whether the queries are a jagged tensor."""
+    """Whether the queries are a nested tensor."""
     return isinstance(call.tensors[0], torch.Tensor) and call.tensors[0].is_nested
 
 
 def are_ragged_rows(x: Any) -> bool:
-    """Whether this is (batch, heads, ragged length, features), what torch's own function takes."""
+    """Whether x is jagged, (batch, heads, ragged length, features), as torch's own function accepts."""
     jagged = isinstance(x, torch.Tensor) and x.is_nested and x.layout is torch.jagged
     return jagged and x.dim() == 4 and getattr(x, "_ragged_idx", 0) == 2
 
 
 def _in_rows(x: Any, name: str, layout: str) -> Any:
-    """(batch, ragged length, heads, features), refused if it is anything else."""
+    """The tensor as (batch, ragged length, heads, features); refuse any other nesting."""
     axes = (
         "(batch, heads, ragged length, features)"
         if layout == "bhsd"
@@ -54,16 +54,16 @@ def _in_rows(x: Any, name: str, layout: str) -> Any:
 
 
 def _in_a_program(x: Any) -> bool:
-    """Whether nobody can read the values of offsets."""
+    """Whether the values of the offsets are unknown: in a compiled or traced program."""
     return torch.compiler.is_compiling() or not are_untouched(x.offsets())
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether tensors are ragged by the same offsets, or by others of equal values.
+    """Whether two tensors have the same offsets, or offsets of equal values.
 
-    Those are read if each tensor was made by itself, which on a GPU waits for the stream.
+    Values are compared if the tensors do not share offsets, which on a GPU waits for the stream.
     """
-    # torch's lengths of ragged axes are equal if they are of the same offsets.
+    # torch's symbolic lengths of ragged axes are equal if the offsets are the same tensor.
     if a.shape[1] == b.shape[1]:
         return True
     if _in_a_program(a) or _in_a_program(b) or a.shape[0] != b.shape[0]:
@@ -72,7 +72,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _check_alike(k: Any, v: Any, turned: str) -> None:
-    """Refuse keys and values that are not ragged alike."""
+    """Refuse keys and values with different offsets."""
     if _alike(k, v):
         return
     if _in_a_program(k) or _in_a_program(v):
@@ -88,7 +88,7 @@ def _check_alike(k: Any, v: Any, turned: str) -> None:
 
 
 def packed(call: Call) -> Call:
-    """The call over the rows of its nested tensors."""
+    """The call with nested q, k and v as packed rows and offsets."""
     tensors = dict(zip(TENSORS, call.tensors, strict=True))
     rows = {name: _in_rows(tensors[name], name, call.options.layout) for name in ("q", "k", "v")}
     if tensors["cu_seqlens_q"] is not None:
@@ -101,7 +101,7 @@ def packed(call: Call) -> Call:
     cut_k = cut_q if _alike(rows["q"], rows["k"]) else rows["k"].offsets().to(torch.int32)
     tensors |= {name: x.values() for name, x in rows.items()}
     tensors |= {"cu_seqlens_q": cut_q, "cu_seqlens_k": cut_k}
-    # What nobody has looked up yet the operator reads in the offsets.
+    # None if torch has not cached it; the operator then reads the offsets.
     longest = rows["q"]._maybe_max_seqlen, rows["k"]._maybe_max_seqlen
     return call._replace(
         tensors=tuple(tensors[name] for name in TENSORS),
@@ -111,7 +111,7 @@ def packed(call: Call) -> Call:
 
 
 def nested_like(q: Any, layout: str, rows: Any) -> Any:
-    """Rows of queries as a nested tensor, ragged as they are."""
+    """Packed rows as a nested tensor with the offsets and axes of q."""
     inside = q.transpose(1, 2) if layout == "bhsd" else q
     made = torch.nested.nested_tensor_from_jagged(
         rows,

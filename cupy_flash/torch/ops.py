@@ -1,7 +1,7 @@
-"""The operators torch knows: cupy_flash::attention and its backward, with shapes for tracing and autograd.
+"""Operators registered in torch: cupy_flash::attention and its backward, with fake shapes and autograd.
 
-why one pair for padded and packed arrays: autograd, fake shapes and schemas are the same but for the offsets.
-why not for every call: taking 24 arguments through torch's dispatcher costs many times what eager.py does.
+why one pair for padded and packed arrays: autograd, fake shapes and schemas differ only in the offsets.
+why not for every call: passing 24 arguments through torch's dispatcher costs many times as much as eager.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = [
 _SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
 _AT = {argument.name: len(TENSORS) + i for i, argument in enumerate(ARGUMENTS)}
 
-# Torch keeps compiled programs on disk under the names of their operators: after a release, another schema
-# needs another name.
+# Torch caches compiled graphs on disk by the names of their operators: after a release, a changed schema
+# needs a new name.
 library = torch.library.Library(NAMESPACE, "DEF")
 operators: Any = getattr(torch.ops, NAMESPACE)
 library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor)")
@@ -64,7 +64,7 @@ for _device in ("CPU", "CUDA"):
 
 
 def lse_shape(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
-    """Shape of the LSE."""
+    """The shape of the LSE of queries q."""
     *batch, a, b = q.shape[:-1] if q.dim() > 2 else (None, *q.shape[:-1])
     if q.dim() == 2:
         return (b,)
@@ -72,10 +72,10 @@ def lse_shape(q: Any, layout: str, packed: bool) -> tuple[int, ...]:
 
 
 def _keep_out_of_decompositions() -> None:
-    """Name the operator to torch's inductor as one that it calls as it is.
+    """Make torch's inductor call the operator instead of decomposing it.
 
-    why: with CI set in the environment it refuses operators that have a decomposition, as textbook.py gives.
-    why here: inductor is imported late, and slowly; it asks for these shapes before it compiles anything.
+    why: with CI set in the environment, inductor refuses operators with a decomposition (see textbook.py).
+    why here: importing inductor is slow, so torch does it late, and computes these shapes before it compiles.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if lowering is not None:
@@ -84,7 +84,7 @@ def _keep_out_of_decompositions() -> None:
 
 @torch.library.register_fake(f"{NAMESPACE}::attention", lib=library)
 def fake_forward(*values: Any) -> tuple[Any, Any]:
-    """The shapes of the operator's results."""
+    """Empty results of the operator, for their shapes."""
     _keep_out_of_decompositions()
     check_one_device(**dict(zip(TENSORS, values, strict=False)))
     q, v, packed = values[0], values[2], values[TENSORS.index("cu_seqlens_q")] is not None
@@ -109,7 +109,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -
 
 
 class _FirstDerivative(torch.autograd.Function):
-    """Hands gradients on, and raises when they are differentiated again, where torch would see no graph."""
+    """Pass gradients through, and raise if they are differentiated again, where torch has no graph."""
 
     @staticmethod
     def forward(ctx: Any, count: int, what: str, *grads_and_inputs: Any) -> tuple[Any, ...]:
@@ -124,9 +124,9 @@ class _FirstDerivative(torch.autograd.Function):
 def first_derivative_only(
     grads: tuple[Any, ...], inputs: tuple[Any, ...], order: str = "second", of: str = "attention"
 ) -> tuple[Any, ...]:
-    """The gradients, tied to what they depend on if a graph of them is being recorded.
+    """The gradients; if autograd records them, connected to their inputs to refuse the next derivative.
 
-    order, of: which derivative it is that there is not, and of what.
+    order, of: the derivative and the function that the error names.
     """
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         grads = _FirstDerivative.apply(len(grads), f"{of} has no {order}", *grads, *inputs)
@@ -162,7 +162,7 @@ torch.library.register_vmap(f"{NAMESPACE}::attention_backward", one_by_one(diffe
 
 
 class _Function(torch.autograd.Function):
-    """The same operator for torch.func, whose transforms do not see an operator's registered autograd."""
+    """The operator for torch.func, whose transforms ignore the registered autograd of an operator."""
 
     generate_vmap_rule = True
 
@@ -182,15 +182,15 @@ class _Function(torch.autograd.Function):
 
 
 def attend(call: Call) -> tuple[Any, Any]:
-    """The operator, differentiable by torch.func.grad and its relatives too."""
+    """O and LSE by the operator, differentiable also by torch.func (grad, vjp, jvp)."""
     together = attend_with_tangents(call) if in_forward_mode(*call.tensors) else None
     if together is not None:
         return together
     by_function = torch._C._are_functorch_transforms_active() or in_forward_mode(*call.tensors)
     if by_function and torch.compiler.is_compiling():
-        from ..call import untraced  # noqa: F401  (behind the break it would read what the operators do)
+        from ..call import untraced  # noqa: F401  (after the break, torch.compile would trace the operators)
 
-        # why: torch's compiler counts the parameters of a Function to see whether one is the context.
+        # why: torch.compile counts the parameters of a Function to detect whether one is the context.
         torch._dynamo.graph_break()
     o, lse = (_Function.apply if by_function else operator)(*arguments(call))
     return o, lse

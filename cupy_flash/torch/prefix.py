@@ -1,4 +1,4 @@
-"""Attention over a prefix that a batch shares, for torch: its keys are read once; with gradients."""
+"""Attention over a prefix that the whole batch shares, for torch, with gradients; its keys are read once."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def attention_with_shared_prefix(
 ) -> Any:
     """`attention` over the keys of a prefix that the whole batch shares, followed by each sequence's own.
 
-    Like ``attention`` over ``prefix_k``, repeated for the batch, followed by ``k``, but the prefix is stored
-    and read once, for the queries of all sequences together; its gradients are sums over the batch.
+    Equivalent to ``attention`` over ``prefix_k``, repeated for the batch, followed by ``k``, but the prefix
+    is stored and read once for the queries of all sequences; its gradients are sums over the batch.
 
     Parameters
     ----------
     q, k, v : Tensor
         As in `attention`, of rank 4.
     prefix_k : Tensor, shape (heads_k, prefix, head_dim) or (1, heads_k, prefix, head_dim)
-        With layout="bshd" (prefix, heads_k, head_dim). Every query sees all of it.
+        With layout="bshd" (prefix, heads_k, head_dim). Every query attends to all of it.
     prefix_v : Tensor, shape (heads_k, prefix, head_dim_v)
         Like prefix_k.
     causal : bool
-        For each sequence's own keys, which are as many as its queries.
+        Applies to each sequence's own keys, which must be as many as its queries.
     {options: As in `attention`.}
     return_lse : bool
         As in `attention`.

@@ -1,9 +1,9 @@
-"""Calls that repeat an earlier one on other numbers: straight to what that one found out.
+"""A fast path for calls that differ from an earlier one only in the addresses of q, k and v.
 
-A short call is mostly Python. Where nothing but the addresses of q, k and v can differ from a call that went
-the whole way, this looks at no more than that, and takes a sixth of the time. So do its gradients. After a
-linear layer, whose weights fill the caches, Python takes up to ten times as long: the last calls are found
-by one look at all three tensors.
+Python takes most of the time of a short call. A call that differs from an earlier one only in addresses
+reuses its prepared kernels, and takes a sixth of the time; so do its gradients. After a linear layer, which
+fills the CPU caches with its weights, Python takes up to ten times as long: therefore a single check of all
+three tensors finds the most recent calls.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .leading import turned
 __all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
 _DEVICES = ("cpu", "cuda")
-# Types of options that mean the same for ever.
+# Types of options that are immutable and compare by value.
 CONSTANTS = frozenset((bool, int, float, str))
 _OPTIONS = frozenset(
     ("causal", "align", "scale", "softcap", "layout", "precision", "reproducible", "dropout")
 )
 _MOST_KNOWN = 1024
 _MOST_RECENT = 8  # with the same options
-# Whether tensors are of the classes, dtypes, devices, sizes and strides of others, need gradients if those
-# did, and are under the same transforms and modes, all in one call: torch.compile guards its programs so.
-# The class is not in torch's documentation; without it calls go by `_key_of`.
+# Compares tensors with earlier ones in a single call: class, dtype, device, sizes, strides, requires_grad,
+# transforms and modes. torch.compile guards its graphs with it. The class is not in torch's documentation;
+# without it calls are found by `_key_of`.
 _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-# Of a call, what is given besides q, k and v.
+# The arrays of a call other than q, k and v: none.
 _NOTHING = (None,) * (len(TENSORS) - 3)
 
 
 class _Known:
-    """What a call found out, and what its gradients did by the kinds of their arrays."""
+    """A prepared forward pass, and its prepared backward passes by the kinds of their arrays."""
 
     __slots__ = ("forward", "gradients", "in_rows", "options", "recorded", "return_lse")
 
@@ -58,13 +58,21 @@ class _Known:
 
 
 class _Pass(NamedTuple):
-    """A forward or a backward pass of which only addresses differ."""
+    """A prepared forward or backward pass, to be run with new addresses.
+
+    Attributes
+    ----------
+    call : Prepared
+        The prepared pass, without addresses.
+    results : tuple of (str, tuple of int, tuple of int, dtype)
+        Name, shape, strides and dtype of each result.
+    """
 
     call: Prepared
     results: tuple[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
     def run(self, given: dict[str, int], *tensors: Any) -> list[Any]:
-        """The results; given are the addresses of the tensors, of which q is the first."""
+        """The results; `given` has the addresses of the tensors by name, and q is the first tensor."""
         q, results = tensors[0], []
         for name, shape, strides, dtype in self.results:
             x = q.new_empty_strided(shape, strides, dtype=dtype)
@@ -87,7 +95,21 @@ class _Pass(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """One of the last calls with some options."""
+    """A recent call, with the guard that recognises its repetitions.
+
+    Attributes
+    ----------
+    are_alike : callable
+        Torch's guard: whether tensors are like those of the call.
+    need_gradients : bool
+        Whether any tensor of the call requires grad.
+    environment : tuple of object
+        Values of the environment variables that choose the driver and the CPU path.
+    recorded : bool
+        Whether autograd recorded the call.
+    known : object
+        The prepared call.
+    """
 
     are_alike: Callable[..., bool]
     need_gradients: bool
@@ -97,20 +119,20 @@ class Recent(NamedTuple):
 
     @classmethod
     def of(cls, tensors: tuple[Any, ...], known: Any, recorded: bool) -> Recent | None:
-        """A call over these; None if torch cannot tell others like them, or they are off a boundary."""
+        """A call with these tensors; None if torch has no guard for them, or they are not aligned."""
         if _guards is None or not _are_aligned(tensors):
             return None
         shapes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
         try:
             guards = _guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-        except TypeError:  # another version of torch's
+        except TypeError:  # the class has another signature in this torch
             return None
         return cls(guards.check, any(x.requires_grad for x in tensors), environment(), recorded, known)
 
     def is_repeated(self, *tensors: Any) -> bool:
-        """Whether a call over these that nobody watches differs in addresses alone."""
+        """Whether an unwatched call with these tensors differs only in addresses."""
         for x in tensors:
-            # why: guards ask for strides, which a strided nested tensor has not, and the process would end.
+            # why: guards read strides, which a strided nested tensor lacks, and the process would crash.
             if isinstance(x, torch.Tensor) and x.is_nested:
                 return False
         return (
@@ -122,9 +144,9 @@ class Recent(NamedTuple):
 
 
 def is_watched() -> bool:
-    """Whether a compiler, a transform, forward mode or `progress` looks on.
+    """Whether a compiler, a transform, forward mode or `progress` observes the call.
 
-    why transforms: torch's guards do not see all modes, that of make_fx for one.
+    why transforms: torch's guards do not check all modes, such as that of make_fx.
     """
     return (
         torch.compiler.is_compiling()
@@ -137,13 +159,13 @@ def is_watched() -> bool:
 def repeated(
     q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable
 ) -> tuple[Any, tuple[Hashable, ...] | None]:
-    """The result of a call that repeats an earlier one, or None; and what to `remember` it by, or None."""
+    """The result of a call that repeats an earlier one, or None; and the key for `remember`, or None."""
     if is_watched():
         return None, None
     for name, x in options.items():
         if x is not None and (type(x) not in CONSTANTS or name not in _OPTIONS or (name == "dropout" and x)):
             return None, None
-    # why types: 1 is True, and not taken for it
+    # why types: 1 == True, but they are different options
     given = (more, *options.items(), *map(type, (*more, *options.values())))
     for one in REPEATED.get(given, ()):
         if one.is_repeated(q, k, v):
@@ -154,10 +176,10 @@ def repeated(
 
 
 def _are_aligned(tensors: tuple[Any, ...]) -> bool:
-    """Whether tensors begin at multiples of 16 bytes; not if they have lost their memory."""
+    """Whether all tensors begin at multiples of 16 bytes; False if any has no memory."""
     joined = 0
     for x in tensors:
-        # why: a storage that was resized to 0 is null, and the process would end.
+        # why: a storage that was resized to 0 is a null pointer, and the process would crash.
         if not x.untyped_storage().nbytes():
             return False
         joined |= x.data_ptr()
@@ -165,12 +187,12 @@ def _are_aligned(tensors: tuple[Any, ...]) -> bool:
 
 
 def _boundary(x: Any) -> int | None:
-    """Bytes behind a multiple of 16 at which a tensor begins; None if it has no memory."""
+    """The address of a tensor modulo 16; None if it has no memory."""
     return x.data_ptr() % 16 if x.untyped_storage().nbytes() else None
 
 
 def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | None:
-    """What decides how a call goes, but for where its tensors are; None if something else does, too."""
+    """The cache key of a call, with the alignment of addresses; None if the call cannot be repeated."""
     device = q.device if type(q) is type(k) is type(v) is torch.Tensor else None
     if (
         device is None
@@ -182,14 +204,14 @@ def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | N
     at = device.type, device.index or 0
     driver = driver_of(at, "torch")
     try:
-        return (  # why not by `_kinds`: a look at three tensors is an eighth of a short call
+        return (  # why not by `_kinds`: that would take an eighth of the time of a short call
             given, q.shape, q.stride(), q.dtype, _boundary(q),
             k.shape, k.stride(), k.dtype, _boundary(k), k.device,
             v.shape, v.stride(), v.dtype, _boundary(v), v.device,
             at, driver, chosen_by_environment(driver, at),
             torch.is_grad_enabled() and _need_gradients(q, k, v),
         )  # fmt: skip
-    except RuntimeError:  # no elements in strided memory, which the whole way says
+    except RuntimeError:  # not a strided tensor, which the full call refuses
         return None
 
 
@@ -198,7 +220,7 @@ def _need_gradients(q: Any, k: Any, v: Any) -> bool:
 
 
 def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
-    """What decides how a pass over tensors goes, but for their addresses and options."""
+    """The cache key of a pass without its options: device, kinds and alignment; None without strides."""
     device = tensors[0].device
     at = device.type, device.index or 0
     driver = driver_of(at, "torch")
@@ -207,14 +229,14 @@ def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
     try:
         for x in tensors:
             add((x.shape, x.stride(), x.dtype, _boundary(x), x.device))
-    except RuntimeError:  # no elements in strided memory: sparse, or several directions at once
+    except RuntimeError:  # not strided: sparse, or a batch of gradients
         return None
     return tuple(kinds)
 
 
 def _run(known: _Known, q: Any, k: Any, v: Any) -> Any:
     if known.recorded and known.in_rows:
-        # why: checkpoints compare what is saved with what the whole way saved.
+        # why: activation checkpoints compare the saved tensors with those of the full call.
         return _record(*turned(q, k, v), known).transpose(1, 2)
     if known.recorded:
         return _record(q, k, v, known)
@@ -256,7 +278,7 @@ _record = recorded(_Repeated)
 
 
 def _key_of_gradients(saved: tuple[Any, ...], do: Any, dlse: Any) -> Hashable | None:
-    """What decides how gradients go, as `key_of`; hooks may have changed what was saved."""
+    """The cache key of a backward pass, or None; of tensors as saved, because hooks may change them."""
     if dlse is not None or not is_plain(*saved, do) or torch.is_grad_enabled() or TOLD.get() is not None:
         return None
     kinds = _kinds(*saved, do)
@@ -272,11 +294,11 @@ def remember(
     return_lse: bool,
     in_rows: bool = False,
 ) -> None:
-    """Remember a call that went the whole way, as one over these arrays, if it can be repeated.
+    """Store a full call for repetitions under `key`, if only addresses can differ.
 
-    in_rows: whether the options are of the arrays, and of results, with rows before heads.
+    in_rows: whether the options are for q, k, v and o transposed to rows before heads.
     """
-    with torch.no_grad():  # what is recorded has been
+    with torch.no_grad():  # why: the call has been recorded already
         raw = adopted(**dict(zip("qkv", turned(q, k, v) if in_rows else (q, k, v), strict=True)))
     is_recorded = torch.is_grad_enabled() and _need_gradients(q, k, v)
     passed = _passed("forward", raw, options, is_recorded or return_lse, in_rows and not is_recorded)
@@ -288,20 +310,20 @@ def remember(
 
 
 def remember_recent(given: Hashable, recent: Recent | None) -> None:
-    """Put a call before the others with the same options, of which the last few are kept."""
+    """Put a call in front of the recent ones with the same options, and drop the oldest above the limit."""
     if recent is not None:
         _put(REPEATED, given, (recent, *REPEATED.get(given, ())[: _MOST_RECENT - 1]))
 
 
 def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:
-    """Remember it, and nothing else if that would be too much."""
+    """Store an entry; clear the cache first if it is full."""
     if len(memory) >= _MOST_KNOWN:
         memory.clear()
     memory[key] = found
 
 
 def _passed(direction: str, raw: Any, options: Options, want_lse: bool, in_rows: bool) -> _Pass | None:
-    """What is known of a pass, if calls like it differ in addresses alone."""
+    """A prepared pass, or None if more than addresses can differ between such calls."""
     call = prepared(direction, raw, options, want_lse)
     if not call.only_addresses_differ:
         return None

@@ -1,4 +1,4 @@
-"""Calls over a KV cache that repeat an earlier one, as the steps of a decoder do: not described anew."""
+"""A fast path for calls over a KV cache that repeat an earlier one, like the steps of a decoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ _OWNER = ArrayView._fields.index("owner")
 
 
 class _Known(NamedTuple):
-    """What a call found out, and what views of its tensors say but for address and owner, by name."""
+    """A prepared call, and the views of its arrays.
+
+    Attributes
+    ----------
+    call : Prepared
+        The prepared call, without addresses.
+    views : dict of str to tuple
+        The fields of each view except its address and owner, by name.
+    """
 
     call: Prepared
     views: dict[str, tuple[Any, ...]]
@@ -42,15 +50,16 @@ class _Known(NamedTuple):
 
 
 class OverCache(NamedTuple):
-    """A call that may be repeated.
+    """A call whose repetitions may take the fast path.
 
     Attributes
     ----------
     tensors : tuple of Tensor
+        q, k_cache and v_cache, then cache_seqlens if it is an array, then options that are tensors.
     options : tuple
-        What else decides how it goes.
+        The cache key: names, values and types of the options.
     length : int or None
-        Keys in use of all sequences, which no tensor says.
+        Number of keys in use, the same for all sequences; None if cache_seqlens is an array.
     """
 
     tensors: tuple[Any, ...]
@@ -61,7 +70,7 @@ class OverCache(NamedTuple):
     def of(
         cls, q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, options: Mapping[str, Any], want_lse: Any
     ) -> OverCache | None:
-        """A call of `attention_with_kv_cache`; None if more differs than addresses and a length."""
+        """A call of `attention_with_kv_cache`; None if more than addresses and a length can differ."""
         if type(k_cache) is not torch.Tensor or type(v_cache) is not torch.Tensor or is_watched():
             return None
         tensors, given, length = [q, k_cache, v_cache], [type(want_lse), want_lse], None
@@ -83,10 +92,10 @@ class OverCache(NamedTuple):
         return cls(tuple(tensors), (length is None, *given), length)
 
     def repeated(self) -> Any:
-        """The result, o or (o, lse), if a call like this one came before; else None."""
+        """The result, o or (o, lse), if this call repeats an earlier one; else None."""
         try:
             recent = REPEATED.get(self.options, ())
-        except TypeError:  # an option that is no key of anything
+        except TypeError:  # an option is not hashable
             return None
         for one in recent:
             if one.is_repeated(*self.tensors) and not self._is_of_latents():
@@ -94,7 +103,7 @@ class OverCache(NamedTuple):
         return None
 
     def remember(self, flat: Mapping[str, Any], want_lse: bool) -> None:
-        """Remember a call that went the whole way; flat is what `cache_parts` made of it."""
+        """Store a full call for repetitions; `flat` is the result of `cache_parts`."""
         if self._is_of_latents():
             return
         q, k_cache, v_cache, *_ = self.tensors
@@ -109,5 +118,5 @@ class OverCache(NamedTuple):
         remember_recent(self.options, Recent.of(self.tensors, known, False))
 
     def _is_of_latents(self) -> bool:
-        """Whether values are the first columns of keys, as addresses say."""
+        """Whether the value cache begins at the address of the key cache, as for latents."""
         return bool(self.tensors[1].data_ptr() == self.tensors[2].data_ptr())

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 __all__ = ["attend", "link_of", "ring_attention"]
 
 
-# Devices whose messages the host waits for: on others a stream does, which is that of a thread.
+# Devices for whose messages the host waits. On others a stream waits; the current stream is per thread.
 _HOSTS = ("cpu",)
 
 
 class _History:
-    """The calls of this process in a group: how many it has begun, and which arguments all agreed on.
+    """The calls of this process in a group: how many have begun, and which arguments all processes agreed on.
 
-    An interrupt, such as Ctrl-C, ends them: messages are under way then, which the next call would receive.
+    After an interrupt, such as Ctrl-C, no more calls are possible: the next one would receive messages that
+    are still in flight.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class _History:
         self._left: list[Callable[[], None]] = []
 
     def refuse(self) -> None:
-        """Refuse a call where an interrupt has ended one."""
+        """Refuse a call after an interrupted one."""
         if self._interrupted:
             raise UnsupportedError(
                 "an interrupt ended a call in this group that waited for other processes.",
@@ -56,9 +57,9 @@ class _History:
             )
 
     def finish(self, wait: Callable[[], None], device: torch.device) -> None:
-        """Wait for messages, in another thread: a signal is seen between bytecodes of the main one only."""
+        """Wait for messages; for those of a CPU in a worker thread, so that the main one handles signals."""
         if self._interrupted:
-            self._left.append(wait)  # what it keeps is still written to
+            self._left.append(wait)  # why: it keeps the buffers alive, which are still written to
         elif device.type not in _HOSTS or threading.current_thread() is not threading.main_thread():
             wait()
         else:
@@ -75,7 +76,7 @@ class _History:
 
         try:
             done = run_aside(aside)
-            # Why in turns: a signal that comes right before a wait begins is seen when it ends.
+            # why a timeout: a signal that arrives right before a wait begins is handled when the wait ends.
             while not done.wait(timeout=1.0):
                 pass
         except BaseException:
@@ -89,7 +90,7 @@ _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
 def _everyones(group: Any, history: _History, x: Any) -> list[Any]:
-    """A tensor of every process of a group, all of one shape."""
+    """The tensors x of all processes of a group, all of one shape."""
     everyone = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     work = dist.all_gather(everyone, x, group=group, async_op=True)
     history.finish(lambda: all_done([work.wait]), x.device)
@@ -97,13 +98,13 @@ def _everyones(group: Any, history: _History, x: Any) -> list[Any]:
 
 
 def _gather(group: Any, history: _History, device: torch.device, own: bytes) -> list[bytes]:
-    """Bytes of every process of a group, all of one length."""
+    """The bytes of all processes of a group, all of one length."""
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     return [bytes(x.tolist()) for x in _everyones(group, history, mine)]
 
 
 class _Link:
-    """Point-to-point sends within a process group, in one call."""
+    """The communication of one call within a process group."""
 
     def __init__(
         self, group: Any, device: torch.device, agreement: str | None, forward: int | None = None
@@ -116,9 +117,10 @@ class _Link:
         history.refuse()
         history.calls += 1
         self._number = history.calls
-        # why not every call on a GPU: the host would wait for all that runs there.
+        # why not every call on a GPU: the host would wait for everything queued there.
         when = agreement or ("call" if device.type == "cpu" else "signature")
-        # why no method: a link in a cycle keeps its group, whose threads abort a process that ends then.
+        # why no method: a link in a reference cycle keeps its group alive, and the threads of a group that is
+        # alive at exit abort the process.
         gather = functools.partial(_gather, group, history, device)
         self.agreement = Agreement(
             None if when == "never" else gather,
@@ -127,11 +129,11 @@ class _Link:
         )
 
     def returning(self) -> _Link:
-        """That of the backward pass of this call."""
+        """The link of the backward pass of this call."""
         return _Link(*self._given, self._number)
 
     def everyones(self, x: Any) -> list[Any]:
-        """A tensor of every process, all of one shape."""
+        """The tensors x of all processes, all of one shape."""
         return _everyones(self.group, self.history, x)
 
     def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
@@ -161,7 +163,7 @@ class _Link:
 
 
 def link_of(group: Any, device: torch.device) -> _Link:
-    """The link of a call that sends messages of its own."""
+    """The link of a call that sends messages directly, outside of ring attention."""
     return _Link(group, device, None)
 
 
@@ -192,7 +194,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
         link, recorded, causal, options, cut, return_lse = ctx.rest
         link = link.returning()
-        with link.agreement.refusals():  # memory may be short here too
+        with link.agreement.refusals():  # memory may run out here too
             if in_batches(do) or in_batches(dlse):
                 raise UnsupportedError(
                     "ring_attention has no gradients of several directions at once.",
@@ -214,7 +216,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _group(group: Any) -> Any:
-    """The process group that a caller means."""
+    """The process group of an argument; None is all processes."""
     if group is None:
         return dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER or (
@@ -237,7 +239,7 @@ def _group(group: Any) -> Any:
 
 
 def _refuse(every: dict[str, Any], packed: bool) -> None:
-    """Refuse options that the schedule does not take, and lost gradients."""
+    """Refuse options that the schedule does not support, and gradients that would be lost."""
     schedules.check(every, packed)
     refuse_lost_gradients(**{name: x for name, x in every.items() if name != "sinks"})
 
@@ -253,7 +255,7 @@ def _attend(
     every: dict[str, Any],
     check: Callable[[], None] | None = None,
 ) -> Any:
-    """O and LSE; check: what else this process may refuse, of which the others are told."""
+    """O and LSE; `check` may raise an error, which is reported to the other processes."""
     if not (agreement is None or one_of(agreement, ("call", "signature", "never"))):
         raise InvalidArgumentsError(
             f"agreement is {agreement!r}.", hint='agreement="call", "signature", "never" or None'
@@ -285,9 +287,9 @@ def _attend(
 
 
 def attend(*call: Any) -> Any:
-    """The same out of sight of torch.compile, which would take the messages for a part of its program."""
+    """`_attend` hidden from torch.compile, which would trace the messages into its graph."""
     dynamo = sys.modules.get("torch._dynamo")
-    # why twice: torch's compiler, which breaks its program to come here, would go on inside.
+    # why twice: after the graph break that leads here, torch.compile would resume inside.
     return (_attend if dynamo is None else dynamo.disable(_attend))(*call)
 
 
@@ -314,24 +316,24 @@ def ring_attention(
     Parameters
     ----------
     q, k, v : Tensor
-        This process's parts: the rows `cupy_flash.parallel.positions` names, in that order. Inside of
+        This process's parts: the rows that `cupy_flash.parallel.positions` returns, in that order. Inside
         torch.autocast they are cast.
     group : ProcessGroup, optional
-        Default: all processes. Every one of them makes the call, and runs its backward pass.
+        Default: all processes. Every process must make the call, and run its backward pass.
     cu_seqlens : Tensor of int32, shape (sequences + 1,), optional
         Offsets of this process's rows of packed sequences, the same in all processes: q, k and v are then
-        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` names. They are read
+        (rows, heads, head_dim), the rows that `cupy_flash.parallel.packed_positions` returns. They are read
         back, which waits for the stream.
     mask : array of bool, Spans, BlockMask, or tuple of these, optional
-        Which keys a query may attend, as in `cupy_flash.attention`: of the whole sequence, the same in all
-        processes. With schedule "alltoall" or "allgather"; of the latter each stretch of rows that a process
-        holds begins at a multiple of 16 queries where a mask has blocks.
+        Which keys a query may attend to, as in `cupy_flash.attention`: of the whole sequence, equal in all
+        processes. With schedule "alltoall" or "allgather"; for a mask with blocks, "allgather" requires that
+        each contiguous range of rows of a process begins at a multiple of 16 queries.
     sinks : Tensor, optional
         As in `cupy_flash.torch.attention`.
     agreement : {"call", "signature", "never"}, optional
-        When processes compare their arguments, 32 bytes of each: before every call, before the first one with
+        When processes compare their arguments, 32 bytes each: before every call, before the first call with
         the same arguments, or never. Default: "call" on a CPU, "signature" on a GPU, where it waits for the
-        stream. Without it, processes that differ get wrong results, or the library of the messages ends them.
+        stream. Without it, processes that differ get wrong results, or the communication library aborts them.
     {options}
     return_lse : bool
         As in `attention`.
@@ -339,15 +341,15 @@ def ring_attention(
     Returns
     -------
     Tensor, or (Tensor, Tensor) with return_lse
-        This process's rows. The gradient of sinks is this process's share, to be added up over the group.
+        This process's rows. The gradient of sinks is this process's share; sum it over the group.
 
     Raises
     ------
     UnsupportedError
         torch.distributed is not initialised.
     InvalidArgumentsError, CubinNotFoundError
-        As in `attention`; also rows that are not those of `cupy_flash.parallel.positions`, and arguments
-        that are not the same in all processes.
+        As in `attention`; also rows other than `cupy_flash.parallel.positions`, and arguments that differ
+        between processes.
     """
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     if not (dist.is_available() and dist.is_initialized()):

@@ -1,7 +1,7 @@
-"""Options as arguments of torch's operators, by their declaration.
+"""Arguments of torch's operators, derived from the declarations of options.
 
-why not torch's infer_schema: it reads annotations of one function, knows no Literal, and has no kind for a
-window or an alignment.
+why not torch's infer_schema: it reads the annotations of one function, does not support Literal, and has no
+type for a window or an alignment.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ class Argument(NamedTuple):
     Attributes
     ----------
     kind : str
-        As schemas spell it, such as "float?".
+        Its type in the schema, such as "float?".
     name : str
+        Its name in the schema.
     """
 
     kind: str
     name: str
 
     def of(self, value: Any) -> Any:
-        """A value as torch takes it, NumPy's numbers as Python's; what is no flag or number is refused."""
+        """The value converted for torch, NumPy's numbers to Python's; refuse other types of value."""
         if value is None or self.kind.startswith(("SymInt", "str")):
             return value
         if self.kind.startswith("bool"):
             return flag(value, spelled(self.name))
-        # why not all of them: in a program a number may be a symbol, of which only its type is asked.
+        # why not finite_number for all: under torch.compile a number may be symbolic, without a value.
         return float(value) if isinstance(value, (int, float)) else finite_number(value, spelled(self.name))
 
 
 def arguments_of(options: Any, instead: dict[str, str]) -> tuple[Argument, ...]:
-    """The arguments that options become which are no arrays.
+    """The arguments of the operator for options that are not arrays.
 
     Parameters
     ----------
     options : class
-        Of `call.options`.
+        A class of `call.options`.
     instead : dict of str to str
-        Options that no kind of argument can hold, and the arguments that stand for them.
+        Arguments that replace options for which schemas have no type, by the name of the option.
     """
     spelled = [
         instead[name] if name in instead else f"{_kind(hint)} {name}"
@@ -61,7 +62,7 @@ def arguments_of(options: Any, instead: dict[str, str]) -> tuple[Argument, ...]:
 
 
 def _kind(hint: Any) -> str:
-    """A type as schemas spell it."""
+    """The type of a schema for a type annotation."""
     optional = [x for x in get_args(hint) if x is not type(None)] if get_origin(hint) is not Literal else []
     (one,) = optional or [hint]
     of = type(get_args(one)[0]) if get_origin(one) is Literal else one
@@ -69,11 +70,11 @@ def _kind(hint: Any) -> str:
 
 
 def array_names(options: Any) -> tuple[str, ...]:
-    """The options that are arrays, or the arrays that they consist of."""
+    """Names of the options that are arrays; for compound options, names of their parts."""
     arrays = ((name, option) for name, option in declared(options).items() if option.array)
     return tuple(part for name, option in arrays for part in option.parts or (name,))
 
 
 def schema(tensors: Iterable[str], arguments: Iterable[Argument]) -> str:
-    """Arguments as an operator's definition lists them; tensors with their kinds."""
+    """The argument list of an operator's schema; `tensors` already have their types."""
     return ", ".join([*tensors, *(f"{kind} {name}" for kind, name in arguments)])

@@ -1,4 +1,4 @@
-"""Let torch's own scaled_dot_product_attention run this library, and fall back to torch's kernels."""
+"""Run this library in torch's own scaled_dot_product_attention, with fallback to torch's kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["sdpa_with_fallback", "use_in_sdpa"]
 
 Tensor: TypeAlias = torch.Tensor
 
-# why not torch.nn.functional's: that name may be ours by now.
+# why not from torch.nn.functional: that name may have been replaced by ours.
 _torchs_own = torch._C._nn.scaled_dot_product_attention
 _operator = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -32,7 +32,7 @@ def _options(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Any]:
-    """What torch's function takes beside its tensors, by name."""
+    """The arguments of torch's function other than query, key and value, by name."""
     return {
         "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
         "enable_gqa": enable_gqa,
@@ -44,15 +44,15 @@ def _ran_backward(_: Tensor) -> None:
 
 
 def _ours_or(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """The result by this library, or by a function of torch if this library refuses the call."""
+    """The result of this library, or of torch's function `own` if this library refuses the call."""
     if options["dropout_p"] and args[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        # why: the seed is a host number, and each replay would drop the same weights.
+        # why: the seed is a host number, so each replay would drop the same weights.
         left_to_torch("scaled_dot_product_attention: dropout while a CUDA graph is captured.")
         return own(*args, **options)
     try:
         o = scaled_dot_product_attention(*args, **options)
     except (InvalidArgumentsError, UnsupportedError) as error:
-        # why both: torch accepts some of what is invalid here, and has its own words for the rest.
+        # why both: torch accepts some calls that are invalid here, and raises its own errors for the rest.
         left_to_torch(f"scaled_dot_product_attention: {reason_of(error)}")
         return own(*args, **options)
     ran_forward()
@@ -94,8 +94,8 @@ def sdpa_with_fallback(
 
     Notes
     -----
-    `sdpa_calls` has the reason of each fallback. Under torch.compile there are no fallback and no counts:
-    it is `scaled_dot_product_attention` there. Backward passes have no fallback either.
+    `sdpa_calls` has the reason of each fallback. Under torch.compile this is `scaled_dot_product_attention`,
+    without fallback or counts. Backward passes have no fallback either.
     """
     options = _options(attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.compiler.is_compiling():
@@ -105,10 +105,10 @@ def sdpa_with_fallback(
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
-    """The operator of torch, before it chooses a backend."""
+    """Replacement of torch's operator, called before torch chooses a backend."""
     tensors, options = (query, key, value), _options(*args, **named)
     if not are_untouched(*tensors, options["attn_mask"]):
-        # why: torch.compile keeps programs on disk, and does not know that this operator is overridden.
+        # why: torch.compile caches graphs on disk, and does not know that this operator is overridden.
         left_to_torch("scaled_dot_product_attention: torch is tracing, or a mode or subclass sees the call.")
     elif _only_math():
         left_to_torch("scaled_dot_product_attention: the caller allows the math backend only.")
@@ -118,7 +118,7 @@ def _whole(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) 
 
 
 def _only_math() -> bool:
-    """Whether torch may choose its textbook computation only, which is what others are compared with."""
+    """Whether only torch's math backend is allowed, the reference to which callers compare other backends."""
     backends = torch.backends.cuda
     return not (
         backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled()
@@ -126,21 +126,21 @@ def _only_math() -> bool:
 
 
 class _WholeOperator:
-    """Overrides torch's scaled_dot_product_attention, whichever backend it would choose."""
+    """Overrides torch's scaled_dot_product_attention for all of its backends."""
 
     def __init__(self, device: str) -> None:
         self._library = torch.library.Library("aten", "IMPL")
-        # why two: with the key of inference tensors alone torch would not record what happens inside.
+        # why two: with the backend key alone, autograd would not record the calls inside.
         for key in (device, f"Autograd{device}"):
             self._library.impl("scaled_dot_product_attention", _whole, key)
 
     def remove(self) -> None:
-        """Give the operator back to torch."""
+        """Restore torch's operator."""
         self._library._destroy()
 
 
 class _Contexts:
-    """The open contexts of all threads: the first one makes the overrides, the last one removes them."""
+    """The open contexts of all threads: the first one installs the overrides, the last one removes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class _Contexts:
             if not self._open:
                 self._before = attention.current_flash_attention_impl()
                 if self._before != NAME:
-                    register()  # again, in case that somebody else has the name by now
+                    register()  # again, because other code may have registered the name since
                     attention.activate_flash_attention_impl(NAME)
                 self._operator = _WholeOperator("CUDA")
             self._open += 1
@@ -179,7 +179,7 @@ _contexts = _Contexts()
 
 @contextmanager
 def use_in_sdpa() -> Iterator[Calls]:
-    """Inside this context torch.nn.functional.scaled_dot_product_attention runs this library, in all threads.
+    """Run this library as torch.nn.functional.scaled_dot_product_attention in this context, in all threads.
 
     On a GPU it replaces all of torch's backends, also for masks, float32, head dims above 256 and
     dropout, unless ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` selects torch's textbook
@@ -200,8 +200,8 @@ def use_in_sdpa() -> Iterator[Calls]:
 
     Notes
     -----
-    Under torch.compile only the calls of torch's flash backend run this library. Compile
-    `cupy_flash.torch.scaled_dot_product_attention` for the others.
+    Under torch.compile only calls for which torch chooses its flash backend run this library. For others,
+    compile `cupy_flash.torch.scaled_dot_product_attention`.
     """
     if not has_registry():
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Second order as torch knows it: two more operators, and functions that differentiate one into the other.
+"""Second derivatives in torch: operators for J and H, and autograd functions that connect them.
 
-J is the tangent of attention, B its gradient, H the derivative of B in a direction. J is linear in the
-tangents and B its transpose, so that the derivatives of J and B need J, B and H only; H has none.
+J is the tangent of attention, B its gradient, H the directional derivative of B. J is linear in the tangents
+and B is its transpose, so the derivatives of J and B need only J, B and H; H has no derivative.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ for _device in ("CPU", "CUDA"):
 
 
 def _have_directions(directed: tuple[Any, ...], dims: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-    """Whether tangents, the last ones of `directed`, have an axis of directions beside the one mapped."""
+    """Whether tangents, the last ones of `directed`, have an axis of directions besides the mapped axis."""
     pairs = zip(directed[-_N:], dims[-_N:], _PRIMALS, strict=True)
     return any(
         x is not None and x.dim() > values[position].dim() + (dim is not None) for x, dim, position in pairs
@@ -82,7 +82,7 @@ def _have_directions(directed: tuple[Any, ...], dims: tuple[Any, ...], values: t
 
 
 def _directions(tangents: tuple[Any, ...], primals: tuple[Any, ...]) -> tuple[int, ...]:
-    """The axis of directions, if the tangents have one."""
+    """The length of the axis of directions as a tuple; empty if the tangents have no such axis."""
     for x, position in zip(tangents, _PRIMALS, strict=True):
         if x is not None and x.dim() > primals[position].dim():
             return (x.shape[0],)
@@ -116,7 +116,7 @@ torch.library.register_vmap(
 
 
 def tangents_of(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of what belongs to each argument of the operator, that of the arrays with tangents; refuse others."""
+    """The inputs at the positions of differentiable arrays; refuse a floating-point one elsewhere."""
     for position, x in enumerate(inputs[: len(TENSORS)]):
         if x is not None and position not in _PRIMALS and x.dtype.is_floating_point:
             raise UnsupportedError(
@@ -128,7 +128,7 @@ def tangents_of(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
     """O and LSE of dual tensors, with their tangents, in one pass.
 
-    None where this is not all: another transform around it, or a graph of it that is being recorded.
+    None under another transform, and if autograd records a graph of it.
     """
     functorch: Any = torch._C._functorch
     if torch.compiler.is_compiling() or functorch.get_dynamic_layer_stack_depth() > 1:
@@ -142,7 +142,7 @@ def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
             return None
     primals, tangents = zip(*duals, strict=True)
     compute: Any = _operators.attention_with_jvp.default
-    # why: torch's compiler, which broke its program to come here, would go on inside.
+    # why: after the graph break that leads here, torch.compile would resume inside.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         compute = dynamo.disable(compute)
@@ -152,7 +152,7 @@ def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
 
 
 def _spread(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gradients of the arrays with tangents as those of all arguments of the operator."""
+    """One gradient per argument of the operator, from those of the differentiable arrays; others are None."""
     every: list[Any] = [None] * len(values)
     for position, grad in zip(_PRIMALS, grads, strict=True):
         if values[position] is not None:
@@ -161,7 +161,7 @@ def _spread(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] = ()) -> None:
-    """Save tensors for both modes, and the rest."""
+    """Save tensors for reverse and forward mode, and other values on the context."""
     tensors = (*inputs, *output)
     held = [isinstance(x, torch.Tensor) for x in tensors]
     ctx.rest = [None if there else x for x, there in zip(tensors, held, strict=True)]
@@ -173,7 +173,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] = ()) -> No
 
 
 def _kept(ctx: Any) -> tuple[Any, ...]:
-    """What `_keep` saved."""
+    """The inputs and outputs that `_keep` saved."""
     saved = iter(ctx.saved_tensors)
     return tuple(next(saved) if there else x for x, there in zip(ctx.rest, ctx.held, strict=True))
 
@@ -200,7 +200,7 @@ class Tangent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        """B for the tangents; for the arrays H, as J is the gradient's transpose."""
+        """B for the tangents, because it is the transpose of J; H for the arrays."""
         *inputs, o_dot, lse_dot = _kept(ctx)
         o, lse, along, values = inputs[0], inputs[1], inputs[2 : 2 + _N], tuple(inputs[2 + _N :])
         if do is None and dlse is None:
@@ -216,7 +216,7 @@ class Tangent(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> tuple[Any, Any]:
-        """J again, if the arrays stand still."""
+        """J applied to the tangents of the tangents; refuse tangents of the arrays."""
         inputs = _kept(ctx)[:-2]
         if any(dot is not None for dot in dots[2 + _N :]):
             raise UnsupportedError(
@@ -228,7 +228,7 @@ class Tangent(torch.autograd.Function):
 
 
 class Backward(torch.autograd.Function):
-    """B: (do, dlse, o, lse, arguments of the operator) -> gradients; o and lse are functions of these."""
+    """B: (do, dlse, o, lse, arguments of the operator) -> gradients; o and lse depend on the arguments."""
 
     generate_vmap_rule = True
 
@@ -276,7 +276,7 @@ class Backward(torch.autograd.Function):
 
 
 class _SecondGradient(torch.autograd.Function):
-    """H: (do, dlse, o, lse, tangents of these two, tangents, arguments of the operator) -> those of B."""
+    """H: (do, dlse, o, lse, tangents of o and lse, tangents, arguments of the operator) -> tangents of B."""
 
     generate_vmap_rule = True
 
@@ -287,7 +287,7 @@ class _SecondGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Nothing to save."""
+        """Save nothing."""
 
     @staticmethod
     def backward(_ctx: Any, *_: Any) -> Any:

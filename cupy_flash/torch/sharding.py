@@ -1,4 +1,4 @@
-"""DTensors: how the operators may be split over a mesh, by batches and by heads, each device to its own."""
+"""Sharding rules of the operators for DTensors: by batch and by heads, so that each device runs its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["head_first"]
 
 
 def head_first(call: Call) -> Call:
-    """A call of DTensors as the rules know it, in the layout "bhsd"; what cannot be split is refused."""
+    """A call of DTensors in the layout "bhsd", for which the rules are written; refuse dropout."""
     if call.options.dropout:
         raise UnsupportedError(
             "dropout over DTensors: it depends on the global position, and a device knows only its own.",
@@ -27,18 +27,19 @@ def head_first(call: Call) -> Call:
         return call
     q, k, v, *others = call.tensors
     turned = (x.transpose(-3, -2) for x in (q, k, v))
-    # why: torch remembers a rule by the tensors of a call alone.
+    # why: torch caches a rule's result by the tensors of a call alone, without its layout.
     return call._replace(tensors=(*turned, *others), options=call.options._replace(layout="bhsd"))
 
 
 class _Split:
-    """One way to split a call along one axis of a mesh.
+    """A way to shard a call along one axis of a mesh.
 
     Parameters
     ----------
     kind : {"nothing", "batch", "heads"}
+        The axis of the arrays that is sharded.
     specs : dict of str to spec or None
-        Of the tensors in TENSORS.
+        Specs of the tensors of the call by the names in TENSORS, None for one that is not given.
     """
 
     def __init__(self, kind: str, specs: dict[str, Any]) -> None:
@@ -46,7 +47,7 @@ class _Split:
         self.is_packed = specs["cu_seqlens_q"] is not None
 
     def possible(self) -> bool:
-        """Whether every device gets sequences, or heads of queries with their own heads of keys, whole."""
+        """Whether every device gets whole sequences, or whole heads of keys with all their query heads."""
         q, k = self.specs["q"], self.specs["k"]
         if self.kind == "batch":
             return bool(not self.is_packed and q.ndim == 4)
@@ -58,7 +59,7 @@ class _Split:
         return 1 if self.is_packed else int(x.ndim) - 3
 
     def of_rows(self, lse: bool = False) -> Any:
-        """Of what has rows of queries or of keys: q, k, v, o, their gradients, and lse."""
+        """The placement of arrays with rows: q, k, v, o, their gradients, and lse."""
         if self.kind == "nothing":
             return Replicate()
         if self.kind == "batch":
@@ -66,7 +67,7 @@ class _Split:
         return Shard(self._heads(self.specs["q"]) - (lse and self.is_packed))
 
     def of(self, name: str) -> Any:
-        """Of an argument."""
+        """The placement of an argument; None if it is not given."""
         x = self.specs[name]
         if x is None:
             return None
@@ -75,12 +76,12 @@ class _Split:
         axes = AXES_OF.get(name, ())
         if self.kind not in axes:
             return Replicate()
-        axis = axes.index(self.kind) + x.ndim - len(axes)  # an array may lack axes in front
+        axis = axes.index(self.kind) + x.ndim - len(axes)  # an array may lack leading axes
         is_shared = axis < 0 or ("keys" in axes and x.shape[axis] == 1)
         return Replicate() if is_shared else Shard(axis)
 
     def of_gradient(self, name: str) -> Any:
-        """Of the gradient of an argument: a sum, if devices share the argument."""
+        """The placement of an argument's gradient: a partial sum if the argument is replicated."""
         placed = self.of(name)
         if placed is None:
             return Replicate()

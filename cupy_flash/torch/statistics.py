@@ -1,4 +1,4 @@
-"""attention_statistics for torch: the same call, also of tensors that require a gradient."""
+"""attention_statistics for torch: the same call, also with tensors that require grad."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def attention_statistics(
     Returns
     -------
     AttentionStatistics
-        Of Tensors without a gradient.
+        With tensors that do not require grad.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def attention_statistics(
 
     Notes
     -----
-    torch.compile has a graph break here.
+    It is a graph break under torch.compile.
     """
     check_tensors(lse=lse)
     given: Any = {**options}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 __all__ = ["Calls", "counted", "left_to_torch", "ran_backward", "ran_forward", "reason_of", "sdpa_calls"]
 
-# Reasons show values of calls; so many are kept apart.
+# The limit of distinct reasons: reasons contain values of calls, so there may be arbitrarily many.
 _MOST_REASONS = 64
 _OTHERS = "other reasons"
 
@@ -21,9 +21,9 @@ class Calls:
     Attributes
     ----------
     forward, backward : int
-        Calls that this library computed, in any thread.
+        Number of calls that this library computed, in any thread.
     fallbacks : dict of str to int
-        Calls that torch's own kernels computed, by reason.
+        Number of calls that torch's own kernels computed, by reason.
     """
 
     forward: int = 0
@@ -61,7 +61,7 @@ def sdpa_calls() -> Calls:
 
 @contextmanager
 def counted() -> Iterator[Calls]:
-    """Count from here to the end of the context."""
+    """Count the calls inside the context, in all threads."""
     calls = Calls()
     with _lock:
         _open.append(calls)
@@ -69,7 +69,7 @@ def counted() -> Iterator[Calls]:
         yield calls
     finally:
         with _lock:
-            # why not remove(): equal counts are not the same.
+            # why not remove(): it would remove another object with equal counts.
             _open[:] = [x for x in _open if x is not calls]
 
 
@@ -97,5 +97,5 @@ def left_to_torch(reason: str) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error of this library says is wrong, without its table and its hint."""
+    """The first line of an error of this library: the reason, without the table and the hint."""
     return str(error).partition("\n")[0]

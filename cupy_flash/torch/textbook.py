@@ -1,6 +1,6 @@
-"""The operator in torch's own ones, for exporters that know no others: torch.onnx.export finds it by itself.
+"""Decomposition of the operator into torch's own operators, for exporters such as torch.onnx.export.
 
-By the textbook, with its matrix of scores; calls whose options it does not know are refused.
+It is the textbook formula with a full score matrix; options that it does not support are refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
 _KNOWN = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
 
 
-# why: fake tensors of symbolic sizes take their shapes from a decomposition, unless they find them here.
+# why: fake tensors with symbolic sizes would compute their shapes by the decomposition without this.
 register_decomposition(operator, type="meta")(fake_forward)
 
 
 @register_decomposition(operator)  # type: ignore[untyped-decorator]
 def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
-    """O and LSE of the operator's arguments."""
+    """O and LSE from the operator's arguments."""
     given = dict(zip(_NAMES, values, strict=False))
     odd = [name for name in TENSORS if given[name] is not None and name not in _KNOWN]
     if odd or given["dropout"]:
@@ -58,7 +58,7 @@ def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     seen += [] if given["right"] is None else [j <= i + given["right"]]
     for pairs in seen:
         scores = torch.where(pairs, scores, -torch.inf)
-    # A row that sees no key has the result 0.
+    # A fully masked row has the result 0.
     top = scores.amax(-1, keepdim=True)
     sinks = None if given["sinks"] is None else given["sinks"][:, None, None]
     top = top if sinks is None else torch.maximum(top, sinks)

@@ -1,4 +1,4 @@
-"""Rules of vmap for operators."""
+"""Rules of torch.vmap for operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["directions_at_once", "one_by_one"]
 
 
 def one_by_one(function: Any) -> Any:
-    """The operator for each element, as its loops are long and its arrays large."""
+    """A rule that calls the operator for each element; batching would gain little for such large calls."""
 
     def mapped(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
         pairs = list(zip(values, in_dims, strict=True))
@@ -22,15 +22,16 @@ def one_by_one(function: Any) -> Any:
 
 
 def directions_at_once(function: Any, first: int, last: int, has_directions: Any) -> Any:
-    """The operator once, with an axis of directions, where nothing but those of its arguments is mapped.
+    """A rule that calls the operator once, with an axis of directions, if only tangents are mapped.
 
     Parameters
     ----------
     function : operator
     first, last : int
-        Half-open range of the arguments that have an axis in front for each direction.
+        Half-open range of the arguments that may have a leading axis of directions: the tangents.
     has_directions : callable
-        Whether they have it already; takes them, their axes that are mapped, and the arguments after them.
+        Whether the tangents have that axis already, from the tangents, their mapped axes, and the arguments
+        after them.
     """
     otherwise = one_by_one(function)
 
