@@ -247,7 +247,7 @@ def run_forward(
     packing : Packing, optional
         Of packed sequences, whose offsets are among the arrays.
     unrounded : bool
-        Leave o in the dtype of sums.
+        Leave o in the dtype of sums, on a CPU.
     """
     want_lse = flag(want_lse, "return_lse")
     options, moment = moment_apart(options)

@@ -188,7 +188,7 @@ class Problem(NamedTuple):
     ragged_mask : bool
         Whether the masks of packed sequences lie in a row, each (queries, keys).
     unrounded : bool
-        Whether o, dq, dk and dv are in the dtype of sums.
+        Whether o, dq, dk and dv are in the dtype of sums, on a CPU.
     wanted : tuple of str
         With direction "statistics", its results.
     """

@@ -130,7 +130,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """O and LSE; `arrays` by the names of the options of `attention`, without derivative.
 
-    unrounded: o is in the dtype of sums.
+    unrounded: o is in the dtype of sums, on a CPU only.
     """
     shapes = results_of(arrays, options.layout)
     if unrounded:
@@ -167,7 +167,7 @@ def backward(
 ) -> dict[str, Any]:
     """The gradient of every array that has one, by its name.
 
-    unrounded: those of q, k and v are in the dtype of sums; there are no others.
+    unrounded: those of q, k and v are in the dtype of sums, on a CPU only; there are no others.
     """
     inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
     wanted = [name for name in differentiable(options) if name in arrays]

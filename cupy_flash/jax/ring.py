@@ -125,13 +125,25 @@ def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
 def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, options: Options) -> Any:
     """O and LSE of a pair of parts or stretches."""
     given, longest = _with_cuts(around, arrays, cuts)
-    o, lse = forward(given, options, longest, _has_16_bits(arrays["q"]))
-    return _wide(o), lse
+
+    def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any]:
+        o, lse = forward(given, options, longest, unrounded)
+        return _wide(o), lse
+
+    o, lse = _unrounded(run, given)
+    return o, lse
 
 
-def _has_16_bits(q: Any) -> bool:
-    """Whether results would be rounded, which those of a part are not."""
-    return bool(q.dtype.itemsize == 2)
+def _unrounded(run: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """What a call returns in the dtype of sums: not rounded to 16 bits before, on a CPU.
+
+    Kernels of GPUs round their results.
+    """
+    if given["q"].dtype.itemsize > 2:
+        return run(given, unrounded=False)
+    return jax.lax.platform_dependent(
+        given, cpu=functools.partial(run, unrounded=True), default=functools.partial(run, unrounded=False)
+    )
 
 
 def _with_cuts(
@@ -225,8 +237,15 @@ def _shares(around: _Around, step: int, arrays: tuple[Any, ...], apart: _Apart) 
         q, k, v, o, lse, do, dlse = arrays
         given, longest = _with_cuts(around, {"q": q, "k": k, "v": v, **own}, cuts)
 
-        grads = backward(given, o, lse, do, dlse, options, longest, _has_16_bits(q))
-        return tuple(_wide(grads[name]) for name in wanted)
+        def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, ...]:
+            inputs = {name: x for name, x in given.items() if name not in results}
+            o, lse, do, dlse = (given[name] for name in results)
+            grads = backward(inputs, o, lse, do, dlse, options, longest, unrounded)
+            return tuple(_wide(grads[name]) for name in wanted)
+
+        results = {"o": o, "lse": lse, "do": do, "dlse": dlse}
+        shares: tuple[Any, ...] = _unrounded(run, {**given, **results})
+        return shares
 
     def early(*given: Any) -> tuple[Any, ...]:
         q, k, v, *rest, packed = given

@@ -1,7 +1,7 @@
 """Attention over some of the keys, whose results are added up to those over all of them.
 
-They are left in the dtype of sums: rounding each to 16 bits would make the error of the whole
-up to 1.4 times that of one call.
+On a CPU they are left in the dtype of sums: rounding each to 16 bits would make the error of the whole
+up to 1.4 times that of one call. Kernels of GPUs round their results.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api import Gradients, adopted, run_backward, run_forward
+from ..call.arrays import CPU
 from ..call.given import split
 from ..varlen import pack, split_packed
 
@@ -19,21 +20,22 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """O and LSE, as of `api.attention`."""
     arrays, values = split(options)
     raw = adopted(q=q, k=k, v=v, **arrays)
-    return run_forward(raw, values, True, unrounded=True)
+    return run_forward(raw, values, True, unrounded=raw["q"].device == CPU)
 
 
 def attention_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> Gradients[Any]:
     """As `api.attention_backward`."""
     arrays, values = split(options)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
-    return run_backward(raw, values, unrounded=True)
+    return run_backward(raw, values, unrounded=raw["q"].device == CPU)
 
 
 def attention_varlen(q: Any, k: Any, v: Any, *cuts: Any, **options: Any) -> Any:
     """O and LSE, as of `varlen.attention_varlen`; cuts are the offsets of q and k."""
     arrays, values, packing = split_packed(options)
     raw = adopted(q=q, k=k, v=v, **arrays)
-    return run_forward(raw, values, True, None, pack(raw, (cuts[0], cuts[1]), *packing), unrounded=True)
+    on_cpu = raw["q"].device == CPU
+    return run_forward(raw, values, True, None, pack(raw, (cuts[0], cuts[1]), *packing), on_cpu)
 
 
 def attention_varlen_backward(
@@ -42,4 +44,5 @@ def attention_varlen_backward(
     """As `varlen.attention_varlen_backward`."""
     arrays, values, packing = split_packed(options)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
-    return run_backward(raw, values, pack(raw, (cuts[0], cuts[1]), *packing), unrounded=True)
+    on_cpu = raw["q"].device == CPU
+    return run_backward(raw, values, pack(raw, (cuts[0], cuts[1]), *packing), on_cpu)
