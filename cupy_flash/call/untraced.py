@@ -18,9 +18,10 @@ UNREAD = (
     "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values", "call.functions",
     "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem", "call.spans", "cpu",
     "derivatives.second_order", "derivatives.with_jvp", "device", "dispatch", "functions", "kv_cache",
-    "naive", "parallel", "plan", "program.c_text", "program.derivative", "program.errors", "program.graph",
-    "program.machine", "program.operations", "program.ranges", "program.tape", "program.template",
-    "program.trace", "report", "spans", "statistics", "torch.functions", "varlen",
+    "naive", "parallel.agreement", "parallel.parts", "parallel.ring", "plan", "program.c_text",
+    "program.derivative", "program.errors", "program.graph", "program.machine", "program.operations",
+    "program.ranges", "program.tape", "program.template", "program.trace", "report", "spans", "statistics",
+    "torch.functions", "varlen",
 )  # fmt: skip
 for _name in UNREAD:
     trace_rules.add(f"{PACKAGE}.{_name}")
