@@ -70,9 +70,7 @@ def score_factors(options: Options, head_dim: int, dtype: str) -> tuple[float, f
         if abs(number) > largest:
             raise InvalidArgumentsError(
                 f"{name} is {number:g}, beyond {largest:.1e}, the range of scores in {of_scores}.",
-                hint="a smaller scale, or None for the default"
-                if name == "scale"
-                else "softcap=30.0, or None for none",
+                hint="scale=None for the default; softcap=30.0, or None for none",
             )
     return scale, softcap
 

@@ -235,13 +235,15 @@ def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
 
 
 def _run(known: _Known, q: Any, k: Any, v: Any) -> Any:
-    if known.recorded and known.in_rows:
+    if not known.recorded:  # only addresses of q, k and v are read, whatever the order of their axes
+        results = known.forward.forward(q, k, v)
+        if known.in_rows:
+            return results[0].transpose(1, 2)
+        return results[0] if len(results) == 1 else tuple(results)
+    if known.in_rows:
         # why: activation checkpoints compare the saved tensors with those of the full call.
         return _record(*turned(q, k, v), known).transpose(1, 2)
-    if known.recorded:
-        return _record(q, k, v, known)
-    results = known.forward.forward(q, k, v)
-    return results[0] if len(results) == 1 else tuple(results)
+    return _record(q, k, v, known)
 
 
 class _Repeated(torch.autograd.Function):
@@ -268,7 +270,7 @@ class _Repeated(torch.autograd.Function):
         grads = gradients(call, do, dlse, o, lse, ctx.needs_input_grad + (False,) * len(GRADIENTS))
         if key is not None:
             raw = adopted(q=q, k=k, v=v, o=o, lse=lse, do=do)
-            passed = _passed("backward", raw, deterministic(known.options), True, False)
+            passed = _passed("backward", raw, deterministic(known.options), True)
             if passed is not None:
                 _put(known.gradients, key, passed)
         return *grads[:3], None
@@ -301,7 +303,7 @@ def remember(
     with torch.no_grad():  # why: the call has been recorded already
         raw = adopted(**dict(zip("qkv", turned(q, k, v) if in_rows else (q, k, v), strict=True)))
     is_recorded = torch.is_grad_enabled() and _need_gradients(q, k, v)
-    passed = _passed("forward", raw, options, is_recorded or return_lse, in_rows and not is_recorded)
+    passed = _passed("forward", raw, options, is_recorded or return_lse)
     if passed is None:
         return
     known = _Known(passed, options, is_recorded, return_lse, in_rows)
@@ -322,15 +324,10 @@ def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:
     memory[key] = found
 
 
-def _passed(direction: str, raw: Any, options: Options, want_lse: bool, in_rows: bool) -> _Pass | None:
+def _passed(direction: str, raw: Any, options: Options, want_lse: bool) -> _Pass | None:
     """A prepared pass, or None if more than addresses can differ between such calls."""
     call = prepared(direction, raw, options, want_lse)
     if not call.only_addresses_differ:
         return None
-    results = []
-    for name, shape, dtype in call.results:
-        strides = contiguous(shape)
-        if in_rows and name != "lse":
-            shape, strides = ((b, h, s, d) for b, s, h, d in (shape, strides))
-        results.append((name, shape, strides, getattr(torch, dtype)))
+    results = [(name, shape, contiguous(shape), getattr(torch, dtype)) for name, shape, dtype in call.results]
     return _Pass(call, tuple(results))
