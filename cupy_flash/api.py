@@ -239,7 +239,7 @@ def run_forward(
     Parameters
     ----------
     raw : dict of str to ArrayView
-        The arrays that `problem.describe` takes, and ``out`` if it was given.
+        The arrays that `describe.describe` takes, and ``out`` if it was given.
     options : Options
     want_lse : bool
     out : array, optional

@@ -8,13 +8,14 @@ import numpy as np
 
 from .call.arrays import ITEM_BYTES, numpy_dtype
 from .call.blocks import PARTIAL, WHOLE, Blocks, check_blocks
+from .call.describe import describe
 from .call.functions import argument_views, check_integers
 from .call.given import split
 from .call.head_scale import HeadScale
 from .call.opaque import opaque
 from .call.operands import lower_shape
 from .call.options import NaiveOptions
-from .call.problem import Problem, describe
+from .call.problem import Problem
 from .call.signature import takes
 from .call.spans import check_spans
 from .errors import UnsupportedError

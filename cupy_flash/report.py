@@ -13,6 +13,7 @@ from .call.cache.parts import cache_parts
 from .call.cache.selected import Selection, adopt_selection
 from .call.checks import flag, integer, one_of
 from .call.compound import unquantized
+from .call.describe import describe
 from .call.given import Options, split, split_of_cache
 from .call.head_scale import HeadScale
 from .call.masks import resolve_band
@@ -20,7 +21,7 @@ from .call.opaque import opaque
 from .call.operands import FLOATS
 from .call.options import BandOptions, CacheOptions, DenseOptions, defaults
 from .call.outputs import namespace
-from .call.problem import Problem, describe
+from .call.problem import Problem
 from .call.signature import REMOVED, takes
 from .call.spelling import kind_of
 from .call.values import check_options

@@ -16,13 +16,14 @@ from .call.cache.parts import cache_parts
 from .call.cache.values import check_values
 from .call.checks import integer, one_of
 from .call.compound import LatentCache, unquantized
+from .call.describe import describe
 from .call.functions import check_integers
 from .call.given import split_of_cache
 from .call.head_scale import scaled_over_cache
 from .call.opaque import opaque
 from .call.operands import Views, row_operand, table_of
 from .call.options import CacheOptions, StatisticsOptions, declared
-from .call.problem import Problem, describe
+from .call.problem import Problem
 from .call.progress import TOLD
 from .call.signature import takes
 from .call.spans import check_spans

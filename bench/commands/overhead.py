@@ -19,8 +19,8 @@ import numpy as np
 import cupy_flash
 from cupy_flash import UnsupportedError
 from cupy_flash.call.adopt import adopt
+from cupy_flash.call.describe import describe
 from cupy_flash.call.given import Options
-from cupy_flash.call.problem import describe
 from cupy_flash.device import cuda, driver
 from cupy_flash.dispatch import backends, memo
 from cupy_flash.plan.choose import choose

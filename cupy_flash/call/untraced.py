@@ -15,9 +15,10 @@ from ..namespace import PACKAGE
 # All modules except those that cupy_flash.torch and the modules above it need while they are compiled.
 UNREAD = (
     "api", "blocks", "call.adopt.jax", "call.adopt.numpy_cupy", "call.adopt.protocols", "call.arrays",
-    "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values", "call.functions",
-    "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem", "call.spans", "cpu",
-    "derivatives.second_order", "derivatives.with_jvp", "device", "dispatch", "functions", "kv_cache",
+    "call.cache.describe", "call.cache.kinds", "call.cache.sizes", "call.cache.values", "call.describe",
+    "call.functions", "call.masks", "call.offsets", "call.operands", "call.outputs", "call.problem",
+    "call.spans", "cpu", "derivatives.second_order", "derivatives.with_jvp", "device", "dispatch",
+    "functions", "kv_cache",
     "naive", "parallel.agreement", "parallel.parts", "parallel.ring", "plan", "program.c_text",
     "program.derivative", "program.errors", "program.graph", "program.machine", "program.operations",
     "program.ranges", "program.tape", "program.template", "program.trace", "report", "spans", "statistics",

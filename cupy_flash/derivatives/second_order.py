@@ -11,11 +11,12 @@ from ..api import Gradients
 from ..call import outputs
 from ..call.adopt import adopt
 from ..call.blocks import check_blocks
+from ..call.describe import describe
 from ..call.functions import check_integers
 from ..call.given import Options, Packing
 from ..call.operands import Views, table_of
 from ..call.options import WITH_GRADIENT
-from ..call.problem import Problem, describe
+from ..call.problem import Problem
 from ..call.progress import TOLD, part_of, telling
 from ..call.reproducible import refuse_reproducible
 from ..call.spans import check_spans

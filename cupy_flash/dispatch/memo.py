@@ -13,12 +13,13 @@ from ..call.arrays import ArrayView
 from ..call.blocks import check_blocks
 from ..call.cache.describe import describe_cache
 from ..call.cache.kinds import check_two_arrays, lies_in, same_memory, written_caches
+from ..call.describe import describe
 from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
 from ..call.operands import lower_shape
 from ..call.options import DIFFERENTIABLE
 from ..call.outputs import check_out, check_overlap, extents, workspace_address
-from ..call.problem import Problem, describe
+from ..call.problem import Problem
 from ..call.spans import check_spans
 from ..call.tangents import tangent_operand
 from ..call.values import OF_NO_CALL, Moment
@@ -214,7 +215,7 @@ def prepared(
     cache : CacheCall, optional
         For "decode".
     unrounded : bool
-        As in `problem.describe`.
+        As in `describe.describe`.
 
     Raises
     ------

@@ -12,9 +12,9 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.describe import OFFSETS
 from ..call.given import Options
 from ..call.options import WITH_GRADIENT
-from ..call.problem import OFFSETS
 from ..derivatives.second_order import hvp_into, jvp_into
 from ..device.run import Driver
 from ..dispatch.backends import driver_of

@@ -14,10 +14,11 @@ from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.blocks import check_blocks
 from ..call.cache.describe import describe_cache
 from ..call.cache.values import check_values
+from ..call.describe import OFFSETS, describe
 from ..call.functions import check_integers
 from ..call.given import CacheCall, Options, Packing
 from ..call.offsets import check_counts, longest_length
-from ..call.problem import OFFSETS, Problem, describe
+from ..call.problem import Problem
 from ..call.progress import told_anywhere
 from ..call.spans import check_spans
 from ..call.values import Moment
@@ -82,7 +83,7 @@ class Config(NamedTuple):
     cached : Cached, optional
         Parameters of a call over a cache; None otherwise.
     unrounded : bool
-        As in `problem.describe`.
+        As in `describe.describe`.
     """
 
     direction: str

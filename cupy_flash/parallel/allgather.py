@@ -16,9 +16,9 @@ import numpy as np
 from ..api import Gradients, attention
 from ..call.blocks import BlockMask
 from ..call.compound import Spans, masks_of
+from ..call.describe import describe
 from ..call.given import split
 from ..call.masks import resolve_band
-from ..call.problem import describe
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room

@@ -16,9 +16,9 @@ import numpy as np
 from ..api import Gradients, attention, attention_backward
 from ..call.blocks import BlockMask
 from ..call.compound import Spans
+from ..call.describe import describe
 from ..call.given import split
 from ..call.options import PER_HEAD
-from ..call.problem import describe
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen, attention_varlen_backward
 from .exchange import ToParts, ToWhole, exchange

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..call.describe import describe
 from ..call.given import Options
 from ..call.options import PER_HEAD
-from ..call.problem import describe
 from ..call.values import checked_seed
 from ..errors import UnsupportedError
 from .agreement import Agreement

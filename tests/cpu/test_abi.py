@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from cupy_flash.call.adopt import adopt
+from cupy_flash.call.describe import describe
 from cupy_flash.call.given import Options
-from cupy_flash.call.problem import describe
 from cupy_flash.device import abi
 from cupy_flash.plan import families
 from cupy_flash.plan.launch import Launch

@@ -10,8 +10,8 @@ import pytest
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import BlockMask, InvalidArgumentsError, block_mask, block_mask_of_lists, testing
+from cupy_flash.call.describe import describe
 from cupy_flash.call.given import Options
-from cupy_flash.call.problem import describe
 from cupy_flash.cpu import tiles
 from cupy_flash.cpu.blocks import TileBlocks
 from tests.block_cases import BlockCase, as_mask, crossed, random_blocks

@@ -16,8 +16,8 @@ import cupy_flash
 from cupy_flash import CubinNotFoundError, InvalidArgumentsError
 from cupy_flash.__main__ import main
 from cupy_flash.api import adopted
+from cupy_flash.call.describe import describe
 from cupy_flash.call.given import split
-from cupy_flash.call.problem import describe
 from cupy_flash.cubins import locate, nvrtc, on_demand, sass, sources, user_cache
 from cupy_flash.cubins.build import BuildFailed
 from cupy_flash.cubins.compile import compile_variant

@@ -13,8 +13,8 @@ import pytest
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import InvalidArgumentsError, Spans, spans, testing
+from cupy_flash.call.describe import describe
 from cupy_flash.call.given import Options
-from cupy_flash.call.problem import describe
 from cupy_flash.cpu import tiles
 from cupy_flash.cpu.spans import TileSpans
 from tests.cases import Case

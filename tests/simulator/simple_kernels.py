@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.call import problem
 from cupy_flash.call.adopt import adopt
+from cupy_flash.call.describe import describe
 from cupy_flash.call.given import Options
 from cupy_flash.device import abi, run, simulator
 from cupy_flash.plan import choose
@@ -53,7 +53,7 @@ def launch(
     **options: Any,
 ) -> None:
     """Run the planned kernels on 4-D arrays, with arrays that the public API has no name for."""
-    asked, views, _ = problem.describe(direction, inputs, Options(**options))
+    asked, views, _ = describe(direction, inputs, Options(**options))
     given = {name: adopt(x, name) for name, x in {**outputs, **(extra or {})}.items()}
     chosen = choose.choose(asked, "sm_61")
     workspace = simulator.empty(chosen.workspace_bytes)

@@ -12,8 +12,8 @@ import pytest
 
 import cupy_flash
 from cupy_flash import UnsupportedError
+from cupy_flash.call.describe import describe
 from cupy_flash.call.given import Options
-from cupy_flash.call.problem import describe
 from cupy_flash.dispatch import memo
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import ARCHITECTURES

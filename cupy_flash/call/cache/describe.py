@@ -12,11 +12,12 @@ from ..adopt import adopt
 from ..arrays import CPU
 from ..checks import flag, integer
 from ..codes import CODE_UNITS, kind_of_codes
+from ..describe import OFFSETS, head_operands, problem_of
 from ..given import CacheCall, Options, Packing
 from ..masks import resolve_band
 from ..offsets import check_counts, counts, flat_mask, longest_length, offsets
 from ..operands import Views, lift, row_operand, score_operand, wrong
-from ..problem import OFFSETS, Cache, Problem, head_operands, problem_of
+from ..problem import Cache, Problem
 from ..spans import Intervals, span_operand
 from ..values import check_options
 from .kinds import check_kinds, check_scales, check_writable, lies_in, same_memory

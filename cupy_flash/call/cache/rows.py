@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..describe import MAX_SEQLEN
 from ..head_scale import in_dtype
-from ..problem import MAX_SEQLEN
 
 __all__ = ["Rows", "int32_beside"]
 

@@ -14,11 +14,11 @@ import numpy as np
 from ...errors import InvalidArgumentsError, UnsupportedError
 from ..checks import flag, integer, one_of
 from ..codes import CODE_UNITS, kind_of_codes
+from ..describe import MAX_SEQLEN
 from ..given import CacheCall
 from ..head_scale import in_dtype
 from ..masks import resolve_band
 from ..operands import AXES, Views, cast, check_place, table_of, wrong
-from ..problem import MAX_SEQLEN
 from ..spelling import kind_of, spelled
 from .describe import adopt_cache, pack_queries
 from .pages import rows_apart

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from ..checks import integer
 from ..codes import CODE_UNITS, GROUPS, kind_of_codes
+from ..describe import check_seqlen
 from ..given import Packing
 from ..operands import Views, heads_hint, lift, wrong
-from ..problem import Codes, check_seqlen
+from ..problem import Codes
 from ..spelling import spelled
 
 __all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
