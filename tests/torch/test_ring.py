@@ -316,6 +316,8 @@ def check_interrupts(rank, ranks):
         group = dist.new_group()
         o = ring_attention(q, q, q, group=group, agreement="never")
         if rank == 0:
+            # why: a shell lets what it runs in the background ignore it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             interrupted = []
 
             def interrupt(interrupted=interrupted):
