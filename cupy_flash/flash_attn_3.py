@@ -25,7 +25,7 @@ from .call.signature import takes
 from .errors import InvalidArgumentsError, UnsupportedError
 from .flash_attn import flash_attn_interface as second
 from .flash_attn.words import OF_3, by_their_names
-from .merge import united
+from .merge import merge_parts
 from .torch import attention, attention_varlen, attention_with_kv_cache
 from .torch.inputs import check_tensors
 
@@ -347,7 +347,7 @@ def flash_attn_combine(
             f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
             hint="lse_partial of shape out_partial.shape[:-1], and a part at least",
         )
-    whole, lse = united(torch, tuple(zip(out_partial, lse_partial, strict=True)))
+    whole, lse = merge_parts(torch, tuple(zip(out_partial, lse_partial, strict=True)))
     if out is not None:
         return out.copy_(whole), lse
     return whole.to(out_dtype or out_partial.dtype), lse

@@ -24,7 +24,7 @@ from .call.reproducible import refuse_reproducible
 from .call.spelling import kind_of, spelled
 from .call.values import LAYOUTS
 from .errors import InvalidArgumentsError, UnsupportedError
-from .merge import united
+from .merge import merge_parts
 
 __all__ = ["Prefix", "over_keys"]
 
@@ -148,7 +148,7 @@ class Prefix(NamedTuple):
         Parameters
         ----------
         xp : module
-            Namespace of the arrays, as in `merge.united`.
+            Namespace of the arrays, as in `merge.merge_parts`.
         attention, q
             As in `attend`.
         k_cache : array
@@ -193,9 +193,9 @@ class Prefix(NamedTuple):
             turned["k"] = new.rotated(xp, options["k"], options, self.layout)
         return turned
 
-    def unite(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
+    def merge(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
         """[P3] Merge; return O in a dtype, and LSE."""
-        o, lse = united(xp, (first, rest), self.packed or self.layout == "bshd")
+        o, lse = merge_parts(xp, (first, rest), self.packed or self.layout == "bshd")
         return in_dtype(o, dtype), lse
 
 
@@ -208,7 +208,7 @@ def over_keys(
     Parameters
     ----------
     xp : module
-        Namespace of the arrays, as in `merge.united`.
+        Namespace of the arrays, as in `merge.merge_parts`.
     attention : callable
         As in `Prefix.attend`.
     q, k, v : array
@@ -227,7 +227,7 @@ def over_keys(
     shared = Prefix.of(q, k, v, prefix, options.get("layout", "bhsd"), names=names)
     rest = attention(q, k, v, return_lse=True, **options)  # [P2]
     whole = {name: x for name, x in options.items() if name not in ("causal", "layout")}
-    return shared.unite(xp, shared.attend(attention, q, whole), rest, q.dtype)
+    return shared.merge(xp, shared.attend(attention, q, whole), rest, q.dtype)
 
 
 def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:

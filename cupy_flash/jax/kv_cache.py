@@ -127,7 +127,7 @@ def attention_with_kv_cache(
     lse = rest.pop(0) if asked or shared is not None else None
     if shared is not None:
         first = shared.before_cache(jnp, attention, jnp.asarray(q), flat["k_cache"], whole)
-        o, lse = shared.unite(jnp, first, (o, lse), o.dtype)
+        o, lse = shared.merge(jnp, first, (o, lse), o.dtype)
     names = _written(flat) if columns is None else ("k_cache",)
     written = dict(zip(names, rest, strict=True)) if appends else {}
     given = (("k", k_cache),) if columns is not None else (("k", k_cache), ("v", v_cache))

@@ -165,8 +165,8 @@ def test_kernels_of_score_functions_are_compiled_for_a_check_only(monkeypatch: p
 
 def test_what_a_check_leaves_in_the_cache_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     earlier, new = tmp_path / "earlier", tmp_path / "new"
-    monkeypatch.setattr(on_demand, "MADE", {earlier})
-    monkeypatch.setattr(check, "run_cases", lambda *_: on_demand.MADE.add(new) or [])
+    monkeypatch.setattr(on_demand, "COMPILED", {earlier})
+    monkeypatch.setattr(check, "run_cases", lambda *_: on_demand.COMPILED.add(new) or [])
     notes = " ".join(check.check("cpu", cases=[], with_speed=False).notes)
     assert f"stay in {new}" in notes
     assert str(earlier) not in notes

@@ -15,7 +15,7 @@ __all__ = [
     "check_scales",
     "check_two_arrays",
     "check_writable",
-    "lies_in",
+    "is_first_columns",
     "same_memory",
     "written_caches",
 ]
@@ -65,7 +65,7 @@ def check_kinds(raw: Views, layout: str) -> str:
     return dtype
 
 
-def lies_in(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
+def is_first_columns(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
     """Whether values are the first columns of keys in the same memory, as in a cache of latents."""
     if values not in raw or keys not in raw:
         return False

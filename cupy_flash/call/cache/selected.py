@@ -98,7 +98,7 @@ class Selection(NamedTuple):
         Parameters
         ----------
         xp : module
-            Namespace of the arrays, as in `merge.united`.
+            Namespace of the arrays, as in `merge.merge_parts`.
         q, cache_seqlens : array
         options : mapping of str to object
             Options from `cache_parts`, with the caches.

@@ -183,9 +183,9 @@ def refused_codes(p: Problem) -> list[str]:
     """Reasons why kernels cannot read the 4-bit codes of a cache."""
     codes = p.cache.codes if p.cache else None
     reasons = []
-    if codes and codes.kind == "int4" and codes.units != "float16":
-        reasons.append(f"reads 4-bit codes with scales of float16, not {codes.units}")
-    if codes and not codes.alike:
+    if codes and codes.kind == "int4" and codes.scale_dtype != "float16":
+        reasons.append(f"reads 4-bit codes with scales of float16, not {codes.scale_dtype}")
+    if codes and not codes.same_strides:
         reasons.append(
             "reads scales and zeros of 4-bit codes that lie alike, those of a key next to each other"
         )

@@ -185,9 +185,11 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     shared_bytes = _ITEM[dtype] * elements + 4 * numbers
     # why only "band": scores of "any" have a loop of their own; float32 products overlap with nothing.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
-    turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
+    stall_limits = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
     allowed = flash_tiles.SPILLED_OWN_KEYS.get((kind, mask, classes), ()) if step == "dqkv" else ()
-    return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, turn=turn)
+    return Variant(
+        *source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, stall_limits=stall_limits
+    )
 
 
 def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
