@@ -85,7 +85,7 @@ class Prefix(NamedTuple):
         for name, x in (("q", q), ("k", k), ("v", v), (names[0], prefix[0]), (names[1], prefix[1])):
             if not (isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "swapaxes")):
                 raise InvalidArgumentsError(
-                    f"{name} is {kind_of(x)}, beside a shared prefix.",
+                    f"{name} is {kind_of(x)}, and a shared prefix is an array.",
                     hint="a NumPy, CuPy, torch or JAX array",
                 )
         if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or not one_of(layout, LAYOUTS):
@@ -101,7 +101,7 @@ class Prefix(NamedTuple):
             if len(four) != 4 or any(n not in (-1, m) for n, m in zip(wanted, four, strict=True)):
                 axes = ", ".join("prefix" if n == -1 else str(n) for n in wanted[1:])
                 raise InvalidArgumentsError(
-                    f"{name} has shape {tuple(x.shape)} beside own keys of shape {tuple(own.shape)}.",
+                    f"{name} has shape {tuple(x.shape)} for keys of shape {tuple(own.shape)}.",
                     hint=f"{name} as ({axes}), or that with a batch of 1",
                 )
             if x.dtype != q.dtype:
@@ -236,7 +236,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
         missing = "keys" if prefix[0] is None else "values"
         raise InvalidArgumentsError(f"prefix has no {missing}.", hint="prefix=(keys, values), or None")
     reasons = {
-        "alibi_slopes": "the bias of a key of the prefix is another one for each sequence",
+        "alibi_slopes": "the distance of a query to the prefix differs from sequence to sequence",
         "rotate_cache": "keys of the prefix are read as they are",
         "indices": "they are positions in the cache, and each query would see all of the prefix",
         "reproducible": "the array library merges the parts, and its exp has no guaranteed bits",

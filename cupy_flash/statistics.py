@@ -283,7 +283,7 @@ def _described_cache(
     for name in [name for name in options if name not in declared(CacheOptions)]:
         if options.pop(name) is not None:
             raise UnsupportedError(
-                f"{name} is not supported over a cache.", hint=f"no {name}, or keys in one piece"
+                f"{name} is not supported over a cache.", hint=f"no {name}, or k and v that are not a cache"
             )
     k = k.latents if isinstance(k, LatentCache) else k
     every = cache_parts(k, k, options)

@@ -161,13 +161,13 @@ def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
     if workspace.device != q.device or workspace.readonly:
         what = "read-only" if workspace.readonly else f"on {device_name(workspace.device)}"
         raise InvalidArgumentsError(
-            f"tuning.workspace is {what}.", table, hint="an array that can be written, beside q"
+            f"tuning.workspace is {what}.", table, hint="a writable array on the device of q"
         )
     if high - low != size:
         raise InvalidArgumentsError("tuning.workspace is not contiguous.", table, hint="a new array of bytes")
     if high - aligned < nbytes:
         raise InvalidArgumentsError(
-            f"tuning.workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
+            f"tuning.workspace has {size} bytes, the call needs {nbytes} that start at a multiple of 256.",
             table,
             hint=f"{nbytes + 255} bytes, or tuning=None",
         )

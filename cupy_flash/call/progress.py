@@ -53,7 +53,7 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
         _bar_class()
     elif not callable(tell):
         raise InvalidArgumentsError(
-            f"progress() is given {tell!r}.", hint="progress(), or progress(f): f gets the share that is done"
+            f"progress() is given {tell!r}.", hint="progress(), or progress(f), f(completed fraction)"
         )
     given: Any = True if tell is None else _not_reentrant(tell)
     before = CALLBACK.set(given)

@@ -131,7 +131,7 @@ def check_options(options: Options) -> None:
         )
     if dropout and options.seed is None:
         raise InvalidArgumentsError(
-            f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
+            f"dropout is {dropout} but there is no seed, so a backward pass could not drop the same weights.",
             hint="seed=0, and a new one for each step",
         )
     if options.seed is not None:

@@ -115,7 +115,7 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
     """Check a call while tracing, so that errors raise before compilation instead of at run time."""
     if arrays["q"].dtype == jnp.float8_e4m3fn:
         raise UnsupportedError(
-            "float8_e4m3fn has no gradient, which this function offers.",
+            "float8_e4m3fn has no gradient, and this function must have one.",
             hint="cupy_flash.attention outside of jit, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
     kinds = [

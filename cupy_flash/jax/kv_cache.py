@@ -201,7 +201,7 @@ def _over_selected_keys(
     """The call with indices, in which each query is a sequence of its own."""
     if options.get("check"):
         raise UnsupportedError(
-            "tuning.check is True beside indices, whose program does not look at them.",
+            "tuning.check is True together with indices, which a JAX program cannot check.",
             hint="tuning=None, or cupy_flash.attention_with_kv_cache outside of jit",
         )
     arrays = {name: x for name, x in options.items() if hasattr(x, "shape")} | {"q": jnp.asarray(q)}

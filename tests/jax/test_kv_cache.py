@@ -633,5 +633,5 @@ def test_selected_keys_are_those_of_numpy():
         for results in found:
             for x, wanted in zip(results, expected, strict=True):
                 np.testing.assert_allclose(x, wanted, atol=1e-6)
-    with pytest.raises(UnsupportedError, match="check is True beside indices"):
+    with pytest.raises(UnsupportedError, match="check is True together with indices"):
         cf.attention_with_kv_cache(q, k, k, cache_seqlens=17, indices=indices, tuning=Tuning(check=True))

@@ -157,11 +157,11 @@ def describe_cache(
     }  # fmt: skip
     if latent and "k" in raw:
         if "v" in raw and not is_first_columns(raw, "v", "k"):
-            headline = "v_cache is the first columns of k_cache, and v is not those of k."
-            raise wrong(headline, raw, "v=None: a new latent holds its value")
+            headline = "v_cache is the first columns of k_cache, but v is not the first columns of k."
+            raise wrong(headline, raw, "v=None: the first columns of a new latent are its value")
         # why not in JAX: there one array may have two buffers, and a LatentCache has only one scale.
         if not same_memory(raw, "v_scale", "k_scale") and raw["q"].library != "jax":
-            headline = "v_cache is the first columns of k_cache, and their scales are two."
+            headline = "v_cache is the first columns of k_cache, but they have two arrays of scales."
             raise wrong(headline, raw, "one array as both scales: a new latent is stored once")
         # why: a new latent is stored once, so v is a view of k.
         columns = views["v_cache"].shape[3]
