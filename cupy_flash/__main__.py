@@ -35,7 +35,7 @@ def _integer(text: str, what: str) -> int:
 
 
 def _bound(text: str) -> int | None:
-    return None if text == "open" else _integer(text, "a count of keys, nor open")
+    return None if text == "open" else _integer(text, "a number of keys, nor open")
 
 
 def _align(text: str) -> str | int:
@@ -55,102 +55,119 @@ def _seed(text: str) -> int:
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that explain and memory share."""
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8, help="heads of q")
-    parser.add_argument("--heads-k", type=int, help="heads of k and v (default: as q)")
-    parser.add_argument("--seqlen", type=int, default=4096, help="queries")
-    parser.add_argument("--seqlen-k", type=int, help="keys (default: as queries)")
+    parser.add_argument("--heads", type=int, default=8, help="heads of q (default: 8)")
+    parser.add_argument("--heads-k", type=int, help="heads of k and v (default: those of q)")
+    parser.add_argument("--seqlen", type=int, default=4096, help="number of queries (default: 4096)")
+    parser.add_argument("--seqlen-k", type=int, help="number of keys (default: as queries)")
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--head-dim-v", type=int, help="of v (default: as q and k)")
+    parser.add_argument("--head-dim-v", type=int, help="head dim of v (default: that of q and k)")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"),
-                        help="keys seen before and after a query's position; open for no bound")  # fmt: skip
-    parser.add_argument("--align", type=_align, help="top_left, bottom_right or a position")
-    parser.add_argument("--backward", action="store_true", help="the gradients instead")
+                        help="visible keys before and after a query's position; open: all")  # fmt: skip
+    parser.add_argument("--align", type=_align, help="top_left, bottom_right, or the key position of query 0")
+    parser.add_argument(
+        "--backward", action="store_true", help="the backward pass instead of the forward pass"
+    )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     """Add the other options of attention, and of attention_with_kv_cache."""
-    options = parser.add_argument_group("options of attention")
+    options = parser.add_argument_group("options of attention()")
     options.add_argument("--layout", choices=("bhsd", "bshd"), default="bhsd")
     options.add_argument("--scale", type=float)
     options.add_argument("--softcap", type=float)
     options.add_argument("--dropout", type=float, default=0.0)
-    options.add_argument("--precision", choices=("ieee", "tf32x3", "tf32"), help="of float32")
-    options.add_argument("--reproducible", choices=MODES, help="which equal bits are guaranteed")
+    options.add_argument("--precision", choices=("ieee", "tf32x3", "tf32"), help="products of float32 inputs")
+    options.add_argument(
+        "--reproducible", choices=MODES, help="guarantee of equal bits (docs/reproducible.md)"
+    )
     options.add_argument("--tile", nargs=2, type=int, metavar=("QUERIES", "KEYS"))
     arrays = parser.add_argument_group(
-        "arrays of attention",
-        "keys: (batch, 1, 1, keys); pairs: (1, 1, queries, keys); heads: (1, heads, queries, keys); "
-        "full: of every batch and head. float8_e4m3fn inputs have their scales.",
+        "arrays of attention()",
+        "Shapes of --mask and --bias: keys (batch, 1, 1, keys); pairs (1, 1, queries, keys); "
+        "heads (1, heads, queries, keys); full (batch, heads, queries, keys). "
+        "Inputs of float8_e4m3fn have scales.",
     )
     arrays.add_argument("--mask", choices=BROADCASTS)
-    arrays.add_argument("--spans", choices=("key", "query"), help="one interval per key or query")
-    arrays.add_argument("--blocks", type=int, metavar="SIZE", help="queries and keys of a block")
+    arrays.add_argument("--spans", choices=("key", "query"), help="mask of one interval per key or per query")
+    arrays.add_argument(
+        "--blocks", type=int, metavar="SIZE", help="mask of blocks of SIZE queries and SIZE keys"
+    )
     arrays.add_argument("--bias", choices=BROADCASTS)
-    arrays.add_argument("--bias-dtype", help="default: as q")
+    arrays.add_argument("--bias-dtype", help="dtype of the bias (default: that of q)")
     for name in PER_HEAD:
-        arrays.add_argument(f"--{name.replace('_', '-')}", action="store_true", help="a number for each head")
+        arrays.add_argument(f"--{name.replace('_', '-')}", action="store_true", help="one number per head")
     _add_function(options)
-    cache = parser.add_argument_group("attention_with_kv_cache")
-    cache.add_argument("--cache", type=int, metavar="KEYS", help="over a cache of this capacity")
-    cache.add_argument("--page", type=int, metavar="KEYS", help="page size of a paged cache")
-    cache.add_argument("--cache-dtype", help="int8 or float8_e4m3fn (default: as q)")
-    cache.add_argument("--append", type=int, metavar="KEYS", help="new keys to append first")
-    cache.add_argument("--rotary", type=int, metavar="FEATURES", help="features to rotate (RoPE)")
-    cache.add_argument("--splits", type=int)
+    cache = parser.add_argument_group("options of attention_with_kv_cache()")
+    cache.add_argument(
+        "--cache", type=int, metavar="KEYS", help="attend over a KV cache with room for KEYS per sequence"
+    )
+    cache.add_argument("--page", type=int, metavar="KEYS", help="keys per page of a paged cache")
+    cache.add_argument("--cache-dtype", help="int8 or float8_e4m3fn (default: that of q)")
+    cache.add_argument("--append", type=int, metavar="KEYS", help="new keys per sequence, appended first")
+    cache.add_argument("--rotary", type=int, metavar="FEATURES", help="features per head that RoPE rotates")
+    cache.add_argument("--splits", type=int, help="splits of the keys (default: planned)")
 
 
 def _add_function(parser: argparse._ArgumentGroup) -> None:
     """Add the arguments that name a score function."""
-    parser.add_argument("--score", metavar="MODULE:NAME", help="what cupy_flash.score or mask has made")
+    parser.add_argument("--score", metavar="MODULE:NAME", help="a function made by cupy_flash.score or mask")
     parser.add_argument("--score-arg", action="append", default=[], metavar="DTYPE:AXES",
-                        help="of each of its arguments, such as float32:1")  # fmt: skip
+                        help="dtype and number of axes of each argument, in order: float32:1")  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
     own = Path(sys.argv[0]).stem == "cupy-flash"
     parser = argparse.ArgumentParser(
         prog="cupy-flash" if own else "python -m cupy_flash",
-        description="Exact flash attention for NumPy, CuPy, torch and JAX: what is here, and what would run.",
+        description="Exact flash attention for NumPy, CuPy, torch and JAX: inspect and plan calls.",
     )
     parser.add_argument("--version", action="version", version=f"cupy_flash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    info = commands.add_parser("info", help="versions, GPUs, cubin sets, and what would run here")
+    info = commands.add_parser(
+        "info", help="show versions, GPUs and cubins, and what runs calls on this machine"
+    )
     info.add_argument("--json", action="store_true", help="for machines")
     info.set_defaults(run=_info)
     check = commands.add_parser(
-        "check", help="whether it computes what it must, on the GPU or CPU that is here",
-        description="Compares cases of every kind with FP64, and times three calls. The exit status is 0 if "
-        "all is right, 1 if something is wrong, 2 if nothing could be checked.",
+        "check", help="check results on the GPU or CPU of this machine",
+        description="Compare cases of every kind with FP64, and time three calls. The exit status is 0 if "
+        "all cases pass, 1 if any fails, and 2 if none could run.",
     )  # fmt: skip
-    check.add_argument("--quick", action="store_true", help="the most common cases, in about 15 s")
-    check.add_argument(
-        "--seed", type=_seed, default=0, help="what the cases draw their data from (default: 0)"
-    )
+    check.add_argument("--quick", action="store_true", help="only the most common cases, in about 15 s")
+    check.add_argument("--seed", type=_seed, default=0, help="seed of the random inputs (default: 0)")
     check.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
     check.add_argument("--report", nargs="?", const="markdown", choices=("markdown", "json"),
                        help="print a report to paste into an issue (default: markdown)")  # fmt: skip
     check.set_defaults(run=_check)
-    plan = commands.add_parser("explain", help="the plan of a call, for any architecture")
+    plan = commands.add_parser("explain", help="show the plan of a call, for any architecture")
     _add_sizes(plan)
-    plan.add_argument("--arch", action="append", help=f"may repeat; cpu too (default: {', '.join(_SHOWN)})")
+    plan.add_argument(
+        "--arch", action="append", help=f"such as sm_90a, or cpu; may repeat (default: {', '.join(_SHOWN)})"
+    )
     _add_options(plan)
     plan.set_defaults(run=_explain)
-    memory = commands.add_parser("memory", help="bytes and work of a problem, naive and flash")
+    memory = commands.add_parser("memory", help="show the memory of a call, naive and flash, and its FLOP")
     _add_sizes(memory)
-    memory.add_argument("--arch", help="also tiles and shared memory on this architecture")
+    memory.add_argument("--arch", help="show tiles and shared memory on this architecture too")
     memory.add_argument("--json", action="store_true", help="for machines")
     memory.set_defaults(run=_memory)
     build = commands.add_parser("build", help="compile the shipped kernels into the user's cache")
-    build.add_argument("--arch", help="default: the GPUs of this machine")
-    build.add_argument("--cuda", type=int, choices=(12, 13), help="CUDA major (default: by the driver)")
+    build.add_argument("--arch", help="architecture, such as sm_90a (default: the GPUs of this machine)")
+    build.add_argument(
+        "--cuda", type=int, choices=(12, 13), help="CUDA major version (default: by the driver)"
+    )
     of_function = build.add_argument_group("kernels of a score function instead")
     _add_function(of_function)
-    of_function.add_argument("--dtype", action="append", help="of q, k, v; may repeat (default: float16)")
-    of_function.add_argument("--head-dim", action="append", type=int, help="may repeat (default: 64)")
+    of_function.add_argument(
+        "--dtype", action="append", help="dtype of q, k and v; may repeat (default: float16)"
+    )
+    of_function.add_argument(
+        "--head-dim", action="append", type=int, help="head dim; may repeat (default: 64)"
+    )
     of_function.add_argument("--second-order", action="store_true", help="also the kernels of jvp and hvp")
-    of_function.add_argument("--out", help="a folder instead of the cache, for CUPY_FLASH_CUBIN_DIR")
+    of_function.add_argument("--out", help="folder to write instead of the cache, for CUPY_FLASH_CUBIN_DIR")
     build.set_defaults(run=_build)
     return parser
 

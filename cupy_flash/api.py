@@ -17,7 +17,7 @@ from .call.operands import Views, check_scales
 from .call.options import DenseOptions, GradientOptions, declared
 from .call.outputs import finished
 from .call.signature import Array, documented, takes
-from .call.values import moment_apart
+from .call.values import split_run_options
 from .dispatch.memo import prepared
 
 __all__ = ["Gradients", "adopted", "attention", "attention_backward", "results_of_forward", "run_backward",
@@ -250,11 +250,11 @@ def run_forward(
         Whether o keeps the accumulator dtype; CPU only.
     """
     want_lse = flag(want_lse, "return_lse")
-    options, moment = moment_apart(options)
+    options, run_options = split_run_options(options)
     call = prepared("forward", raw, options, want_lse, packing, unrounded=unrounded)
     if call.problem.of_float8:
         check_scales(raw)
-    return results_of_forward(call.run(raw, moment), out)
+    return results_of_forward(call.run(raw, run_options), out)
 
 
 def results_of_forward(results: Views, out: Any) -> Any:
@@ -267,8 +267,8 @@ def run_backward(
     raw: Views, options: Options, packing: Packing | None = None, unrounded: bool = False
 ) -> Gradients[Any]:
     """Run the backward pass; parameters as in `run_forward`."""
-    options, moment = moment_apart(options)
-    results = prepared("backward", raw, options, True, packing, unrounded=unrounded).run(raw, moment)
+    options, run_options = split_run_options(options)
+    results = prepared("backward", raw, options, True, packing, unrounded=unrounded).run(raw, run_options)
     made = {name: finished(view) for name, view in results.items()}
     if options.score is None:
         return Gradients(**made)

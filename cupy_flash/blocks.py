@@ -74,7 +74,7 @@ def block_mask(
     if isinstance(function, Program):
         if not function.masks:
             hint = "cupy_flash.mask(lambda b, h, i, j: ...)"
-            raise InvalidArgumentsError(f"{function!r} gives scores, not which pairs are kept.", hint=hint)
+            raise InvalidArgumentsError(f"{function!r} returns scores, not which pairs are kept.", hint=hint)
         function = function.in_python()
     ask = _asking(function, arguments)
     made = _Made(lead, lengths, sizes)
@@ -181,7 +181,7 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
         except ValueError:
             hint = "the same batch and heads, or 1"
             raise InvalidArgumentsError(
-                f"{count_name} has shape {count.shape} beside {table.shape[:2]}.", hint=hint
+                f"{count_name} has shape {count.shape}, the other table {table.shape}.", hint=hint
             ) from None
         listed = np.zeros((*count.shape, blocks[1]), np.int32)
         np.add.at(listed, (*np.nonzero(used)[:3], named), 1)

@@ -82,7 +82,7 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
         if getattr(asked, name) is not None:
             option = "--" + name.replace("_", "-")
             raise InvalidArgumentsError(
-                f"{option} is for a cache.", hint="--cache KEYS, the room of a sequence"
+                f"{option} is for a cache.", hint="--cache KEYS, the capacity of a sequence"
             )
     for name, features in (("k", asked.head_dim), ("v", head_dim_v)):
         call[name] = _tensor(asked.layout, asked.batch, heads_k, keys, features, asked.dtype)

@@ -25,7 +25,7 @@ from .call.signature import takes
 from .errors import InvalidArgumentsError, UnsupportedError
 from .flash_attn import flash_attn_interface as second
 from .flash_attn.words import OF_3, by_their_names
-from .merge import united
+from .merge import merge_parts
 from .torch import attention, attention_varlen, attention_with_kv_cache
 from .torch.inputs import check_tensors
 
@@ -93,7 +93,7 @@ def _latents(k_cache: Tensor, v_cache: Tensor) -> LatentCache:
     alike = k_cache.shape[:-1] == v_cache.shape[:-1] and k_cache.dtype == v_cache.dtype
     if not (behind and alike and k_cache.stride() == v_cache.stride() and v_cache.stride(-1) == 1):
         raise UnsupportedError(
-            "qv is not taken over k_cache and v_cache that lie apart.",
+            "qv is not supported if k_cache and v_cache are not parts of one tensor.",
             hint="v_cache, k_cache = latents.split((head_dim_v, head_dim), -1), views of one tensor",
         )
     shape = *v_cache.shape[:-1], columns + k_cache.shape[-1]
@@ -347,7 +347,7 @@ def flash_attn_combine(
             f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
             hint="lse_partial of shape out_partial.shape[:-1], and a part at least",
         )
-    whole, lse = united(torch, tuple(zip(out_partial, lse_partial, strict=True)))
+    whole, lse = merge_parts(torch, tuple(zip(out_partial, lse_partial, strict=True)))
     if out is not None:
         return out.copy_(whole), lse
     return whole.to(out_dtype or out_partial.dtype), lse
@@ -439,13 +439,13 @@ def flash_attn_with_kvcache(
     _refuse(_HINTS, attention_chunk=attention_chunk)
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
     if qv is not None and q.dtype == torch.float8_e4m3fn:
-        raise UnsupportedError("qv is not taken beside q of float8.", hint="no tensor of 8 bits")
+        raise UnsupportedError("qv is not supported with q of float8.", hint="no tensor of 8 bits")
     if qv is not None and rotary_cos is not None:
         check_tensors(rotary_cos=rotary_cos)
         turned, features = 2 * rotary_cos.shape[-1], q.shape[-1]
         if turned != features:
             raise UnsupportedError(
-                f"qv is not taken beside rotary_cos that turns {turned} of {features} features of q.",
+                f"qv is not supported with rotary_cos that rotates {turned} of {features} features of q.",
                 hint="rotary_cos of head_dim / 2 columns, or q and k rotated before the call",
             )
     if cache_seqlens is None:

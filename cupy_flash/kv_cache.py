@@ -21,9 +21,9 @@ from .call.head_scale import scaled_over_cache
 from .call.opaque import opaque
 from .call.options import CacheOptions
 from .call.outputs import check_out, check_overlap, extents, namespace
-from .call.progress import TOLD
+from .call.progress import CALLBACK
 from .call.signature import AnyArray, Array, takes
-from .call.values import OF_NO_CALL, Moment
+from .call.values import NO_RUN_OPTIONS, RunOptions
 from .dispatch.memo import prepared
 from .errors import InvalidArgumentsError
 from .shared_prefix import Prefix
@@ -163,13 +163,13 @@ def attend_over_cache(
     if asked.longest is not None or not PACKED.isdisjoint(raw):
         packing = pack_queries(raw, values.layout, asked, length)
     needs_lse = want_lse or shared is not None
-    progress = TOLD.get()
-    moment = OF_NO_CALL if progress is None else Moment(0, progress)
+    progress = CALLBACK.get()
+    run_options = NO_RUN_OPTIONS if progress is None else RunOptions(0, progress)
     call = prepared("decode", raw, values, needs_lse, packing, asked)
     if raw["q"].device == CPU if check is None else flag(check, "tuning.check"):
         check_values(call.problem, raw, length)
     if shared is None:
-        return results_of_forward(call.run(raw, moment, space, length), out)
+        return results_of_forward(call.run(raw, run_options, space, length), out)
     xp = namespace(raw["q"].library)
     with np.errstate(all="ignore"):  # why: overflow shows in the result, as in other calls
         first = shared.before_cache(xp, attention, q, k_cache, whole)
@@ -182,8 +182,8 @@ def attend_over_cache(
             }
             rest = attend_over_cache(own.pop("q"), cache_seqlens, own, True, out)
         else:
-            rest = results_of_forward(call.run(raw, moment, space, length), out)
-        o, lse = shared.unite(xp, first, rest, q.dtype)
+            rest = results_of_forward(call.run(raw, run_options, space, length), out)
+        o, lse = shared.merge(xp, first, rest, q.dtype)
     if out is not None:
         out[...] = o
         o = out

@@ -16,7 +16,7 @@ from .call.signature import Array, takes
 from .call.values import LAYOUTS
 from .errors import InvalidArgumentsError
 
-__all__ = ["merge", "united"]
+__all__ = ["merge", "merge_parts"]
 
 
 @takes()
@@ -88,12 +88,12 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
                 hint="o and lse as attention(..., return_lse=True) returns them",
             )
     swapped = layout == "bshd" and len(shape) >= 3
-    merged, lse = united(namespace(raw["o_a"].library), ((o_a, lse_a), (o_b, lse_b)), swapped)
+    merged, lse = merge_parts(namespace(raw["o_a"].library), ((o_a, lse_a), (o_b, lse_b)), swapped)
     dtype = o_a.dtype
     return (merged.to(dtype) if raw["o_a"].library == "torch" else merged.astype(dtype)), lse
 
 
-def united(xp: Any, parts: Sequence[tuple[Any, Any]], swapped: bool = False) -> tuple[Any, Any]:
+def merge_parts(xp: Any, parts: Sequence[tuple[Any, Any]], swapped: bool = False) -> tuple[Any, Any]:
     """The formula of `merge` for any number of parts, with o in the accumulator dtype.
 
     Parameters

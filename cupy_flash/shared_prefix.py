@@ -24,7 +24,7 @@ from .call.reproducible import refuse_reproducible
 from .call.spelling import kind_of, spelled
 from .call.values import LAYOUTS
 from .errors import InvalidArgumentsError, UnsupportedError
-from .merge import united
+from .merge import merge_parts
 
 __all__ = ["Prefix", "over_keys"]
 
@@ -85,7 +85,7 @@ class Prefix(NamedTuple):
         for name, x in (("q", q), ("k", k), ("v", v), (names[0], prefix[0]), (names[1], prefix[1])):
             if not (isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "swapaxes")):
                 raise InvalidArgumentsError(
-                    f"{name} is {kind_of(x)}, beside a shared prefix.",
+                    f"{name} is {kind_of(x)}, and a shared prefix is an array.",
                     hint="a NumPy, CuPy, torch or JAX array",
                 )
         if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or not one_of(layout, LAYOUTS):
@@ -101,7 +101,7 @@ class Prefix(NamedTuple):
             if len(four) != 4 or any(n not in (-1, m) for n, m in zip(wanted, four, strict=True)):
                 axes = ", ".join("prefix" if n == -1 else str(n) for n in wanted[1:])
                 raise InvalidArgumentsError(
-                    f"{name} has shape {tuple(x.shape)} beside own keys of shape {tuple(own.shape)}.",
+                    f"{name} has shape {tuple(x.shape)} for keys of shape {tuple(own.shape)}.",
                     hint=f"{name} as ({axes}), or that with a batch of 1",
                 )
             if x.dtype != q.dtype:
@@ -148,7 +148,7 @@ class Prefix(NamedTuple):
         Parameters
         ----------
         xp : module
-            Namespace of the arrays, as in `merge.united`.
+            Namespace of the arrays, as in `merge.merge_parts`.
         attention, q
             As in `attend`.
         k_cache : array
@@ -193,9 +193,9 @@ class Prefix(NamedTuple):
             turned["k"] = new.rotated(xp, options["k"], options, self.layout)
         return turned
 
-    def unite(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
+    def merge(self, xp: Any, first: tuple[Any, Any], rest: tuple[Any, Any], dtype: Any) -> tuple[Any, Any]:
         """[P3] Merge; return O in a dtype, and LSE."""
-        o, lse = united(xp, (first, rest), self.packed or self.layout == "bshd")
+        o, lse = merge_parts(xp, (first, rest), self.packed or self.layout == "bshd")
         return in_dtype(o, dtype), lse
 
 
@@ -208,7 +208,7 @@ def over_keys(
     Parameters
     ----------
     xp : module
-        Namespace of the arrays, as in `merge.united`.
+        Namespace of the arrays, as in `merge.merge_parts`.
     attention : callable
         As in `Prefix.attend`.
     q, k, v : array
@@ -227,7 +227,7 @@ def over_keys(
     shared = Prefix.of(q, k, v, prefix, options.get("layout", "bhsd"), names=names)
     rest = attention(q, k, v, return_lse=True, **options)  # [P2]
     whole = {name: x for name, x in options.items() if name not in ("causal", "layout")}
-    return shared.unite(xp, shared.attend(attention, q, whole), rest, q.dtype)
+    return shared.merge(xp, shared.attend(attention, q, whole), rest, q.dtype)
 
 
 def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
@@ -236,7 +236,7 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
         missing = "keys" if prefix[0] is None else "values"
         raise InvalidArgumentsError(f"prefix has no {missing}.", hint="prefix=(keys, values), or None")
     reasons = {
-        "alibi_slopes": "the bias of a key of the prefix is another one for each sequence",
+        "alibi_slopes": "the distance of a query to the prefix differs from sequence to sequence",
         "rotate_cache": "keys of the prefix are read as they are",
         "indices": "they are positions in the cache, and each query would see all of the prefix",
         "reproducible": "the array library merges the parts, and its exp has no guaranteed bits",

@@ -24,11 +24,11 @@ from .call.opaque import opaque
 from .call.operands import Views, row_operand, table_of
 from .call.options import CacheOptions, StatisticsOptions, declared
 from .call.problem import Problem
-from .call.progress import TOLD
+from .call.progress import CALLBACK
 from .call.signature import takes
 from .call.spans import check_spans
-from .call.values import Moment
-from .dispatch.backends import Seen, driver_of, ready
+from .call.values import RunOptions
+from .dispatch.backends import BackendView, driver_of, ready
 from .dispatch.memo import computed_by, prepared
 from .errors import InvalidArgumentsError, UnsupportedError
 from .varlen import pack, split_dense_or_packed
@@ -167,14 +167,14 @@ def attention_statistics(
     made = {name: outputs.zeros(raw["q"], *kind) for name, kind in kinds.items()}
     seen = {name: view.lifted(4 if name in _OF_PLACES else 3) for name, view in made.items()}
     every = {**views, **seen}
-    # why not as_it_is: the pass has 4-axis views of 3-axis results.
-    table = tuple(Seen(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
+    # why not unchanged: the pass has 4-axis views of 3-axis results.
+    table = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
     counted = problem._replace(direction="statistics", wanted=names)
     backend = ready(counted, every, driver_of(raw["q"].device, raw["q"].library), table)
     if "top_keys" in seen:
         seen["top_keys"].numpy()[...] = -1
     computed_by(backend.kernels)
-    backend.run(every, Moment(progress=TOLD.get()))
+    backend.run(every, RunOptions(progress=CALLBACK.get()))
     return AttentionStatistics(**{name: outputs.finished(view) for name, view in made.items()})
 
 
@@ -283,7 +283,7 @@ def _described_cache(
     for name in [name for name in options if name not in declared(CacheOptions)]:
         if options.pop(name) is not None:
             raise UnsupportedError(
-                f"{name} is not supported over a cache.", hint=f"no {name}, or keys in one piece"
+                f"{name} is not supported over a cache.", hint=f"no {name}, or k and v that are not a cache"
             )
     k = k.latents if isinstance(k, LatentCache) else k
     every = cache_parts(k, k, options)

@@ -244,13 +244,13 @@ def over_pages(
     lengths = options.pop("seqused_k", None)
     if "spans" in mask_parts(options.get("mask")):  # why: over a cache, spans cover only the last keys
         raise UnsupportedError(
-            "Spans are not supported over pages.", hint="a boolean array, or keys in one piece"
+            "Spans are not supported over pages.", hint="a boolean array, or k and v without pages"
         )
     for name in [name for name in options if name in usual and name not in own]:
         x = options.pop(name)
         if x is not None and (hasattr(x, "shape") or x != usual[name]):
             raise UnsupportedError(
-                f"{name} is not supported over pages.", hint=f"no {name}, or keys in one piece"
+                f"{name} is not supported over pages.", hint=f"no {name}, or k and v without pages"
             )
     if lengths is None:
         if cu_seqlens_k is None:

@@ -106,30 +106,30 @@ def cubins(store: Path) -> Iterator[tuple[str, Path]]:
     """Yield the cubins of every target in a folder; raise Unfit for an incomplete or outdated one."""
     for folder in sorted(path.parent for path in store.glob(f"cuda1[23]/*/{locate.MANIFEST}")):
         cuda, target = int(folder.parent.name.removeprefix("cuda")), folder.name
-        mend = f"scripts/build_cubins.py --cuda {cuda} --arch {target}"
+        repair = f"scripts/build_cubins.py --cuda {cuda} --arch {target}"
         wanted = {
             f"{variant.name}.cubin": sources.digest(variant, target, cuda)
             for variant in families.names(target)
         }
-        for path in whole(folder, "cubins", ".cubin", ABI_VERSION, wanted, mend):
+        for path in whole(folder, "cubins", ".cubin", ABI_VERSION, wanted, repair):
             yield f"_cubins/{path.relative_to(store).as_posix()}", path
 
 
 def core(store: Path) -> Iterator[tuple[str, Path]]:
     """Yield the libraries of every platform in a folder; raise Unfit for incomplete or outdated ones."""
     for folder in sorted(path.parent for path in store.glob(f"*/{locate.MANIFEST}")):
-        mend = f"scripts/build_cpu.py --platform {folder.name}"
+        repair = f"scripts/build_cpu.py --platform {folder.name}"
         wanted = {
             f"{core_sources.library_name(isa, part)}.so": core_sources.digest(isa, part)
             for isa in core_build.libraries_of(folder.name)
             for part in core_sources.parts(isa)
         }
-        for path in whole(folder, "libraries", ".so", params.ABI_VERSION, wanted, mend):
+        for path in whole(folder, "libraries", ".so", params.ABI_VERSION, wanted, repair):
             yield f"_core/{path.relative_to(store).as_posix()}", path
 
 
 def whole(
-    folder: Path, table: str, suffix: str, abi: int, wanted: Mapping[str, str], mend: str
+    folder: Path, table: str, suffix: str, abi: int, wanted: Mapping[str, str], repair: str
 ) -> Iterator[Path]:
     """Yield the files of a folder, checked against its manifest; raise Unfit if one is missing or outdated.
 
@@ -140,22 +140,22 @@ def whole(
         Key of the files in the manifest, suffix of the files, and version of their structs.
     wanted : mapping of str to str
         Required files, with the hash of the sources of each.
-    mend : str
+    repair : str
         The command that compiles them, for the hint.
     """
     path = folder / locate.MANIFEST
     held = manifest.read(path, table, ("bytes", "sha256", "source"))
     try:
-        manifest.check_version(held, abi, f"the files in {folder}", mend)
+        manifest.check_version(held, abi, f"the files in {folder}", repair)
     except CubinNotFoundError as error:
         raise Unfit(str(error)) from error
     entries: dict[str, Any] = {f"{name}{suffix}": entry for name, entry in held[table].items()}
     for name, source in wanted.items():
         if name not in entries:
-            raise Unfit(f"{folder} lacks {name}.\nTry: {mend}")
+            raise Unfit(f"{folder} lacks {name}.\nTry: {repair}")
         damage = manifest.damage(folder / name, entries[name])
         if damage or entries[name]["source"] != source:
-            raise Unfit(f"{folder / name}: {damage or 'its sources have changed since'}.\nTry: {mend}")
+            raise Unfit(f"{folder / name}: {damage or 'its sources have changed since'}.\nTry: {repair}")
         yield folder / name
     yield path
 

@@ -57,14 +57,14 @@ def main() -> int:
                 exponentials = sum(i.form.startswith(".EX2") for i in listing.instructions)
                 print(f"  {sass.covered(listing)} of {exponentials} exponentials under products, "
                       f"{sass.scattered(listing)} of arithmetic between those of a group")  # fmt: skip
-                if turn := sass.turn(listing):
-                    print(f"  {turn.instructions} instructions of a whole tile: {turn.products} products, "
-                          f"{turn.barriers} barriers; most exponentials between two products "
-                          f"{turn.exponentials}, instructions {turn.stretches[:6]}; "
-                          f"{turn.doubles} of doubles")  # fmt: skip
+                if found := sass.iteration(listing):
+                    print(f"  {found.instructions} instructions of a whole tile: {found.products} products, "
+                          f"{found.barriers} barriers; most exponentials between two products "
+                          f"{found.exponentials}, instructions {found.stretches[:6]}; "
+                          f"{found.doubles} of doubles")  # fmt: skip
             for start, end in listing.loops() if arguments.loops else []:
                 inside = listing.instructions[start : end + 1]
-                shortest = listing.turn(start, end)
+                shortest = listing.iteration_length(start, end)
                 if shortest and any("MMA" in instruction.name for instruction in inside):
                     print(f"  loop of {len(inside)}, {shortest} if only products "
                           f"are asked for: {histogram(inside)}")  # fmt: skip

@@ -108,7 +108,7 @@ def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) ->
         )
     apart = zip(bits.shape, bits.strides, contiguous(bits.shape), strict=True)
     if any(n > 1 and step != wanted for n, step, wanted in apart) and bits.shape[0]:
-        raise wrong("mask.bits does not lie in one piece.", raw, "a contiguous copy")
+        raise wrong("mask.bits is not contiguous.", raw, "a contiguous copy")
     found = Blocks(bits.shape[1], 8 * bits.shape[2], bits.shape[0])
     counts = (-(-full[2] // found.queries), -(-full[3] // found.keys))
     lead = (1,) * (4 - len(table.shape)) + table.shape[:-2]
@@ -142,5 +142,5 @@ def check_blocks(blocks: Blocks | None, raw: Mapping[str, ArrayView]) -> None:
         raise InvalidArgumentsError(
             f"mask.table holds {least if least < 0 else most}, and there are bits of {blocks.partial}.",
             table_of(raw),
-            hint="0 for blocks that are not seen, 1 for blocks seen as a whole, n + 2 for bits[n]",
+            hint="0 for masked blocks, 1 for blocks without a mask, n + 2 for blocks masked by bits[n]",
         )

@@ -86,10 +86,12 @@ class HeadScale(NamedTuple):
             raise
         check_place("scale", raw)
         if raw["q"].dtype not in FLOATS:
-            raise wrong("scale is of each head, and q has codes.", raw, "one number as scale")
+            raise wrong(
+                "scale has one number per head, and q is a QuantizedArray.", raw, "one number as scale"
+            )
         row_operand("scale", raw, (shape,), "float64" if raw["q"].dtype == "float64" else "float32")
         if not hasattr(q, "__mul__"):
-            headline = "scale is of each head, and q is an array without arithmetic."
+            headline = "scale has one number per head, and q is an array without arithmetic."
             raise wrong(headline, raw, "numpy.from_dlpack(q), or cupy.from_dlpack(q)")
         return cls(scale.reshape(factor), shape, raw["q"].library)
 

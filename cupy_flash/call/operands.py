@@ -191,8 +191,8 @@ def _mask_hint(view: ArrayView, full: tuple[int, int, int, int]) -> str:
         return "bias= for additive scores"
     cast = "mask.bool()" if view.library == "torch" else "mask.astype(bool)"
     if view.shape == (full[0], full[3]) != full[2:]:
-        return f"{cast}[:, None, None, :], if it says with 0 and 1 which keys each of the batch has"
-    return f"{cast}, if it says with 0 and 1 which keys a query may attend"
+        return f"{cast}[:, None, None, :], if 1 is a valid key of a sequence and 0 is padding"
+    return f"{cast}, if 1 is a pair that may attend and 0 is masked"
 
 
 def score_operand(
@@ -211,7 +211,7 @@ def score_operand(
         headline = f"{name} of shape {view.shape} does not broadcast to {full}."
         hint = "(batch, heads, queries, keys), each its length or 1"
         if view.shape == (full[0], full[3]):
-            hint = f"{name}[:, None, None, :], if it says which keys each of the batch has; or {hint}"
+            hint = f"{name}[:, None, None, :], if it marks the valid keys of each sequence; or {hint}"
         raise wrong(headline, raw, hint)
     views[name] = view.lifted(4).broadcast()
     return views[name].shape

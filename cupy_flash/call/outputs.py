@@ -25,6 +25,7 @@ from .operands import RESULTS_OF_FLOAT8, table_of
 from .spelling import spelled
 
 __all__ = [
+    "bump_versions",
     "check_out",
     "check_overlap",
     "empty",
@@ -32,7 +33,6 @@ __all__ = [
     "finished",
     "namespace",
     "strides_of_new",
-    "tell_of_writing",
     "workspace_address",
     "zeros",
 ]
@@ -145,7 +145,7 @@ def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
             raise InvalidArgumentsError(f"out overlaps {spelled(name)} in memory.", table_of(raw), hint=hint)
 
 
-def tell_of_writing(raw: Views, names: tuple[str, ...]) -> None:
+def bump_versions(raw: Views, names: tuple[str, ...]) -> None:
     """Bump torch's version counters of written arrays, so that autograd refuses to use their old values."""
     for name in names:
         if raw[name].library == "torch":
@@ -161,13 +161,13 @@ def workspace_address(workspace: ArrayView, q: ArrayView, nbytes: int) -> int:
     if workspace.device != q.device or workspace.readonly:
         what = "read-only" if workspace.readonly else f"on {device_name(workspace.device)}"
         raise InvalidArgumentsError(
-            f"tuning.workspace is {what}.", table, hint="an array that can be written, beside q"
+            f"tuning.workspace is {what}.", table, hint="a writable array on the device of q"
         )
     if high - low != size:
         raise InvalidArgumentsError("tuning.workspace is not contiguous.", table, hint="a new array of bytes")
     if high - aligned < nbytes:
         raise InvalidArgumentsError(
-            f"tuning.workspace has {size} bytes, the call needs {nbytes} from a boundary of 256 bytes on.",
+            f"tuning.workspace has {size} bytes, the call needs {nbytes} that start at a multiple of 256.",
             table,
             hint=f"{nbytes + 255} bytes, or tuning=None",
         )

@@ -19,18 +19,18 @@ class Codes(NamedTuple):
     ----------
     kind : str
         "int4" or "nvfp4".
-    units : str
+    scale_dtype : str
         Dtype of scales and zeros; for "nvfp4" "uint8", the bits of its block scales.
     groups : (int, int)
         Features per scale and zero, for keys and for values.
-    alike : bool
+    same_strides : bool
         Whether scales and zeros have the same strides, with the groups of a key contiguous.
     """
 
     kind: str
-    units: str
+    scale_dtype: str
     groups: tuple[int, int]
-    alike: bool
+    same_strides: bool
 
 
 class Cache(NamedTuple):

@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["TOLD", "Tell", "part_of", "progress", "telling", "told_anywhere"]
+__all__ = ["CALLBACK", "Tell", "callback_of_process", "part_of", "progress", "telling"]
 
 # A callback; it receives the completed fraction of the call, from 0 to 1.
 Tell: TypeAlias = Callable[[float], Any]
 
 # The callback for calls of this thread: True for a tqdm bar, a function, or None for no report.
-TOLD: ContextVar[Any] = ContextVar("cupy_flash progress", default=None)
+CALLBACK: ContextVar[Any] = ContextVar("cupy_flash progress", default=None)
 _OPEN: list[Any] = []  # of all threads, the most recent last
 
 
@@ -53,19 +53,19 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
         _bar_class()
     elif not callable(tell):
         raise InvalidArgumentsError(
-            f"progress() is given {tell!r}.", hint="progress(), or progress(f): f gets the share that is done"
+            f"progress() is given {tell!r}.", hint="progress(), or progress(f), f(completed fraction)"
         )
-    given: Any = True if tell is None else _told_once(tell)
-    before = TOLD.set(given)
+    given: Any = True if tell is None else _not_reentrant(tell)
+    before = CALLBACK.set(given)
     _OPEN.append(given)
     try:
         yield
     finally:
         _OPEN.remove(given)
-        TOLD.reset(before)
+        CALLBACK.reset(before)
 
 
-def _told_once(tell: Tell) -> Tell:
+def _not_reentrant(tell: Tell) -> Tell:
     """A function that is not told of the calls that it makes itself, which would have no end."""
     busy = threading.Lock()  # why not the context's: programs of JAX run on other threads
 
@@ -79,19 +79,19 @@ def _told_once(tell: Tell) -> Tell:
     return once
 
 
-def told_anywhere() -> Any:
-    """The callback for a call on a thread that a library started: TOLD, or the most recent one open."""
-    return TOLD.get() or (_OPEN[-1] if _OPEN else None)
+def callback_of_process() -> Any:
+    """The callback for a call on a thread that a library started: CALLBACK, or the most recent one open."""
+    return CALLBACK.get() or (_OPEN[-1] if _OPEN else None)
 
 
 @contextmanager
 def part_of(tell: Tell | None, start: float, stop: float) -> Iterator[None]:
     """Report calls inside as the part of a larger call between fractions `start` and `stop`."""
-    before = TOLD.set(None if tell is None else lambda share: tell(start + (stop - start) * share))
+    before = CALLBACK.set(None if tell is None else lambda share: tell(start + (stop - start) * share))
     try:
         yield
     finally:
-        TOLD.reset(before)
+        CALLBACK.reset(before)
 
 
 def _bar_class() -> Any:
@@ -112,7 +112,7 @@ def telling(given: Any) -> Iterator[Tell | None]:
     Parameters
     ----------
     given : object
-        The value of TOLD.
+        The value of CALLBACK.
     """
     if given is None:
         yield None

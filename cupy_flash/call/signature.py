@@ -59,7 +59,7 @@ _SCALES = (
     "; of attention k=cupy_flash.QuantizedArray(codes, scale)"
 )
 REMOVED = {
-    "spans": "mask=cupy_flash.Spans(bounds), or what cupy_flash.spans makes",
+    "spans": "mask=cupy_flash.Spans(bounds), or a function of cupy_flash.spans",
     "blocks": "mask=, which takes a BlockMask",
     "score_args": "score=f(array, ...), a call of what cupy_flash.score made; mask=m(array, ...) of a mask",
     "args": "block_mask(mask(f)(a, ...), ...), a call of what cupy_flash.mask made",

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 from ..errors import InvalidArgumentsError
 from .checks import flag, integer, one_of
 from .given import Options
-from .progress import TOLD
+from .progress import CALLBACK
 from .reproducible import check_reproducible
 
 __all__ = [
     "LAYOUTS",
-    "OF_NO_CALL",
-    "Moment",
+    "NO_RUN_OPTIONS",
+    "RunOptions",
     "check_options",
     "checked_seed",
     "finite_number",
-    "moment_apart",
     "score_factors",
+    "split_run_options",
 ]
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
@@ -83,14 +83,14 @@ def checked_seed(seed: Any) -> int:
     return number
 
 
-class Moment(NamedTuple):
+class RunOptions(NamedTuple):
     """The values that do not affect how a call is prepared: one `Prepared` serves all of them.
 
     Attributes
     ----------
     seed : int
     progress : object
-        The value of `progress.TOLD`.
+        The value of `progress.CALLBACK`.
     """
 
     seed: int = 0
@@ -98,16 +98,16 @@ class Moment(NamedTuple):
 
 
 # For calls without seed and progress.
-OF_NO_CALL = Moment()
+NO_RUN_OPTIONS = RunOptions()
 
 
-def moment_apart(options: Options) -> tuple[Options, Moment]:
-    """Split off the seed, replaced by 0, and the progress callback, as a `Moment`."""
-    progress = TOLD.get()
+def split_run_options(options: Options) -> tuple[Options, RunOptions]:
+    """Split off the seed, replaced by 0, and the progress callback, as a `RunOptions`."""
+    progress = CALLBACK.get()
     if options.seed is None:
-        return options, OF_NO_CALL if progress is None else Moment(0, progress)
+        return options, NO_RUN_OPTIONS if progress is None else RunOptions(0, progress)
     seed = checked_seed(options.seed)
-    return options._replace(seed=0), Moment(seed, progress)
+    return options._replace(seed=0), RunOptions(seed, progress)
 
 
 def check_options(options: Options) -> None:
@@ -131,7 +131,7 @@ def check_options(options: Options) -> None:
         )
     if dropout and options.seed is None:
         raise InvalidArgumentsError(
-            f"dropout is {dropout} but there is no seed, so that no backward pass could draw the same set.",
+            f"dropout is {dropout} but there is no seed, so a backward pass could not drop the same weights.",
             hint="seed=0, and a new one for each step",
         )
     if options.seed is not None:

@@ -62,7 +62,7 @@ def check(
     if device == "auto" and facts["gpus"] and not place.on_gpu:
         notes.append("there is a GPU, but neither CuPy nor torch with CUDA reaches it: the CPU is checked")
     start = time.perf_counter()
-    before = set(on_demand.MADE)
+    before = set(on_demand.COMPILED)
     policy = on_demand.policy("allow")  # no package has kernels of score functions
     try:
         outcomes = run_cases(
@@ -73,7 +73,7 @@ def check(
     finally:
         on_demand.policy(policy)
         _progress("")
-    for folder in sorted(on_demand.MADE - before):
+    for folder in sorted(on_demand.COMPILED - before):
         notes.append(f"kernels of a score function of this check were compiled, and stay in {folder}")
     gpu = next((row for row in facts["gpus"] if row["ordinal"] == place.ordinal), None)
     return Found(

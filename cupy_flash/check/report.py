@@ -16,7 +16,7 @@ ALL_RIGHT, SOMETHING_WRONG, NOTHING_CHECKED = 0, 1, 2
 
 _VERDICTS = {
     ALL_RIGHT: "all right",
-    SOMETHING_WRONG: "something is wrong",
+    SOMETHING_WRONG: "some cases fail",
     NOTHING_CHECKED: "nothing could be checked",
 }
 _WRONG_PRIMITIVE = (

@@ -93,7 +93,7 @@ def choose(problem: Problem) -> CpuPlan:
         the score function is in C, or has integers beyond 64 bits.
     """
     if isinstance(problem.function, Template):
-        raise only_in_python("these arrays are the CPU's")
+        raise only_in_python("these arrays are on the CPU")
     if isinstance(problem.function, Graph) and (large := too_large(problem.function, 64, problem.extents)):
         raise beyond(problem.function.name, large, 64)
     if problem.reproducible == "device" and not problem.empty:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 # Returns the mask of visible pairs of a tile.
-Seen = Callable[[], Array]
+VisibleKeys = Callable[[], Array]
 
 
 class TileFunction:
@@ -38,7 +38,7 @@ class TileFunction:
         # Gradient sums of learned arguments, by number. why float64: each element sums many terms.
         self.sums = {n: np.zeros(arguments[n].size) for n in self.graph.learned}
 
-    def finish(self, s: Array, box: Box, block: Block, seen: Seen) -> None:
+    def finish(self, s: Array, box: Box, block: Block, seen: VisibleKeys) -> None:
         """Apply the function to scores, in place."""
         s[...] = self._values(self.graph, s, box, block, seen)[0]
 
@@ -83,7 +83,7 @@ class TileFunction:
         total: Array = self.sums[argument].reshape(self.arguments[argument].shape)
         return total
 
-    def _values(self, graph: Graph, s: Array, box: Box, block: Block, seen: Seen) -> list[Array]:
+    def _values(self, graph: Graph, s: Array, box: Box, block: Block, seen: VisibleKeys) -> list[Array]:
         """Evaluate a graph on a tile; return its outputs, arrays that broadcast to the tile."""
         p, group = self.problem, self.problem.heads_q // self.problem.heads_k
         heads = np.arange(p.heads_q, dtype=np.int64).reshape(p.heads_k, group)[box.head]
@@ -115,7 +115,7 @@ class TileFunction:
                 values.append(OPERATIONS[node.op].numpy(*operands))
         return [values[x] for x in graph.outputs]
 
-    def _load(self, argument: int, indices: list[Array], seen: Seen) -> Array:
+    def _load(self, argument: int, indices: list[Array], seen: VisibleKeys) -> Array:
         """Read elements of an argument; clamp an index out of range, but refuse it for a visible pair."""
         x = self.arguments[argument]
         cut = []

@@ -303,7 +303,7 @@ def _compile_all(
     if refused:
         raise BuildFailed(
             "\n  ".join([f"{len(refused)} kernels were compiled and refused:", *sorted(refused)])
-            + "\nTry: another tile for each, or in its row of cupy_flash/plan/families what it may take"
+            + "\nTry: another tile for each, or higher limits in its row of cupy_flash/plan/families"
         )
 
 

@@ -63,7 +63,7 @@ def compile_variant(
             f"{variant.name} for {target} spills {used.spill_bytes} bytes at {used.registers} "
             f"registers; its row in the catalog allows {allowed}"
         )
-    if variant.products or any(variant.turn):
+    if variant.products or any(variant.stall_limits):
         refused += [
             f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant, used)
         ]
@@ -102,18 +102,18 @@ def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> li
 
 def _interrupted(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
     """Stalls of the tensor cores in the main loop that exceed the limits of the row."""
-    turn = sass.turn(listing)
-    if turn is None:
+    iteration = sass.iteration(listing)
+    if iteration is None:
         return ["overlap: no loop has products of mma.sync"]
     what = (
         "instructions from one product to the next",
         "exponentials from one product to the next",
         "barriers",
     )
-    found = (turn.stretches[0], turn.exponentials, turn.barriers)
+    found = (iteration.stretches[0], iteration.exponentials, iteration.barriers)
     return [
-        f"overlap: {count} {name} in a turn of the main loop, its row allows {most}"
-        for count, name, most in zip(found, what, variant.turn, strict=True)
+        f"overlap: {count} {name} per iteration of the main loop, its row allows {most}"
+        for count, name, most in zip(found, what, variant.stall_limits, strict=True)
         if count > most
     ]
 

@@ -89,7 +89,7 @@ class _Origin(NamedTuple):
         Name in messages.
     root : Path
         Holds cuda12/<target> and cuda13/<target>.
-    mend : str
+    repair : str
         The command that repairs it, a format string with {cuda} and {target}.
     from_sources : bool
         Compiled from the sources on this machine, which may have changed since.
@@ -99,7 +99,7 @@ class _Origin(NamedTuple):
 
     name: str
     root: Path
-    mend: str
+    repair: str
     from_sources: bool = False
     private: bool = False
 
@@ -109,7 +109,7 @@ class _Origin(NamedTuple):
 
     def hint(self, cuda: int, target: str) -> str:
         """The command that repairs these cubins."""
-        return self.mend.format(cuda=cuda, target=target)
+        return self.repair.format(cuda=cuda, target=target)
 
 
 def capability(target: str) -> int:
@@ -176,11 +176,11 @@ def functions_cache(function: Body, out: Path | None = None) -> Path:
 
 def _origins_of_function(variant: Variant, function: Body) -> Iterator[_Origin]:
     """Every place that may hold the kernels of a score function."""
-    mend = _how_to_build(variant, "{target}")
+    repair = _how_to_build(variant, "{target}")
     override = os.environ.get(OVERRIDE)
     if override:
-        yield _Origin(OVERRIDE, functions_cache(function, Path(override)), f"unset {OVERRIDE}, or {mend}")
-    yield _Origin("user cache", functions_cache(function), mend, from_sources=True, private=True)
+        yield _Origin(OVERRIDE, functions_cache(function, Path(override)), f"unset {OVERRIDE}, or {repair}")
+    yield _Origin("user cache", functions_cache(function), repair, from_sources=True, private=True)
 
 
 def _how_to_build(variant: Variant, arch: str) -> str:

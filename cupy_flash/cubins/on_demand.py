@@ -10,13 +10,13 @@ from ..log import LOG
 from ..plan.catalog import SHORT, Variant
 from . import locate
 
-__all__ = ["MADE", "found_or_made", "policy"]
+__all__ = ["COMPILED", "locate_or_compile", "policy"]
 
 POLICIES = ("refuse", "allow")
 _policy = POLICIES[0]
-_making = threading.Lock()
+_compiling = threading.Lock()
 # Folders of the user's cache that this process has compiled into.
-MADE: set[Path] = set()
+COMPILED: set[Path] = set()
 
 
 def policy(new: str) -> str:
@@ -28,7 +28,7 @@ def policy(new: str) -> str:
     return before
 
 
-def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> locate.Cubin:
+def locate_or_compile(variant: Variant, arch: str, driver_version: int | None) -> locate.Cubin:
     """Locate a cubin; compile a missing kernel of a score function, if the policy allows it.
 
     Raises
@@ -43,7 +43,7 @@ def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> lo
     except CubinNotFoundError:
         if variant.function is None or _policy != "allow":
             raise
-    with _making:  # a thread that waited for the lock may find the cubin now
+    with _compiling:  # a thread that waited for the lock may find the cubin now
         try:
             return locate.locate(variant, arch, driver_version)
         except CubinNotFoundError:
@@ -52,7 +52,7 @@ def found_or_made(variant: Variant, arch: str, driver_version: int | None) -> lo
 
             LOG.info("compiling %s for %s", variant.name, arch)
             dtype = next(name for name, short in SHORT.items() if short == variant.dtype)
-            MADE.update(function_into_cache(
+            COMPILED.update(function_into_cache(
                 variant.function, [arch], [dtype], [variant.head_dim], locate.usable_sets(driver_version),
                 kernels={variant.name}, progress=False,
             ))  # fmt: skip

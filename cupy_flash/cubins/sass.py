@@ -17,8 +17,8 @@ from .. import trust
 from ..errors import UnsupportedError
 
 __all__ = [
-    "COPIES", "REQUIREMENT", "Instruction", "Listing", "Turn", "covered", "disassemble", "disassembler",
-    "fewest", "fewest_of_a_round", "misallocated", "overwritten", "products", "scattered", "turn",
+    "COPIES", "REQUIREMENT", "Instruction", "Iteration", "Listing", "covered", "disassemble", "disassembler",
+    "fewest", "fewest_of_a_round", "iteration", "misallocated", "overwritten", "products", "scattered",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -99,7 +99,7 @@ class Listing(NamedTuple):
                 ends[start] = index
         return sorted(ends.items())
 
-    def turn(self, start: int, end: int) -> int:
+    def iteration_length(self, start: int, end: int) -> int:
         """Count the instructions of one iteration of a loop on a whole, unmasked tile.
 
         That is the path with the most products and 16-byte copies, and among those with the fewest
@@ -384,7 +384,7 @@ _ACCESSES = ("LDGSTS", "LDG", "LDS", "STS", "RED", "REDG", "MUFU", "BAR")
 COPIES = ("LDG", "LDGSTS")
 
 
-class Turn(NamedTuple):
+class Iteration(NamedTuple):
     """One iteration of a loop.
 
     Attributes
@@ -408,7 +408,7 @@ class Turn(NamedTuple):
     doubles: int
 
 
-def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None:
+def iteration(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Iteration | None:
     """The iteration of a whole tile in the loop with the most mma.sync products; None if there is none.
 
     It is the path with the most products, then the most of these accesses, then the fewest instructions:
@@ -448,7 +448,7 @@ def turn(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Turn | None
             stretches.append([])
         else:
             stretches[-1].append(now)
-    return Turn(
+    return Iteration(
         len(way),
         len(stretches),
         names.count("BAR"),

@@ -53,7 +53,7 @@ def digest(variant: Variant, target: str, cuda: int) -> str:
         TOOLKITS[cuda].compiler,
         *options(variant, target),
         *(f"{count} {shape}" for shape, count in variant.products),
-        f"{variant.covered} covered, {variant.turn} in a turn",
+        f"{variant.covered} covered, {variant.stall_limits} in a turn",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

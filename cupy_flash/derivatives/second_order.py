@@ -17,11 +17,11 @@ from ..call.given import Options, Packing
 from ..call.operands import Views, table_of
 from ..call.options import WITH_GRADIENT
 from ..call.problem import Problem
-from ..call.progress import TOLD, part_of, telling
+from ..call.progress import CALLBACK, part_of, telling
 from ..call.reproducible import refuse_reproducible
 from ..call.spans import check_spans
 from ..call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
-from ..call.values import Moment
+from ..call.values import RunOptions
 from ..dispatch.backends import driver_of, ready, refuse_tensor_cores
 from ..dispatch.memo import computed_by
 from ..errors import InvalidArgumentsError, UnsupportedError
@@ -119,7 +119,7 @@ def hvp_into(
         without = {name: x for name, x in raw.items() if name not in ("do", "dlse")}
         known = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
         on_cpu = driver_of(raw["q"].device, raw["q"].library) is None
-        with telling(TOLD.get() if on_cpu else None) as tell:
+        with telling(CALLBACK.get() if on_cpu else None) as tell:
             with part_of(tell, 0, _FIRST):
                 jvp_into(known, without, tangents, options, packing, stream=stream)
             with part_of(tell, _FIRST, 1):
@@ -226,7 +226,7 @@ def compute(
         every = {**asked.views, **one}
         backend = ready(asked.problem, every, driver)
         computed_by(backend.kernels)
-        backend.run(every, Moment(asked.problem.seed), stream=stream)
+        backend.run(every, RunOptions(asked.problem.seed), stream=stream)
 
 
 def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:
@@ -242,10 +242,10 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
         computed_by(f"core {name}" for name in core.names)
-        with telling(TOLD.get()) as tell:
+        with telling(CALLBACK.get()) as tell:
             core.run(numbers, problem.seed, (asked.views, each), tell, asked.views["q"].library)
         return
-    with telling(TOLD.get()) as tell:
+    with telling(CALLBACK.get()) as tell:
         if forward is not None:
             with part_of(tell, 0, _FORWARD):
                 forward()

@@ -7,8 +7,8 @@ from typing import Any
 from ..call.given import Options, Packing
 from ..call.operands import Views
 from ..call.outputs import finished
-from ..call.progress import TOLD
-from ..call.values import moment_apart
+from ..call.progress import CALLBACK
+from ..call.values import split_run_options
 from ..dispatch.memo import prepared
 from .second_order import compute, described, dots_of, new_results
 
@@ -19,7 +19,7 @@ def run_with_jvp(
     raw: Views, tangents: Views, options: Options, packing: Packing | None = None
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """The results and their tangents; parameters as in `second_order.run_jvp`, without o and lse."""
-    timeless, moment = moment_apart(options)
+    timeless, run_options = split_run_options(options)
     call = prepared("forward", raw, timeless, True, packing)
     results = call.new_results(raw["q"])
     every = {**raw, **results}
@@ -27,7 +27,7 @@ def run_with_jvp(
     moved = new_results(asked, {f"d{name}": results[name] for name in ("o", "lse")})
     compute(
         asked, {**dots_of(tangents), **dots_of(moved)}, options.layout, len(raw["q"].shape),
-        lambda: call.run(raw, moment._replace(progress=TOLD.get()), results=results),
+        lambda: call.run(raw, run_options._replace(progress=CALLBACK.get()), results=results),
     )  # fmt: skip
     o, lse, do, dlse = map(finished, (results["o"], results["lse"], moved["do"], moved["dlse"]))
     return (o, lse), (do, dlse)

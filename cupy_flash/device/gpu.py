@@ -146,7 +146,7 @@ class Loader(Generic[_Kernel]):
 
     def _loaded(self, variant: Variant, device: int) -> _Kernel:
         version = self._driver_version()
-        cubin = on_demand.found_or_made(variant, self._arch(device), version)
+        cubin = on_demand.locate_or_compile(variant, self._arch(device), version)
         code = locate.code(cubin)
         start = time.perf_counter()
         try:

@@ -14,7 +14,7 @@ import numpy as np
 from ..call.arrays import ArrayView, numpy_view
 from ..call.problem import Problem
 from ..call.progress import telling
-from ..call.values import Moment
+from ..call.values import RunOptions
 from ..device.abi import LENGTH, SEED
 from ..device.choice import gpu_driver, host_driver
 from ..device.run import Driver, Kernel, Program
@@ -24,7 +24,15 @@ from ..plan.choose import Plan, choose
 if TYPE_CHECKING:
     from ..cpu.core.family import Core
 
-__all__ = ["Backend", "Seen", "chosen_by_environment", "driver_of", "load", "ready", "refuse_tensor_cores"]
+__all__ = [
+    "Backend",
+    "BackendView",
+    "chosen_by_environment",
+    "driver_of",
+    "load",
+    "ready",
+    "refuse_tensor_cores",
+]
 
 Views = Mapping[str, ArrayView]
 
@@ -61,7 +69,7 @@ _variable = vars(os.environ)["_data"].get
 _DRIVER, _CPU = map(os.environ.encodekey, ("CUPY_FLASH_DRIVER", "CUPY_FLASH_CPU"))
 
 
-class Seen(NamedTuple):
+class BackendView(NamedTuple):
     """The view of one array of a call that a backend computes on.
 
     Attributes
@@ -72,7 +80,7 @@ class Seen(NamedTuple):
         Name of the call's array that it is a view of.
     shape, byte_strides, dtype
         As in `ArrayView`.
-    as_it_is : bool
+    unchanged : bool
         Whether shape, strides and dtype are those of the array itself.
     """
 
@@ -81,11 +89,11 @@ class Seen(NamedTuple):
     shape: tuple[int, ...]
     byte_strides: tuple[int, ...]
     dtype: str
-    as_it_is: bool
+    unchanged: bool
 
     def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
         """The NumPy array with this view's shape and strides, for the array `x` of a call."""
-        if self.as_it_is and type(x.owner) is np.ndarray:
+        if self.unchanged and type(x.owner) is np.ndarray:
             return x.owner
         return numpy_view(x, self.shape, self.byte_strides, self.dtype)
 
@@ -119,7 +127,7 @@ class Backend(ABC):
     def run(
         self,
         arrays: Views,
-        moment: Moment,
+        run_options: RunOptions,
         *,
         length: int | None = None,
         workspace: int | None = None,
@@ -131,7 +139,7 @@ class Backend(ABC):
         ----------
         arrays : mapping of str to ArrayView
             The call's inputs and outputs.
-        moment : Moment
+        run_options : RunOptions
         length : int, optional
             Keys in use of every sequence in a cache, if it is one integer for all.
         workspace : int, optional
@@ -162,7 +170,7 @@ class OnCpu(Backend):
 
     problem: Problem
     path: Callable[[Problem, dict[str, np.ndarray[Any, Any]]], None]
-    seen: tuple[Seen, ...]
+    seen: tuple[BackendView, ...]
 
     integer_bits = 64
 
@@ -172,14 +180,14 @@ class OnCpu(Backend):
         return ("NumPy",)
 
     def run(
-        self, arrays: Views, moment: Moment, *, length: int | None = None, **_of_gpus: int | None
+        self, arrays: Views, run_options: RunOptions, *, length: int | None = None, **_of_gpus: int | None
     ) -> None:
         """As in `Backend`."""
-        problem = self.problem._replace(seed=moment.seed) if moment.seed else self.problem
+        problem = self.problem._replace(seed=run_options.seed) if run_options.seed else self.problem
         seen = {x.name: x.numpy(arrays[x.array]) for x in self.seen}
         if length is not None:
             seen["cache_seqlens"] = np.full(problem.batch, length, np.int32)
-        with telling(moment.progress) as tell:
+        with telling(run_options.progress) as tell:
             if tell is None:
                 self.path(problem, seen)
                 return
@@ -204,7 +212,7 @@ class OnCore(Backend):
         return tuple(f"core {name}" for name in self.core.names)
 
     def run(
-        self, arrays: Views, moment: Moment, *, length: int | None = None, **_of_gpus: int | None
+        self, arrays: Views, run_options: RunOptions, *, length: int | None = None, **_of_gpus: int | None
     ) -> None:
         """As in `Backend`."""
         numbers = {name: arrays[array].pointer for name, array in self.addressed}
@@ -213,11 +221,11 @@ class OnCore(Backend):
             of_all = np.array([length], np.int32)
             numbers["cache_seqlens"], keep = of_all.ctypes.data, (arrays, of_all)
         library = arrays["q"].library
-        if moment.progress is None:  # why: a context manager costs 1 % of a short call
-            self.core.run(numbers, moment.seed, keep, None, library)
+        if run_options.progress is None:  # why: a context manager costs 1 % of a short call
+            self.core.run(numbers, run_options.seed, keep, None, library)
             return
-        with telling(moment.progress) as tell:
-            self.core.run(numbers, moment.seed, keep, tell, library)
+        with telling(run_options.progress) as tell:
+            self.core.run(numbers, run_options.seed, keep, tell, library)
 
     def run_at(
         self,
@@ -253,7 +261,7 @@ class OnDevice(Backend):
     def run(
         self,
         arrays: Views,
-        moment: Moment,
+        run_options: RunOptions,
         *,
         length: int | None = None,
         workspace: int | None = None,
@@ -261,7 +269,7 @@ class OnDevice(Backend):
     ) -> None:
         """As in `Backend`; a launch does not report progress."""
         numbers = {name: arrays[array].pointer for name, array in self.addressed}
-        numbers[SEED] = moment.seed
+        numbers[SEED] = run_options.seed
         if length is not None:
             # why no array: a captured CUDA graph would still read its memory after the pool has reused it.
             numbers[LENGTH] = max(length, 0)
@@ -290,7 +298,7 @@ class OnDevice(Backend):
 
 
 def ready(
-    problem: Problem, views: Views, driver: Driver | None, seen: tuple[Seen, ...] | None = None
+    problem: Problem, views: Views, driver: Driver | None, seen: tuple[BackendView, ...] | None = None
 ) -> Backend:
     """Choose, locate and load the kernels of a problem; every refusal of a backend happens here.
 
@@ -301,12 +309,12 @@ def ready(
         Inputs and outputs by the names of abi.cuh; addresses are not used.
     driver : Driver or None
         As returned by `driver_of`.
-    seen : tuple of Seen, optional
+    seen : tuple of BackendView, optional
         How the views derive from the call's arrays; default: views and arrays are the same.
     """
     problem = problem._replace(seed=0)
     if seen is None:
-        seen = tuple(Seen(n, n, x.shape, x.byte_strides(), x.dtype, True) for n, x in views.items())
+        seen = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, True) for n, x in views.items())
     addressed = tuple((x.name, x.array) for x in seen)
     if driver is None:
         refuse_tensor_cores(problem)

@@ -12,7 +12,7 @@ from ..call import outputs
 from ..call.arrays import ArrayView
 from ..call.blocks import check_blocks
 from ..call.cache.describe import describe_cache
-from ..call.cache.kinds import check_two_arrays, lies_in, same_memory, written_caches
+from ..call.cache.kinds import check_two_arrays, is_first_columns, same_memory, written_caches
 from ..call.describe import describe
 from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
@@ -22,12 +22,12 @@ from ..call.outputs import check_out, check_overlap, extents, workspace_address
 from ..call.problem import Problem
 from ..call.spans import check_spans
 from ..call.tangents import tangent_operand
-from ..call.values import OF_NO_CALL, Moment
+from ..call.values import NO_RUN_OPTIONS, RunOptions
 from ..device.abi import SEED
 from ..device.run import Driver
 from ..plan.choose import choose
 from ..program.function import Program
-from .backends import Seen, chosen_by_environment, driver_of, load, ready
+from .backends import BackendView, chosen_by_environment, driver_of, load, ready
 
 __all__ = ["REPEATED", "Prepared", "computed_by", "forget", "kernels", "lifted", "prepared"]
 
@@ -72,7 +72,9 @@ class Prepared:
         names |= {name: "out" if out is not None and name == "o" else name for name in seen}
         every = {**raw, **made}
         table = tuple(
-            Seen(name, names[name], x.shape, x.byte_strides(), x.dtype, x[1:4] == every[names[name]][1:4])
+            BackendView(
+                name, names[name], x.shape, x.byte_strides(), x.dtype, x[1:4] == every[names[name]][1:4]
+            )
             for name, x in {**views, **seen}.items()
         )
         self._backend = ready(problem, {**views, **seen}, driver, table)
@@ -82,7 +84,7 @@ class Prepared:
     def run(
         self,
         raw: Views,
-        moment: Moment = OF_NO_CALL,
+        run_options: RunOptions = NO_RUN_OPTIONS,
         workspace: ArrayView | None = None,
         length: int | None = None,
         results: dict[str, ArrayView] | None = None,
@@ -93,7 +95,7 @@ class Prepared:
         ----------
         raw : mapping of str to ArrayView
             The caller's arrays, and ``out`` if it was given.
-        moment : Moment
+        run_options : RunOptions
             The seed, and where progress is reported.
         workspace : ArrayView, optional
             The caller's workspace; default: allocated from the pool of the library.
@@ -121,9 +123,9 @@ class Prepared:
             given = workspace_address(workspace, q, backend.workspace_bytes)
         if results is None:  # why not new_results(): the function call would cost 1 % of a short call
             results = {name: self._make(q, shape, dtype) for name, shape, dtype in self.results}
-        backend.run({**raw, **results}, moment, length=length, workspace=given)
+        backend.run({**raw, **results}, run_options, length=length, workspace=given)
         if self._written and q.library == "torch":
-            outputs.tell_of_writing(raw, self._written)
+            outputs.bump_versions(raw, self._written)
         return results
 
     @property
@@ -230,7 +232,12 @@ def prepared(
     if latents:
         one_scale = same_memory(raw, "v_scale", "k_scale")
         one = same_memory(raw, "k_cache", "v_cache"), same_memory(raw, "k", "v")
-        latents = lies_in(raw, "v_cache", "k_cache"), lies_in(raw, "v", "k"), one_scale, *one
+        latents = (
+            is_first_columns(raw, "v_cache", "k_cache"),
+            is_first_columns(raw, "v", "k"),
+            one_scale,
+            *one,
+        )
     chosen = chosen_by_environment(driver, device)
     # why types: 1 == True == 1.0 as a key, but an option, or a bound of a window, accepts only one of them.
     types = [*map(type, given)]

@@ -167,7 +167,7 @@ def _attend(
     """Call attention with flax's arguments."""
     if module is not None:
         raise UnsupportedError(
-            "attention weights are never stored, so none can be sown.", hint="sow_weights=False"
+            "attention weights are never stored, and cannot be returned.", hint="sow_weights=False"
         )
     dropout = 0.0 if deterministic else dropout_rate
     if dropout and dropout_rng is None:

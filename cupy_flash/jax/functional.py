@@ -14,7 +14,7 @@ from ..call.options import RecordedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
-from .numbers import fixed, fixed_options, scale_apart, types_of
+from .numbers import fixed, fixed_options, split_scale, types_of
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
     optional, values = split(options)
     refuse_ragged(optional)
     arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
-    values = fixed_options(arrays, scale_apart(arrays, values))
+    values = fixed_options(arrays, split_scale(arrays, values))
     longest = None
     if "cu_seqlens_q" in arrays:
         rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
@@ -115,7 +115,7 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
     """Check a call while tracing, so that errors raise before compilation instead of at run time."""
     if arrays["q"].dtype == jnp.float8_e4m3fn:
         raise UnsupportedError(
-            "float8_e4m3fn has no gradient, which this function offers.",
+            "float8_e4m3fn has no gradient, and this function must have one.",
             hint="cupy_flash.attention outside of jit, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
     kinds = [

@@ -43,7 +43,7 @@ class Held(NamedTuple):
         if (most := max(map(len, each))) != rows:
             raise InvalidArgumentsError(
                 f"a device holds {rows} {what}; of {length} one holds {most} at most.",
-                hint=f"{most} rows on every device, those that are none of its own at the end",
+                hint=f"{most} rows on every device, padded at the end",
             )
         padded = [np.pad(x, (0, rows - len(x)), constant_values=length) for x in each]
         return cls(np.stack(padded), length, zigzag)

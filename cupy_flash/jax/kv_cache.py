@@ -127,7 +127,7 @@ def attention_with_kv_cache(
     lse = rest.pop(0) if asked or shared is not None else None
     if shared is not None:
         first = shared.before_cache(jnp, attention, jnp.asarray(q), flat["k_cache"], whole)
-        o, lse = shared.unite(jnp, first, (o, lse), o.dtype)
+        o, lse = shared.merge(jnp, first, (o, lse), o.dtype)
     names = _written(flat) if columns is None else ("k_cache",)
     written = dict(zip(names, rest, strict=True)) if appends else {}
     given = (("k", k_cache),) if columns is not None else (("k", k_cache), ("v", v_cache))
@@ -201,7 +201,7 @@ def _over_selected_keys(
     """The call with indices, in which each query is a sequence of its own."""
     if options.get("check"):
         raise UnsupportedError(
-            "tuning.check is True beside indices, whose program does not look at them.",
+            "tuning.check is True together with indices, which a JAX program cannot check.",
             hint="tuning=None, or cupy_flash.attention_with_kv_cache outside of jit",
         )
     arrays = {name: x for name, x in options.items() if hasattr(x, "shape")} | {"q": jnp.asarray(q)}

@@ -21,17 +21,17 @@ __all__ = [
     "fixed_options",
     "is_array",
     "next_seed",
-    "numbers_apart",
-    "scale_apart",
-    "seed_apart",
+    "split_numbers",
+    "split_scale",
+    "split_seed",
     "types_of",
 ]
 
 
-def numbers_apart(arrays: dict[str, Any], options: Options) -> Options:
+def split_numbers(arrays: dict[str, Any], options: Options) -> Options:
     """Move numbers that are JAX arrays, and every seed, from the static options to the arrays."""
     scale, softcap = (_static_number(getattr(options, name), name, arrays) for name in ("scale", "softcap"))
-    return seed_apart(arrays, _align_apart(arrays, options))._replace(scale=scale, softcap=softcap)
+    return split_seed(arrays, _split_align(arrays, options))._replace(scale=scale, softcap=softcap)
 
 
 def is_array(x: Any) -> bool:
@@ -50,8 +50,8 @@ def fixed(x: Any) -> Any:
 
 
 def fixed_options(arrays: dict[str, Any], options: Options) -> Options:
-    """`numbers_apart`, and what is left as keys; the check of the options refuses what is none."""
-    options = Options(*map(fixed, numbers_apart(arrays, options)))
+    """`split_numbers`, and what is left as keys; the check of the options refuses what is none."""
+    options = Options(*map(fixed, split_numbers(arrays, options)))
     return options._replace(dropout=finite_number(options.dropout, "dropout"))
 
 
@@ -60,7 +60,7 @@ def types_of(values: Iterable[Any]) -> tuple[type, ...]:
     return tuple(type(y) for x in values for y in (x, *(x if isinstance(x, tuple) else ())))
 
 
-def seed_apart(arrays: dict[str, Any], options: Options) -> Options:
+def split_seed(arrays: dict[str, Any], options: Options) -> Options:
     """Move a seed to the arrays, unless its words are there."""
     words = None if options.seed is None or "seed" in arrays else _words(options.seed)
     if words is not None:
@@ -86,7 +86,7 @@ def next_seed(seed: Any, numbers: list[int], axis_name: Any) -> Any:
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
-def _align_apart(arrays: dict[str, Any], options: Options) -> Options:
+def _split_align(arrays: dict[str, Any], options: Options) -> Options:
     """Move an align that is a JAX array to the arrays."""
     align = options.align
     if not isinstance(align, jax.Array):
@@ -100,7 +100,7 @@ def _align_apart(arrays: dict[str, Any], options: Options) -> Options:
     return options._replace(align=0)
 
 
-def scale_apart(arrays: dict[str, Any], options: Options) -> Options:
+def split_scale(arrays: dict[str, Any], options: Options) -> Options:
     """Move a scale per head to the arrays, in the shape in which it multiplies q."""
     scale = options.scale
     if not isinstance(scale, jax.Array) or not scale.shape or not jnp.issubdtype(scale.dtype, jnp.floating):

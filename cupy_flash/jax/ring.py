@@ -17,7 +17,7 @@ from ..call.masks import Band, resolve_band
 from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError
-from ..merge import united
+from ..merge import merge_parts
 from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
@@ -25,7 +25,7 @@ from .call import alike, backward, forward, results_of
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
 from .held import Held, Packed, beside, seen
-from .numbers import next_seed, seed_apart
+from .numbers import next_seed, split_seed
 from .primitives import missing
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _results(around: _Around, q: Any, k: Any, v: Any, apart: _Apart) -> tuple[An
     for before, step in itertools.pairwise(steps):
         k, v = around.pass_on((k, v), step - before)
         part, part_lse = _part(around, step, q, k, v, apart)
-        o, lse = united(jnp, ((o, lse), (part, part_lse)), swapped)
+        o, lse = merge_parts(jnp, ((o, lse), (part, part_lse)), swapped)
     if apart.packed is not None:
         o, lse = apart.packed.results(o, lse)
     return o.astype(q.dtype), lse
@@ -447,7 +447,7 @@ def ring_attention(
     arrays, values = split(options)
     # Masks have the shape of the whole, and the call checks them there.
     given |= {name: jnp.asarray(x) for name, x in arrays.items() if name in PER_HEAD}
-    values = seed_apart(given, values._replace(score=None))
+    values = split_seed(given, values._replace(score=None))
     rows, band = (q.shape[axis], k.shape[axis]), Band()
     if longest is None:
         # why another band: the band of the call is one of the whole sequence, as masks are.

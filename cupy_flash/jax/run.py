@@ -19,9 +19,9 @@ from ..call.functions import check_integers
 from ..call.given import CacheCall, Options, Packing
 from ..call.offsets import check_counts, longest_length
 from ..call.problem import Problem
-from ..call.progress import told_anywhere
+from ..call.progress import callback_of_process
 from ..call.spans import check_spans
-from ..call.values import Moment
+from ..call.values import RunOptions
 from ..device.abi import SEED
 from ..device.run import Driver
 from ..dispatch.backends import Backend, chosen_by_environment, driver_of, ready
@@ -141,7 +141,7 @@ def run(
         backend, problem, places, numbered = _ready(
             config, own, residues, device, driver, environment, tuple(read.items())
         )
-        told = told_anywhere()
+        told = callback_of_process()
         if numbered and told is None:
             numbers = {name: pointers[i] for name, i in numbered}
             numbers[SEED] = seed
@@ -158,7 +158,7 @@ def run(
             check_integers(problem.function, problem.extents, backend.integer_bits, views)
         if config.cached and config.cached.checked(device):
             check_values(problem, _as_given(views, problem))
-        backend.run(views, Moment(seed, told), stream=stream)
+        backend.run(views, RunOptions(seed, told), stream=stream)
 
 
 def _check_cuts(views: dict[str, ArrayView], packing: Packing | None) -> None:

@@ -354,8 +354,8 @@ def block_rows(mask: BlockMask, held: list[tuple[range, ...]], queries: int) -> 
     found = math.gcd(size, *(rows.start for part in held for rows in part if rows))
     if found not in SIZES:
         raise InvalidArgumentsError(
-            f"stretches of queries begin at multiples of {found}: a BlockMask is not cut there.",
-            hint=f'schedule="alltoall"; or stretches of a multiple of {SIZES[0]} rows, two in a zigzag part',
+            f"ranges of queries start at multiples of {found}, which are not block boundaries of the mask.",
+            hint=f'schedule="alltoall"; or ranges of a multiple of {SIZES[0]} rows, two in a zigzag part',
         )
     return found
 

@@ -203,7 +203,7 @@ class Variant:
         the build also checks that no registers are overwritten during wgmma.
     covered : int
         Number of exponentials that must overlap with wgmma of the same warpgroup.
-    turn : (int, int, int)
+    stall_limits : (int, int, int)
         Limits for one iteration of an mma.sync main loop: instructions between two products, exponentials
         among them, and barriers. All 0: not checked.
     boxes : tuple of Box
@@ -226,7 +226,7 @@ class Variant:
     allowed_spills: tuple[tuple[str, int], ...] = ()
     products: tuple[tuple[str, int], ...] = ()
     covered: int = 0
-    turn: tuple[int, int, int] = (0, 0, 0)
+    stall_limits: tuple[int, int, int] = (0, 0, 0)
     boxes: tuple[Box, ...] = ()
     function: Body | None = None
 

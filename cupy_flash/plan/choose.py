@@ -72,9 +72,9 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     if problem.tile is not None:
         hint = "tuning=None, or one of the built tiles"
     elif problem.reproducible:
-        hint = "reproducible=None; or, where the reason is how arrays lie, contiguous ones"
+        hint = "reproducible=None; or, if the reason is strides, contiguous arrays"
     elif problem.direction == "statistics":
-        hint = "want= some of key_sum, key_max, entropy, over keys in one piece; or arrays on a CPU"
+        hint = "want= some of key_sum, key_max, entropy, over contiguous keys; or arrays on a CPU"
     elif problem.dtype == FLOAT8:
         hint = "q, k and v times their scales as bfloat16, or NumPy arrays"
     elif problem.precision is not None:

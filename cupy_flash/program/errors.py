@@ -44,7 +44,7 @@ def beyond(name: str, found: TooLarge, bits: int, more: str = "") -> Unsupported
     """
     return UnsupportedError(
         f"{name}: {found.expression} can be {found.value}, and integers have {bits} bits there.",
-        hint=f"% or // before what makes it large, or a float, such as 1.0 * j{more}; of a mask "
+        hint=f"% or // before the operation that exceeds them, or a float, such as 1.0 * j{more}; of a mask "
         "cupy_flash.block_mask, whose integers have 64 bits",
     )
 

@@ -86,7 +86,7 @@ class Program:
         try:
             plain, self._rest = _parameters(function)
         except (TypeError, ValueError):
-            raise InvalidArgumentsError(f"{function!r} does not say what it takes.", hint=hint) from None
+            raise InvalidArgumentsError(f"{function!r} has no readable signature.", hint=hint) from None
         self.name = getattr(function, "__name__", type(function).__name__)
         code = getattr(function, "__code__", None)
         self._line = (code.co_filename, code.co_firstlineno) if code else ("?", 0)

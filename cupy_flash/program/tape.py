@@ -208,7 +208,7 @@ class Value:
     def _no_number(self, *_: Any) -> Any:
         # why captured_here: NumPy calls __index__ for an index, and does not say of which array.
         raise captured_here() or refused(
-            "Python asks for the number of a value that has none while the function is traced.",
+            "the function converts a traced value to a Python number: it has none yet.",
             "NumPy's functions for those of math; arrays as arguments, bound by a call: f(array)",
         )
 
@@ -351,8 +351,8 @@ class Tape:
         if hasattr(x, "shape"):
             raise captured(x)
         raise refused(
-            f"a {type(x).__name__} stands in an expression.",
-            "numbers, and what is made of the arguments of the function",
+            f"an expression has an operand of type {type(x).__name__}.",
+            "numbers, and expressions of the arguments of the function",
         )
 
     def converted(self, x: Value, kind: str, exactly: bool = False) -> Value:
@@ -363,7 +363,7 @@ class Tape:
         if exactly and kind == "bool":
             return self.apply("not_equal", x, 0)
         if exactly and node.kind == "float":
-            raise refused("a float is cast to an integer.", "a comparison of it; or what it is made of")
+            raise refused("a float is cast to an integer.", "a comparison of it; or integers from the start")
         if node.op == "constant":
             return self.constant(float(node.value or 0) if kind == "float" else int(node.value or 0))
         return self.add(f"to_{kind}", kind, (x.at,))

@@ -45,14 +45,14 @@ def check_text(text: str, entry: str) -> None:
         raise InvalidArgumentsError(
             "the text in C includes a file.",
             reasons=[(f"line {line}", found[0].strip())],
-            hint="what it needs of that file, in the text",
+            hint="the definitions that it needs, copied into the text",
         )
 
 
 def refuse_gradients() -> UnsupportedError:
     """The error for a function in C with learned arguments."""
     return UnsupportedError(
-        "the arguments of a score function in C have no gradients: nobody differentiates its text by them.",
+        "the arguments of a score function in C have no gradients: its text is not differentiated.",
         hint="the function in Python; or no learned=, in torch x.detach()",
     )
 

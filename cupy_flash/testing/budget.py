@@ -179,7 +179,7 @@ def error_budget(
     return [
         _compare(name, value, exact[name], getattr(naive, name), *sigma[name])
         if exact[name] is not None
-        else Verdict(name, "there should be none")
+        else Verdict(name, "should be absent")
         for name, value in given.items()
     ]
 

@@ -144,7 +144,7 @@ def _held(seed: Any) -> torch.Tensor | None:
     if not isinstance(seed, int):
         seed = checked_seed(seed)
     if seed >= 2**63:
-        raise UnsupportedError(f"seed is {seed}; torch's programs hold 63 bits.", hint="seed % 2**63")
+        raise UnsupportedError(f"seed is {seed}; seeds of torch have 63 bits.", hint="seed % 2**63")
     return torch.full((), seed, dtype=torch.int64, device="cpu")
 
 

@@ -17,7 +17,7 @@ from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import positions, schedules
 from .inputs import check_tensors
-from .leading import are_in_rows, turned
+from .leading import are_in_rows, swap_heads_and_rows
 from .ring import attend, link_of
 
 __all__ = ["context_parallel", "context_parallel_unshard"]
@@ -121,7 +121,9 @@ def context_parallel(
         given = {"causal": is_causal, "scale": scale, "schedule": schedule, **uneven}
         every = {**defaults(RingOptions), **given, "layout": "bshd" if in_rows else "bhsd"}
         o: Tensor
-        o, _ = attend(*(turned(*qkv) if in_rows else qkv), group, None, None, False, every, check)
+        o, _ = attend(
+            *(swap_heads_and_rows(*qkv) if in_rows else qkv), group, None, None, False, every, check
+        )
         return o.transpose(1, 2) if in_rows else o
 
     try:

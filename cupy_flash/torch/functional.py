@@ -28,7 +28,7 @@ from .inputs import (
     widened,
 )
 from .kv_cache import attention_with_kv_cache
-from .leading import are_in_rows, over_batches, together, turned
+from .leading import are_in_rows, broadcast_batches, over_batches, swap_heads_and_rows
 from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
 from .repeat import remember, repeated
@@ -305,7 +305,7 @@ def scaled_dot_product_attention(
             f"attn_mask has dtype {attn_mask.dtype}, not torch.bool, torch.float32 or {query.dtype}.",
             hint="attn_mask.to(torch.bool), True where a query may attend; or attn_mask.to(query.dtype)",
         )
-    qkv, batch = together(query, key, value, enable_gqa)
+    qkv, batch = broadcast_batches(query, key, value, enable_gqa)
     where: Any = align or "top_left"
     added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
     in_rows = are_in_rows(qkv[0])
@@ -313,8 +313,9 @@ def scaled_dot_product_attention(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         o = attention(
-            *(turned(q, k, v) if in_rows else (q, k, v)), layout=layout, causal=is_causal, align=where,
-            scale=scale, dropout=dropout_p, mask=None if added else mask, bias=mask if added else None,
+            *(swap_heads_and_rows(q, k, v) if in_rows else (q, k, v)), layout=layout,
+            causal=is_causal, align=where, scale=scale, dropout=dropout_p,
+            mask=None if added else mask, bias=mask if added else None,
         )  # fmt: skip
         return o.transpose(1, 2) if in_rows else o
 

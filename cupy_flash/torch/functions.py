@@ -31,7 +31,7 @@ Packed: TypeAlias = tuple[Any, ...] | None
 @functools.partial(
     opaque,
     why="a call with a score or mask function is no part of a compiled program. "
-    "Try: fullgraph=False; or a bias, a boolean array or Spans that say the same",
+    "Try: fullgraph=False; or an equivalent bias, boolean array or Spans",
 )
 def attend_by_function(
     q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool, cuts: tuple[Any, Any] | None = None

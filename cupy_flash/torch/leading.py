@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["are_in_rows", "over_batches", "together", "turned"]
+__all__ = ["are_in_rows", "broadcast_batches", "over_batches", "swap_heads_and_rows"]
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -36,12 +36,12 @@ def are_in_rows(query: Tensor) -> bool:
     return known(heads > 0) and known(heads < rows)  # type: ignore[no-any-return]
 
 
-def turned(*tensors: Tensor) -> tuple[Tensor, ...]:
+def swap_heads_and_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors with the axes of heads and rows swapped."""
     return tuple([x if x is None else x.transpose(1, 2) for x in tensors])
 
 
-def together(
+def broadcast_batches(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[list[Tensor], tuple[int, ...]]:
     """Query, key and value with equal rank, and the shape to which their leading axes broadcast.
@@ -98,7 +98,7 @@ def over_batches(
     attend : callable
         Takes q, k and v with one leading axis of equal length, and a mask that broadcasts to it.
     qkv : list of Tensor
-        The tensors that `together` returns with `batch`.
+        The tensors that `broadcast_batches` returns with `batch`.
     mask : Tensor, optional
         Broadcasts to (*batch, heads, seqlen_q, seqlen_k).
     """

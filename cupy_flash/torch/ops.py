@@ -183,9 +183,9 @@ class _Function(torch.autograd.Function):
 
 def attend(call: Call) -> tuple[Any, Any]:
     """O and LSE by the operator, differentiable also by torch.func (grad, vjp, jvp)."""
-    together = attend_with_tangents(call) if in_forward_mode(*call.tensors) else None
-    if together is not None:
-        return together
+    results = attend_with_tangents(call) if in_forward_mode(*call.tensors) else None
+    if results is not None:
+        return results
     by_function = torch._C._are_functorch_transforms_active() or in_forward_mode(*call.tensors)
     if by_function and torch.compiler.is_compiling():
         from ..call import untraced  # noqa: F401  (after the break, torch.compile would trace the operators)

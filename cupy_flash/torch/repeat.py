@@ -16,12 +16,12 @@ import torch
 from ..api import adopted
 from ..call.arrays import contiguous
 from ..call.given import Options
-from ..call.progress import TOLD
+from ..call.progress import CALLBACK
 from ..dispatch.backends import chosen_by_environment, driver_of, environment
 from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_untouched, gradients, is_plain, is_transformed, recorded
-from .leading import turned
+from .leading import swap_heads_and_rows
 
 __all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
@@ -41,7 +41,7 @@ _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 _NOTHING = (None,) * (len(TENSORS) - 3)
 
 
-class _Known:
+class _PreparedCall:
     """A prepared forward pass, and its prepared backward passes by the kinds of their arrays."""
 
     __slots__ = ("forward", "gradients", "in_rows", "options", "recorded", "return_lse")
@@ -152,7 +152,7 @@ def is_watched() -> bool:
         torch.compiler.is_compiling()
         or is_transformed()
         or torch.autograd.forward_ad._current_level >= 0
-        or TOLD.get() is not None
+        or CALLBACK.get() is not None
     )
 
 
@@ -171,7 +171,7 @@ def repeated(
         if one.is_repeated(q, k, v):
             return _run(one.known, q, k, v), None
     key = _key_of(given, q, k, v)
-    known: _Known | None = REPEATED.get(key)
+    known: _PreparedCall | None = REPEATED.get(key)
     return (None, key) if known is None else (_run(known, q, k, v), None)
 
 
@@ -234,7 +234,7 @@ def _kinds(*tensors: Any) -> tuple[Any, ...] | None:
     return tuple(kinds)
 
 
-def _run(known: _Known, q: Any, k: Any, v: Any) -> Any:
+def _run(known: _PreparedCall, q: Any, k: Any, v: Any) -> Any:
     if not known.recorded:  # only addresses of q, k and v are read, whatever the order of their axes
         results = known.forward.forward(q, k, v)
         if known.in_rows:
@@ -242,7 +242,7 @@ def _run(known: _Known, q: Any, k: Any, v: Any) -> Any:
         return results[0] if len(results) == 1 else tuple(results)
     if known.in_rows:
         # why: activation checkpoints compare the saved tensors with those of the full call.
-        return _record(*turned(q, k, v), known).transpose(1, 2)
+        return _record(*swap_heads_and_rows(q, k, v), known).transpose(1, 2)
     return _record(q, k, v, known)
 
 
@@ -250,7 +250,7 @@ class _Repeated(torch.autograd.Function):
     """A repeated call in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, known: _Known) -> Any:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, known: _PreparedCall) -> Any:
         o, lse = known.forward.forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.known = known
@@ -270,7 +270,7 @@ class _Repeated(torch.autograd.Function):
         grads = gradients(call, do, dlse, o, lse, ctx.needs_input_grad + (False,) * len(GRADIENTS))
         if key is not None:
             raw = adopted(q=q, k=k, v=v, o=o, lse=lse, do=do)
-            passed = _passed("backward", raw, deterministic(known.options), True)
+            passed = _prepare_pass("backward", raw, deterministic(known.options), True)
             if passed is not None:
                 _put(known.gradients, key, passed)
         return *grads[:3], None
@@ -281,7 +281,7 @@ _record = recorded(_Repeated)
 
 def _key_of_gradients(saved: tuple[Any, ...], do: Any, dlse: Any) -> Hashable | None:
     """The cache key of a backward pass, or None; of tensors as saved, because hooks may change them."""
-    if dlse is not None or not is_plain(*saved, do) or torch.is_grad_enabled() or TOLD.get() is not None:
+    if dlse is not None or not is_plain(*saved, do) or torch.is_grad_enabled() or CALLBACK.get() is not None:
         return None
     kinds = _kinds(*saved, do)
     return kinds and (kinds, torch.are_deterministic_algorithms_enabled())
@@ -301,12 +301,12 @@ def remember(
     in_rows: whether the options are for q, k, v and o transposed to rows before heads.
     """
     with torch.no_grad():  # why: the call has been recorded already
-        raw = adopted(**dict(zip("qkv", turned(q, k, v) if in_rows else (q, k, v), strict=True)))
+        raw = adopted(**dict(zip("qkv", swap_heads_and_rows(q, k, v) if in_rows else (q, k, v), strict=True)))
     is_recorded = torch.is_grad_enabled() and _need_gradients(q, k, v)
-    passed = _passed("forward", raw, options, is_recorded or return_lse)
+    passed = _prepare_pass("forward", raw, options, is_recorded or return_lse)
     if passed is None:
         return
-    known = _Known(passed, options, is_recorded, return_lse, in_rows)
+    known = _PreparedCall(passed, options, is_recorded, return_lse, in_rows)
     _put(REPEATED, key, known)
     remember_recent(key[0], Recent.of((q, k, v), known, is_recorded))
 
@@ -324,7 +324,7 @@ def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:
     memory[key] = found
 
 
-def _passed(direction: str, raw: Any, options: Options, want_lse: bool) -> _Pass | None:
+def _prepare_pass(direction: str, raw: Any, options: Options, want_lse: bool) -> _Pass | None:
     """A prepared pass, or None if more than addresses can differ between such calls."""
     call = prepared(direction, raw, options, want_lse)
     if not call.only_addresses_differ:

@@ -23,7 +23,7 @@ _MOST_KEYS = 1 << 31
 _OWNER = ArrayView._fields.index("owner")
 
 
-class _Known(NamedTuple):
+class _PreparedCall(NamedTuple):
     """A prepared call, and the views of its arrays.
 
     Attributes
@@ -114,7 +114,7 @@ class OverCache(NamedTuple):
         cache = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths}
         raw, _ = adopt_cache({**cache, **arrays})
         call = prepared("decode", raw, values, want_lse, None, asked)
-        known = _Known(call, {name: view[1:_OWNER] for name, view in raw.items()})
+        known = _PreparedCall(call, {name: view[1:_OWNER] for name, view in raw.items()})
         remember_recent(self.options, Recent.of(self.tensors, known, False))
 
     def _is_of_latents(self) -> bool:

@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys that are not rotated": ({"rotate_cache": True, **tables()}, "rotary.on_read is given"),
     "short tables": (tables(PREFIX + ROOM - 1), "for a capacity of 48"),
     "no lengths": ({"cache_seqlens": None}, "cache_seqlens is None"),
-    "lengths beyond": ({"cache_seqlens": 49}, "a sequence has room for 48"),
+    "lengths beyond": ({"cache_seqlens": 49}, "the capacity is 48 keys"),
 }
 
 

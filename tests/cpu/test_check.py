@@ -108,7 +108,7 @@ def test_a_wrong_output_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert f"wrong     {name}\n          o: largest error " in said
     assert re.search(r"largest error 1\.0\de-02 of \S+ allowed", said)
     assert "computed by " in said
-    assert said.splitlines()[-1].startswith("verdict   something is wrong: 1 right, 2 wrong, 1 refused")
+    assert said.splitlines()[-1].startswith("verdict   some cases fail: 1 right, 2 wrong, 1 refused")
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_kernels_of_score_functions_are_compiled_for_a_check_only(monkeypatch: p
 
 def test_what_a_check_leaves_in_the_cache_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     earlier, new = tmp_path / "earlier", tmp_path / "new"
-    monkeypatch.setattr(on_demand, "MADE", {earlier})
-    monkeypatch.setattr(check, "run_cases", lambda *_: on_demand.MADE.add(new) or [])
+    monkeypatch.setattr(on_demand, "COMPILED", {earlier})
+    monkeypatch.setattr(check, "run_cases", lambda *_: on_demand.COMPILED.add(new) or [])
     notes = " ".join(check.check("cpu", cases=[], with_speed=False).notes)
     assert f"stay in {new}" in notes
     assert str(earlier) not in notes
@@ -390,7 +390,7 @@ def test_the_report_names_nobody(
         assert found["versions"]["cupy_flash"] == cupy_flash.__version__
         assert len(found["speed"]) == 3
     else:
-        assert said.startswith("### cupy-flash check: something is wrong")
+        assert said.startswith("### cupy-flash check: some cases fail")
         rows = [line for line in said.splitlines() if line.startswith("| forward")]
         assert all(re.fullmatch(r"\|.*\|", row) for row in rows)
 

@@ -207,7 +207,7 @@ def test_without_a_stdout(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["explain", "--window", "a", "0"], "argument --window: 'a' is not a count of keys, nor open"),
+        (["explain", "--window", "a", "0"], "argument --window: 'a' is not a number of keys, nor open"),
         (["check", "--seed", "x"], "argument --seed: 'x' is not an integer"),
         (["check", "--seed", "-1"], "argument --seed: -1 is below 0"),
     ],

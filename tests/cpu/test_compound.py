@@ -64,7 +64,7 @@ def test_masks_that_do_not_combine_are_refused(mask: Any, says: str) -> None:
 @pytest.mark.parametrize("prefix", [(1, 2), ((1,), X[0]), (X[0], "x")])
 def test_a_prefix_of_no_arrays_is_refused(prefix: Any) -> None:
     with pytest.raises(
-        InvalidArgumentsError, match=r"prefix\[[01]\] is an? (int|tuple|str), beside a shared prefix"
+        InvalidArgumentsError, match=r"prefix\[[01]\] is an? (int|tuple|str), and a shared prefix is an array"
     ):
         cupy_flash.attention_with_kv_cache(X, X, X, cache_seqlens=1, prefix=prefix)
 

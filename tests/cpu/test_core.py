@@ -148,7 +148,7 @@ def copy(core: locate.Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The library alone in a place of its own, which is looked at first."""
     place = tmp_path / isa.host().platform
     shutil.copytree(core.path.parent, place)
-    origin = locate._Origin("copy", tmp_path, "mend it")
+    origin = locate._Origin("copy", tmp_path, "repair it")
     monkeypatch.setattr(locate, "_origins", lambda: iter([origin]))
     locate.locate.cache_clear()
     memo.forget()
@@ -242,7 +242,7 @@ def test_a_damaged_library_is_refused(copy: Path, core: locate.Library) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CubinNotFoundError, match=r"cannot be used: its SHA-256 is .*\nTry: mend it"):
+    with pytest.raises(CubinNotFoundError, match=r"cannot be used: its SHA-256 is .*\nTry: repair it"):
         cupy_flash.attention(q, q, q)
     path.write_bytes(data[:100])
     with pytest.raises(CubinNotFoundError, match="it has 100 of"):

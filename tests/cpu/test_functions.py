@@ -280,7 +280,7 @@ def shaped(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
     ("function", "says"),
     [
         (branching, "branches in Python on a value"),
-        (of_math, "asks for the number of a value that has none"),
+        (of_math, "converts a traced value to a Python number"),
         (over_closure, "the function reads CLOSED_OVER, an array that is no argument of it"),
         (whole, "table has 1 axes, and stands for a number"),
         (by_float, "table is indexed by a float"),
@@ -337,7 +337,7 @@ def test_an_array_that_is_no_argument_is_named(library: str, where: str, monkeyp
             cupy_flash.attention(q, q, q, score=cupy_flash.score(function))
         text = str(raised.value)
         if where == "in a list" and library == "numpy":
-            assert "Python asks for the number of a value that has none" in text
+            assert "the function converts a traced value to a Python number" in text
             continue
         what = rf"(an array(, a \w+)?|{name}, an array),?"
         assert re.search(rf"the function reads {what} that is no argument", text), text

@@ -170,21 +170,21 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         monkeypatch.setattr(locate, "locate", lambda *_: "a cubin")
         return [cache]
 
-    monkeypatch.setattr(on_demand, "MADE", set())
+    monkeypatch.setattr(on_demand, "COMPILED", set())
     monkeypatch.setattr(user_cache, "function_into_cache", make)
     with pytest.raises(CubinNotFoundError, match="are compiled when it is asked for"):
-        on_demand.found_or_made(variant, "sm_86", 12080)
+        on_demand.locate_or_compile(variant, "sm_86", 12080)
     assert cupy_flash.set_compile_policy("allow") == "refuse"
     try:
         monkeypatch.setattr(locate, "_origins", lambda: iter([locate._Origin("test", cache, "x")]))
         with pytest.raises(CubinNotFoundError):
-            on_demand.found_or_made(plain, "sm_86", 12080)
+            on_demand.locate_or_compile(plain, "sm_86", 12080)
         assert not made
-        assert on_demand.found_or_made(variant, "sm_86", 12080) == "a cubin"
+        assert on_demand.locate_or_compile(variant, "sm_86", 12080) == "a cubin"
         assert made == [(ALIBI_GRAPH, ["sm_86"], ["float64"], [64], (12,), {variant.name})]
-        assert on_demand.found_or_made(variant, "sm_86", 12080) == "a cubin"
+        assert on_demand.locate_or_compile(variant, "sm_86", 12080) == "a cubin"
         assert len(made) == 1
-        assert {cache} == on_demand.MADE
+        assert {cache} == on_demand.COMPILED
     finally:
         assert cupy_flash.set_compile_policy("refuse") == "allow"
     with pytest.raises(InvalidArgumentsError, match=r"policy is 'yes'(?s:.*)Try: ."):
@@ -211,7 +211,7 @@ from cupy_flash.program.graph import Argument
 graph = alibi.traced((Argument("float32", 1),))
 from cupy_flash.cubins import on_demand
 try:
-    on_demand.found_or_made(families.of_function(graph, "float16", 64, "sm_80")[0], "sm_80", 12080)
+    on_demand.locate_or_compile(families.of_function(graph, "float16", 64, "sm_80")[0], "sm_80", 12080)
 except cupy_flash.CubinNotFoundError:
     maps = Path("/proc/self/maps")
     loaded = maps.read_text() if maps.exists() else ""
@@ -259,7 +259,7 @@ def test_what_a_call_misses_is_compiled(cache: Path) -> None:
     variant = of(ALIBI_GRAPH, "float64", 64)["simple_forward"]
     cupy_flash.set_compile_policy("allow")
     try:
-        found = on_demand.found_or_made(variant, "sm_80", 12080)
+        found = on_demand.locate_or_compile(variant, "sm_80", 12080)
     finally:
         cupy_flash.set_compile_policy("refuse")
     assert found.origin == "user cache"

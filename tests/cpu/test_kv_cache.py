@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "table of int64": (arguments(PAGED, block_table=zeros(3, 4, dtype=np.int64)), "not int32"),
     "pages of 8, too few": (
         arguments(block_table=zeros(3, 9, dtype=np.int32), k_cache=zeros(8, 2, 8, 64),
-                  v_cache=zeros(8, 2, 8, 64)), "a sequence has room for 72"),
+                  v_cache=zeros(8, 2, 8, 64)), "the capacity is 72 keys"),
     "negative entry": (entry(-1, (1, 0)), r"block_table\[1, 0\] is -1; the cache has 33 pages"),
     "entry beyond the pages": (entry(33, (1, 2)), r"block_table\[1, 2\] is 33"),
     "a page that two write": (

@@ -198,13 +198,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "int8 without a scale": (lambda q, kv, _: (q, LatentCache(kv.astype(np.int8), 12)), InvalidArgumentsError,
                              "k_cache.scale is not given"),
     "two scales of new latents": (lambda q, kv, new: (q, *two_scales(kv.astype(np.int8)), {"k": new}),
-                                  InvalidArgumentsError, "their scales are two"),
+                                  InvalidArgumentsError, "two arrays of scales"),
     "values of new latents": (
         lambda q, kv, new: (q, LatentCache(kv, 12), None, {"k": new, "v": new[..., :12]}),
-        InvalidArgumentsError, "v is given beside a LatentCache"),
+        InvalidArgumentsError, "v is given with a LatentCache"),
     "values that lie apart": (
         lambda q, kv, new: (q, kv, kv[..., :12], {"k": new, "v": new[..., :12].copy()}),
-        InvalidArgumentsError, "v is not those of k"),
+        InvalidArgumentsError, "v is not the first columns of k"),
     "rotation": (
         lambda q, kv, new: (q, LatentCache(kv, 12), None, {"k": new, "rotary": Rotary(*kv[:, 0, :, :4])}),
         InvalidArgumentsError, "first features of q, and of new latents"),

@@ -289,19 +289,19 @@ def test_a_turn_of_a_loop():
         ".L_x_5:", "HMMA.16816.F32 R4, R8, R12, R4", "@P4 BRA `(.L_x_1)",
     ]  # fmt: skip
     read = listing(*lines)
-    assert read.turn(*max(read.loops(), key=lambda loop: loop[1] - loop[0])) == 6
+    assert read.iteration_length(*max(read.loops(), key=lambda loop: loop[1] - loop[0])) == 6
 
 
 def test_a_branch_from_behind_the_kernel_is_no_loop():
     """What is seldom stands there, and branches back: no turn stays between the two."""
     read = listing("@P0 BRA `(.L_x_2)", ".L_x_1:", MMA, "BRA `(.L_x_1)", ".L_x_2:", "BRA `(.L_x_1)")
     assert read.loops() == [(1, 3)]
-    assert read.turn(1, 2) == 2
-    assert read.turn(1, 3) == 0
+    assert read.iteration_length(1, 2) == 2
+    assert read.iteration_length(1, 3) == 0
 
 
 def longest_turn(read):
-    """Instructions of a turn of its loop over keys."""
+    """Instructions of an iteration of its loop over keys."""
 
     def products(loop):
         return sum("MMA" in i.name for i in read.instructions[loop[0] : loop[1] + 1])
@@ -309,7 +309,7 @@ def longest_turn(read):
     # why not the most: what a warp does in a rare case stands behind the kernel and branches back, too.
     most = max(map(products, read.loops()))
     inner = [loop for loop in read.loops() if products(loop) > 0.7 * most]
-    return read.turn(*min(inner, key=lambda loop: loop[1] - loop[0]))
+    return read.iteration_length(*min(inner, key=lambda loop: loop[1] - loop[0]))
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def longest_turn(read):
     sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
 )
 class TestWhatTheSameBitsCost:
-    """Instructions of a turn of the loop over keys: at most 10 % more in decode, and 5 % in prompts."""
+    """Instructions of an iteration of the loop over keys: at most 10 % more in decode, and 5 % in prompts."""
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_decode(self, head_dim):
@@ -352,7 +352,7 @@ class TestWhatTheSameBitsCost:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_int4_asks_for_little_beside_its_bytes(dtype, target):
-    """Instructions of a step of 16 keys in a turn of the loop over keys.
+    """Instructions of a step of 16 keys in an iteration of the loop over keys.
 
     Four schedulers issue them in as many cycles of a key as an H200 needs for int8's bytes by 1.7: 466.
     """
@@ -524,17 +524,17 @@ TILE = [
 
 def test_a_turn_is_that_of_a_whole_tile():
     """Round the loop: what follows the last product stands before the first."""
-    turn = sass.turn(listing(*TILE))
-    assert turn.products == 4
-    assert turn.barriers == 1
-    assert turn.exponentials == 2
-    assert turn.stretches == (6, 4, 2, 0)
-    assert turn.instructions == 4 + 6 + 4 + 2
-    assert turn.doubles == 0
+    iteration = sass.iteration(listing(*TILE))
+    assert iteration.products == 4
+    assert iteration.barriers == 1
+    assert iteration.exponentials == 2
+    assert iteration.stretches == (6, 4, 2, 0)
+    assert iteration.instructions == 4 + 6 + 4 + 2
+    assert iteration.doubles == 0
 
 
 def test_a_loop_that_no_way_goes_round_has_no_turn():
-    assert sass.turn(listing(".L_x_1:", MMA, "EXIT", "@P0 BRA `(.L_x_1)", "EXIT")) is None
+    assert sass.iteration(listing(".L_x_1:", MMA, "EXIT", "@P0 BRA `(.L_x_1)", "EXIT")) is None
 
 
 def test_a_turn_of_doubles():
@@ -544,15 +544,15 @@ def test_a_turn_of_doubles():
         ".L_x_1:", product, "DADD R0, R2, R4", "@P1 BRA `(.L_x_2)", "DMUL R0, R2, R4", ".L_x_2:", product,
         "DSETP.GT.AND P2, PT, R0, R2, PT", "DFMA R0, R2, R4, R6", "@P0 BRA `(.L_x_1)", "EXIT",
     ]  # fmt: skip
-    turn = sass.turn(listing(*lines))
-    assert turn.products == 2
-    assert turn.doubles == 3
-    assert turn.stretches == (3, 2)
+    iteration = sass.iteration(listing(*lines))
+    assert iteration.products == 2
+    assert iteration.doubles == 3
+    assert iteration.stretches == (3, 2)
 
 
 def test_a_kernel_without_products_has_no_turn():
-    assert sass.turn(listing(*(line for line in TILE if line != MMA))) is None
-    assert sass.turn(listing(MMA, "EXIT")) is None
+    assert sass.iteration(listing(*(line for line in TILE if line != MMA))) is None
+    assert sass.iteration(listing(MMA, "EXIT")) is None
 
 
 @pytest.mark.skipif(
@@ -564,14 +564,14 @@ def test_doubles_issue_what_the_cost_model_says(target, name, cuda):
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     (variant,) = (v for v in families.variants(target) if v.name == name)
-    turn, issued = sass.turn(built(variant, cuda, target), sass.COPIES), ISSUED[target, name]
-    assert turn.doubles == issued.doubles
-    assert 0.9 * issued.instructions < turn.instructions <= issued.instructions
+    iteration, issued = sass.iteration(built(variant, cuda, target), sass.COPIES), ISSUED[target, name]
+    assert iteration.doubles == issued.doubles
+    assert 0.9 * issued.instructions < iteration.instructions <= issued.instructions
     rows, (m, n) = 16, variant.tile
     assert issued.pairs == rows * min(m, n)
     products = {"": 2, "dkv": 4, "dq": 3}[variant.step]
     of_product = {"sm_80": 8 * 8 * 4, "sm_90a": 16 * 8 * 8}[target]
-    assert turn.products * of_product == products * issued.pairs * variant.head_dim
+    assert iteration.products * of_product == products * issued.pairs * variant.head_dim
 
 
 @pytest.mark.skipif(
@@ -586,9 +586,9 @@ def test_what_stands_between_products_is_what_the_worst_case_says(target, head_d
         v for v in families.variants(target)
         if v.name.startswith(f"flash_forward_bf16_d{head_dim}_band") and v.head_dim_v == head_dim
     )  # fmt: skip
-    turn, waiting = sass.turn(built(variant, cuda, target), sass.COPIES), WAITING[target, head_dim]
-    assert turn.products == waiting.products
-    assert sum(n for n in turn.stretches if n > LEAST) == waiting.plain[cuda - 12]
+    iteration, waiting = sass.iteration(built(variant, cuda, target), sass.COPIES), WAITING[target, head_dim]
+    assert iteration.products == waiting.products
+    assert sum(n for n in iteration.stretches if n > LEAST) == waiting.plain[cuda - 12]
 
 
 UNDER = next(v for v in families.variants("sm_80") if v.name.startswith("flash_backward_dqkv_f16_d128_band"))
@@ -642,6 +642,6 @@ def test_products_with_scales_pay_even_if_nothing_runs_beside_them(variant, cuda
     products = m // warps // 16 * n // 8 * (variant.head_dim + variant.head_dim_v) // 32
     assert sum("MMA" in i.name for i in read.instructions) == products
     exponentials = m // warps // 16 * (n // 2 + 2)
-    issued = max(read.turn(*loop) for loop in read.loops())
+    issued = max(read.iteration_length(*loop) for loop in read.loops())
     beside = max(issued - products, MUFU_CLOCKS * exponentials)
     assert (2 * CLOCKS * products + beside) / (CLOCKS * products + beside) >= 1.6

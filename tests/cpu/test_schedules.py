@@ -370,8 +370,8 @@ REFUSED = [
         "allgather",
         False,
         {"mask": cupy_flash.BlockMask(np.ones((1, 1), np.int32), np.zeros((0, 16, 2), np.uint8))},
-        "stretches of queries begin at multiples of 4: a BlockMask is not cut there",
-        '"alltoall"; or stretches of a multiple of 16 rows',
+        "ranges of queries start at multiples of 4, which are not block boundaries",
+        '"alltoall"; or ranges of a multiple of 16 rows',
     ),
     (
         "allgather",

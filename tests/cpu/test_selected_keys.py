@@ -78,7 +78,7 @@ def test_codes_of_4_bits(make: Callable[..., Any]) -> None:
     for name in ("k_cache", "v_cache"):
         units = {n: x for n, x in made[name]._asdict().items() if n != "codes" and x is not None}
         apart = {n: np.concatenate([x, x], 2)[:, :, :32] for n, x in units.items()}
-        with pytest.raises(UnsupportedError, match="caches that lie differently"):
+        with pytest.raises(UnsupportedError, match="k_cache and v_cache have different strides"):
             attend(**made | {name: made[name]._replace(**apart)})
 
 
@@ -158,7 +158,7 @@ def test_caches_in_one_array() -> None:
     for name in ("k_cache", "v_cache"):
         with pytest.raises(UnsupportedError, match=f"{name} has strides .* no whole number of keys"):
             attend(**made | {"k_cache": both[:, 0], "v_cache": both[:, 1]} | {name: odd})
-    with pytest.raises(UnsupportedError, match="caches that lie differently"):
+    with pytest.raises(UnsupportedError, match="k_cache and v_cache have different strides"):
         attend(**made | {"k_cache": both[:, 0], "v_cache": both[:, 1].copy()})
 
 
@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a table outside": ({"block_table": np.array([0, 2], np.int32)}, InvalidArgumentsError,
                         r"indices\[1, 0, 0\] is .* block_table leads outside the cache"),
     "lengths": ({"cache_seqlens": np.array([33, 1], np.int32)}, InvalidArgumentsError,
-                r"cache_seqlens\[0\] is 33; a sequence has room for 32"),
+                r"cache_seqlens\[0\] is 33; the capacity is 32 keys"),
     "one length": ({"cache_seqlens": 40}, InvalidArgumentsError, "cache_seqlens is 40"),
     "floats": ({"indices": np.zeros((2, 3, 5))}, InvalidArgumentsError, "indices has dtype float64"),
     "of a head": ({"indices": np.zeros((2, 4, 3, 5), int)}, InvalidArgumentsError,
@@ -209,11 +209,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
               InvalidArgumentsError, "q has a batch of 2, the cache 3 slots"),
     "a table of others": ({"block_table": np.zeros((3, 1), np.int32)}, InvalidArgumentsError,
                           "block_table is .* for a batch of 2"),
-    "no room": ({"block_table": np.zeros((2, 0), np.int32)}, InvalidArgumentsError, "room for no key"),
+    "no room": ({"block_table": np.zeros((2, 0), np.int32)}, InvalidArgumentsError, "capacity of .* 0 keys"),
     "layout": ({"layout": "hbsd"}, InvalidArgumentsError, "layout is 'hbsd'"),
     "most": ({"max_seqlen_k": -1}, InvalidArgumentsError, "max_seqlen_k is -1"),
     "new keys": ({"k": np.zeros((2, 2, 1, 20)), "v": np.zeros((2, 2, 1, 20))}, UnsupportedError,
-                 "k is given beside indices"),
+                 "k is given together with indices"),
     "rotation": ({"rotary": Rotary(np.zeros((40, 4)), np.zeros((40, 4)))}, UnsupportedError, "rotary.cos"),
     "slopes": ({"alibi_slopes": np.ones(4)}, UnsupportedError, "alibi_slopes"),
     "a mask": ({"mask": np.ones((2, 1, 3, 32), bool)}, UnsupportedError, "mask"),

@@ -450,7 +450,7 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "used keys alone": (InvalidArgumentsError, "without cu_seqlens_q", {"seqused_k": CUT[1:]}),
     "a bias over a cache": (UnsupportedError, "bias is not", {"cache_seqlens": 3, "bias": Q[..., 0]}),
     "an alignment over a cache": (InvalidArgumentsError, "align is 0", {"cache_seqlens": 3, "align": 0}),
-    "a length": (InvalidArgumentsError, "has room for 6", {"cache_seqlens": 7}),
+    "a length": (InvalidArgumentsError, "the capacity is 6 keys", {"cache_seqlens": 7}),
     "a length of float": (InvalidArgumentsError, "cache_seqlens is 7.0", {"cache_seqlens": 7.0}),
     "lse of a cache": (
         InvalidArgumentsError, "lse has shape", {"cache_seqlens": 3, "lse": np.ones(4, np.float32)}

@@ -95,7 +95,7 @@ def test_dropout_is_by_the_key_and_ends_with_determinism():
 
 def test_weights_cannot_be_sown():
     q, k, v = normal((7, 4, 8), (7, 4, 8), (7, 4, 8))
-    with pytest.raises(UnsupportedError, match=r"none can be sown(.|\n)*sow_weights=False"):
+    with pytest.raises(UnsupportedError, match=r"weights are never stored(.|\n)*sow_weights=False"):
         cf.attention_fn(q, k, v, module=object())
 
 

@@ -21,7 +21,7 @@ from cupy_flash import (
     Tuning,
     UnsupportedError,
 )
-from cupy_flash.merge import united
+from cupy_flash.merge import merge_parts
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.jax
@@ -329,7 +329,7 @@ def test_union_reads_nothing_of_a_part_without_weight(transform, garbage):
     lse_a, lse_b = lse_a.at[1, 1].set(-jnp.inf), lse_b.at[0, 0].set(-jnp.inf)
 
     def loss(o_a, lse_a, o_b, lse_b):
-        o, lse = united(jnp, ((o_a, lse_a), (o_b, lse_b)))
+        o, lse = merge_parts(jnp, ((o_a, lse_a), (o_b, lse_b)))
         return (o**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
     def result(fill):
@@ -633,5 +633,5 @@ def test_selected_keys_are_those_of_numpy():
         for results in found:
             for x, wanted in zip(results, expected, strict=True):
                 np.testing.assert_allclose(x, wanted, atol=1e-6)
-    with pytest.raises(UnsupportedError, match="check is True beside indices"):
+    with pytest.raises(UnsupportedError, match="check is True together with indices"):
         cf.attention_with_kv_cache(q, k, k, cache_seqlens=17, indices=indices, tuning=Tuning(check=True))

@@ -148,7 +148,7 @@ def test_what_prompts_add_in_other_blocks_is_theirs() -> None:
         asked = {"kv_cache": {"cache_seqlens": 64}, "arch": arch, "reproducible": "batch"}
         text = cupy_flash.explain(q, cache, cache, **asked)
         assert (
-            "skipped   decode: adds {} keys at once where prompts of these head dims add {}".format(*keys)
+            "skipped   decode: sums over {} keys at once, a prompt with these head dims over {}".format(*keys)
             in text
         )
         assert "kernel    flash_forward" in text

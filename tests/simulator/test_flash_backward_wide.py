@@ -216,7 +216,7 @@ SLOPES = np.ones(2, np.float32)
         ({"alibi_slopes": SLOPES, "dropout": 0.1, "seed": 1}, "has no ALiBi or dropout"),
         ({"mask": cupy_flash.spans.documents([30, 34])}, "has no Spans"),
         ({"arch": "sm_75"}, "head_dim 300 is above 256"),
-        ({"reproducible": "prefill"}, "has no promised order of additions"),
+        ({"reproducible": "prefill"}, "has no guaranteed order of sums"),
         ({"dtype": "float32", "precision": "tf32x3"}, "head_dim 300 is above 256"),
         ({"dtype": "float64"}, "computes float64 on the tensor cores of sm_80 and sm_90 only"),
     ],

@@ -277,7 +277,7 @@ def test_explain_says_what_is_taken(option: dict[str, Any], named: str, target: 
     assert "simple_backward" in gradients
     far = cupy_flash.explain(x, x, x, arch=target, scale=1e-30, **option)
     assert "simple_forward" in far
-    assert "has no softcap or ALiBi beside a scale of 1e-30" in far
+    assert "has no softcap or ALiBi with a scale of 1e-30" in far
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_explain_says_what_is_taken(option: dict[str, Any], named: str, target: 
         ({"bias": np.zeros((64, 64), np.float16)}, "bias"),
         ({"dropout": 0.1, "seed": 1}, "dropout"),
         ({"scale": -1.0}, "scale <= 0"),
-        ({"reproducible": "prefill"}, "promised order of additions"),
+        ({"reproducible": "prefill"}, "guaranteed order of sums"),
         ({"mask": cupy_flash.spans.documents([30, 34])}, "Spans"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

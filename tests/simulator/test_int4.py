@@ -238,7 +238,7 @@ def test_refused_by_name() -> None:
         plan(made({"units": "float32"}), "sm_80")
     given = made({})
     given["k_zero"] = np.repeat(given["k_zero"], 2, -1)[..., ::2]
-    with pytest.raises(UnsupportedError, match="scales and zeros of 4-bit codes that lie alike"):
+    with pytest.raises(UnsupportedError, match="scales and zeros of 4-bit codes only with equal strides"):
         plan(given, "sm_90a")
 
 

@@ -436,7 +436,7 @@ def test_what_has_no_registers_for_chunks_lays_them_into_memory() -> None:
         assert "2 of 2048 keys, one per thread block" in cupy_flash.explain(x, x, x, **asked)
         many = x.repeat(8, 1)
         with pytest.raises(
-            UnsupportedError, match="no registers left to unite chunks of 2048 keys at head_dim"
+            UnsupportedError, match="too few registers to combine chunks of 2048 keys at head_dim"
         ):
             cupy_flash.explain(many, many, many, **asked)
     cupy_flash.explain(many, many, many, arch="sm_80", reproducible="batch")

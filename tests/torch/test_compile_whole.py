@@ -78,7 +78,7 @@ REFUSED = [
     ("attention", lambda q: cf.attention(q, q, q, window=(1,)), r"window is \(1,\), not a pair"),
     ("attention", lambda q: cf.attention(q, q, q, scale="wide"), "scale is 'wide'"),
     ("attention", lambda q: cf.attention(q, q, q, dropout=0.5, seed="any"), "seed is 'any'"),
-    ("attention", lambda q: cf.attention(q, q, q, dropout=0.5, seed=2**63), "torch's programs hold 63 bits"),
+    ("attention", lambda q: cf.attention(q, q, q, dropout=0.5, seed=2**63), "seeds of torch have 63 bits"),
     ("attention", lambda q: cf.attention(q, q, q, scale=torch.ones(2)), r"scale has shape \(2,\)"),
     ("attention", lambda q: cf.attention(q, q, q, mask=OTHER), "CausalBias of 3 queries"),
     ("attention", lambda q: cf.attention(*[q.to(torch.float8_e4m3fn)] * 3), "float8_e4m3fn has no gradient"),

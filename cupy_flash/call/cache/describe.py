@@ -20,7 +20,7 @@ from ..operands import Views, lift, row_operand, score_operand, wrong
 from ..problem import Cache, Problem
 from ..spans import Intervals, span_operand
 from ..values import check_options
-from .kinds import check_kinds, check_scales, check_writable, lies_in, same_memory
+from .kinds import check_kinds, check_scales, check_writable, is_first_columns, same_memory
 from .pages import pages_of_one_key
 from .sizes import codes_of, lifted_codes, sizes_of, turned_features
 
@@ -150,18 +150,18 @@ def describe_cache(
     if call.single_keys:
         caches = ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ()))
         raw = {**raw, **{name: pages_of_one_key(name, raw, options.layout) for name in caches}}
-    latent = lies_in(raw, "v_cache", "k_cache") and not kind_of_codes(raw)
+    latent = is_first_columns(raw, "v_cache", "k_cache") and not kind_of_codes(raw)
     views: Views = {
         n: lift(raw[n], options.layout if len(raw[n].shape) == 4 else "bshd", len(raw[n].shape))
         for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
     }  # fmt: skip
     if latent and "k" in raw:
-        if "v" in raw and not lies_in(raw, "v", "k"):
-            headline = "v_cache is the first columns of k_cache, and v is not those of k."
-            raise wrong(headline, raw, "v=None: a new latent holds its value")
+        if "v" in raw and not is_first_columns(raw, "v", "k"):
+            headline = "v_cache is the first columns of k_cache, but v is not the first columns of k."
+            raise wrong(headline, raw, "v=None: the first columns of a new latent are its value")
         # why not in JAX: there one array may have two buffers, and a LatentCache has only one scale.
         if not same_memory(raw, "v_scale", "k_scale") and raw["q"].library != "jax":
-            headline = "v_cache is the first columns of k_cache, and their scales are two."
+            headline = "v_cache is the first columns of k_cache, but they have two arrays of scales."
             raise wrong(headline, raw, "one array as both scales: a new latent is stored once")
         # why: a new latent is stored once, so v is a view of k.
         columns = views["v_cache"].shape[3]

@@ -15,7 +15,7 @@ __all__ = [
     "check_scales",
     "check_two_arrays",
     "check_writable",
-    "lies_in",
+    "is_first_columns",
     "same_memory",
     "written_caches",
 ]
@@ -65,7 +65,7 @@ def check_kinds(raw: Views, layout: str) -> str:
     return dtype
 
 
-def lies_in(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
+def is_first_columns(raw: Mapping[str, ArrayView], values: str, keys: str) -> bool:
     """Whether values are the first columns of keys in the same memory, as in a cache of latents."""
     if values not in raw or keys not in raw:
         return False
@@ -99,13 +99,13 @@ def check_codes(raw: Views, kind: str) -> None:
     for name in CODE_UNITS[kind]:
         dtype = raw[name].dtype
         if kind == "nvfp4" and dtype not in ("float8_e4m3fn", "uint8"):
-            headline = f"{spelled(name)} has dtype {dtype}, beside codes of E2M1."
+            headline = f"{spelled(name)} has dtype {dtype}, not that of the block scales of NVFP4."
             raise wrong(headline, raw, "float8_e4m3fn, or its bits as uint8")
         if kind == "int4" and (dtype not in ("float16", "float32") or dtype != raw["k_zero"].dtype):
             headline = f"{spelled(name)} has dtype {dtype}, k_cache.zero {raw['k_zero'].dtype}."
             raise wrong(headline, raw, "float16 or float32, one for scale and zero of both caches")
         if len(raw[name].shape) != 4:
-            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not 4, beside codes of 4 bits."
+            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not 4, the rank of 4-bit codes."
             raise wrong(headline, raw, f"{spelled(name)} as the codes, with groups instead of features")
 
 

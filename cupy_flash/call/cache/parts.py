@@ -108,7 +108,9 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
             hint="latents of the dtype of q, or QuantizedCache(codes, scale) of int8 or float8_e4m3fn",
         )
     if options.get("v") is not None:
-        raise InvalidArgumentsError("v is given beside a LatentCache.", hint="v=None: k holds its value")
+        raise InvalidArgumentsError(
+            "v is given with a LatentCache.", hint="v=None: the first columns of k are the value"
+        )
     rotary = options.get("rotary")
     if isinstance(rotary, Rotary) and not rotary.on_read and not rotary.last:
         raise InvalidArgumentsError(

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
         Parameters
         ----------
         xp : module
-            Namespace of the arrays, as in `merge.united`.
+            Namespace of the arrays, as in `merge.merge_parts`.
         q, k_cache : array
         layout : {"bhsd", "bshd"}
         before : int

@@ -52,7 +52,7 @@ def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> V
         x = given[name]
         if hasattr(type(x), "__dlpack__") and not hasattr(x, "reshape"):
             raise InvalidArgumentsError(
-                f"{spelled(name)} is {kind_of(x)}, beside indices.",
+                f"{spelled(name)} is {kind_of(x)}, together with indices.",
                 hint="a NumPy, CuPy, torch or JAX array",
             )
     raw, length = adopt_cache(given)
@@ -98,7 +98,7 @@ class Selection(NamedTuple):
         Parameters
         ----------
         xp : module
-            Namespace of the arrays, as in `merge.united`.
+            Namespace of the arrays, as in `merge.merge_parts`.
         q, cache_seqlens : array
         options : mapping of str to object
             Options from `cache_parts`, with the caches.
@@ -237,7 +237,7 @@ def _room(options: Mapping[str, Any], raw: Views, layout: str) -> int:
     room = raw["k_cache"].shape[1 if layout == "bshd" else 2]
     room *= raw["block_table"].shape[1] if "block_table" in raw else 1
     if not room:
-        raise wrong("the cache has room for no key.", raw, "a larger cache, or a table with pages")
+        raise wrong("the capacity of the cache is 0 keys.", raw, "a larger cache, or a table with pages")
     most = options.get("max_seqlen_k")
     if most is not None and ((n := integer(most)) is None or n < 0):
         raise wrong(f"max_seqlen_k is {most!r}.", raw, "an integer, at least 0")
@@ -249,8 +249,8 @@ def _rows_apart(options: Mapping[str, Any], raw: Views, layout: str) -> int:
     names = ("k_cache", "v_cache", *_units(options))
     found = {rows_apart(name, raw, layout) for name in names if name in raw}
     if len(found) > 1:
-        hint = "k_cache and v_cache alike: both contiguous, or both parts of one array"
-        raise UnsupportedError("indices over caches that lie differently.", table_of(raw), hint=hint)
+        hint = "k_cache and v_cache that are both contiguous, or both views of one array"
+        raise UnsupportedError("k_cache and v_cache have different strides.", table_of(raw), hint=hint)
     return found.pop()
 
 
@@ -273,14 +273,16 @@ def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bo
     """Refuse options that indices exclude, and arrays of wrong rank, shape or dtype."""
     for name, instead in _REFUSED.items():
         if options.get(name) is not None:
-            raise UnsupportedError(f"{spelled(name)} is given beside indices.", table_of(raw), hint=instead)
+            raise UnsupportedError(
+                f"{spelled(name)} is given together with indices.", table_of(raw), hint=instead
+            )
     q, k, indices = (raw[name] for name in ("q", "k_cache", "indices"))
     for name in raw:
         check_place(name, raw)
     ranks = {"q": 3 if packed else 4} | {n: 4 for n in ("k_cache", "v_cache", *_units(options)) if n in raw}
     for name, rank in ranks.items():
         if len(raw[name].shape) != rank:
-            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not {rank}, beside indices."
+            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not {rank}, together with indices."
             raise wrong(headline, raw, "q of rank 4, or 3 with cu_seqlens_q; caches of rank 4")
     if not one_of(layout, AXES):
         raise wrong(f"layout is {layout!r}.", raw, 'layout="bhsd" or layout="bshd"')
@@ -306,5 +308,7 @@ def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bo
         raise wrong(headline, raw, "block_table= of slots, (batch,), or of pages, (batch, pages)")
     for name, shape in shapes.items():
         if name in raw and (raw[name].shape != shape or raw[name].dtype != "int32"):
-            headline = f"{spelled(name)} is {raw[name].describe()} for a batch of {batch}, beside indices."
+            headline = (
+                f"{spelled(name)} is {raw[name].describe()} for a batch of {batch}, together with indices."
+            )
             raise wrong(headline, raw, f"{shape} of int32")

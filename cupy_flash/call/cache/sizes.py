@@ -146,7 +146,7 @@ def codes_of(views: Views, kind: str) -> Codes:
     groups = tuple(
         2 * views[f"{x}_cache"].shape[3] // of[0].shape[3] for x, of in (("k", of_keys), ("v", of_values))
     )
-    alike = all(
+    same_strides = all(
         view.strides[:3] == of[0].strides[:3] and view.in_rows() for of in (of_keys, of_values) for view in of
     )
-    return Codes(kind, of_keys[0].dtype, (groups[0], groups[1]), alike)
+    return Codes(kind, of_keys[0].dtype, (groups[0], groups[1]), same_strides)

@@ -69,7 +69,7 @@ def check_lengths(
         if length < 0 or length + more > capacity:
             new = f" plus {more} new" if more else ""
             where = f"cache_seqlens[{b}]" if "cache_seqlens" in raw else "cache_seqlens"
-            headline = f"{where} is {length}{new}; a sequence has room for {capacity}."
+            headline = f"{where} is {length}{new}; the capacity is {capacity} keys."
             raise wrong(headline, raw, "lengths before the call, at least 0, and a cache with room")
     return lengths
 

@@ -151,7 +151,7 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     """
     wanted = libraries_of(platform) if isas is None else isas
     if not wanted:
-        raise BuildFailed(f"the core is not written for {platform}.\nTry: one of {', '.join(ZIG_TARGETS)}")
+        raise BuildFailed(f"the CPU core does not support {platform}.\nTry: one of {', '.join(ZIG_TARGETS)}")
     if platform != host().platform and not compiler.zig:
         raise BuildFailed(f"{compiler.version} does not compile for {platform}.\nTry: --compiler zig")
     target = out / platform

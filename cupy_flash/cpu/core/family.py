@@ -49,9 +49,9 @@ def refusals(problem: Problem) -> list[str]:
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
     if p.cache is not None and p.cache.codes and p.accumulator == "float64":
-        reasons.append("makes floats of 4-bit codes, not float64")
+        reasons.append("converts 4-bit codes to float32, not to float64")
     if p.cache is not None and p.cache.codes and not p.in_rows:
-        reasons.append("reads bytes of 4-bit codes that lie next to each other")
+        reasons.append("reads 4-bit codes only where the bytes of a key are contiguous")
     if p.function is not None and p.second_order:
         reasons.append("has no second derivatives of score functions")
     elif p.direction == "statistics" and p.cache is not None and p.cache.rotary:
@@ -72,7 +72,7 @@ def keeps_reals(problem: Problem) -> list[str]:
     if p.function is not None or p.want_dbias or p.second_order or p.dropout:
         reasons.append("they have no score functions, dropout, gradient of a bias nor second order")
     if p.direction == "statistics":
-        reasons.append("statistics are of reals")
+        reasons.append("statistics are computed in float32")
     return reasons
 
 

@@ -51,11 +51,11 @@ class Library(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """A place with libraries, <root>/<platform>/<name>.so; `mend` is the command that repairs it."""
+    """A place with libraries, <root>/<platform>/<name>.so; `repair` is the command that repairs it."""
 
     name: str
     root: Path
-    mend: str
+    repair: str
     from_sources: bool = False
 
     def folder(self) -> Path:
@@ -82,12 +82,12 @@ def _entries(origin: _Origin) -> dict[str, Any]:
         if (held["format"], held["platform"]) != (FORMAT, host().platform):
             raise ValueError("it does not describe its folder")
         entries = dict(held["libraries"])
-        manifest.check_version(held, ABI_VERSION, f"the libraries in {path.parent}", origin.mend)
+        manifest.check_version(held, ABI_VERSION, f"the libraries in {path.parent}", origin.repair)
     except OSError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CubinNotFoundError(
-            f"{path} is not a manifest of the core: {error!r}.", hint=origin.mend
+            f"{path} is not a manifest of the core: {error!r}.", hint=origin.repair
         ) from error
     return entries
 
@@ -128,7 +128,7 @@ def locate(isa: Isa, part: str = "") -> Library | None:
             path = origin.folder() / f"{name}.so"
             damage = _damage(path, entry, isa, part, origin)
             if damage:
-                raise CubinNotFoundError(f"{path} cannot be used: {damage}.", hint=origin.mend)
+                raise CubinNotFoundError(f"{path} cannot be used: {damage}.", hint=origin.repair)
             return Library(
                 isa.name, path, entry["bytes"], entry["compiler"], origin.name, entry["sha256"], part
             )

@@ -153,7 +153,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.packed and p.batch * p.seqlen_k >= 2**31:
         reasons.append(f"gathers {p.batch * p.seqlen_k} keys, beyond 31 bits")
     if p.reproducible == "device" and p.cache.rotary:
-        reasons.append("rotates in sums of products that are not rounded alike everywhere")
+        reasons.append("rotates by sums of products, which not every device rounds in the same way")
     if reasons:
         return reasons
     computed, refused = _computes(p, arch)
@@ -164,7 +164,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.empty:
         return ["there is nothing to compute"]
     if computed.family not in _GAIN:
-        return ["decode multiplies on tensor cores, simple does not"]
+        return ["decode uses tensor cores, the simple kernels do not"]
     rows = p.heads_q // p.heads_k * p.seqlen_q
     if rows <= decode.cheapest(p, arch)[0].tile[0]:
         return [f"decode reads every key once for all {rows} rows of a key head"]

@@ -183,11 +183,11 @@ def refused_codes(p: Problem) -> list[str]:
     """Reasons why kernels cannot read the 4-bit codes of a cache."""
     codes = p.cache.codes if p.cache else None
     reasons = []
-    if codes and codes.kind == "int4" and codes.units != "float16":
-        reasons.append(f"reads 4-bit codes with scales of float16, not {codes.units}")
-    if codes and not codes.alike:
+    if codes and codes.kind == "int4" and codes.scale_dtype != "float16":
+        reasons.append(f"reads 4-bit codes with scales of float16, not {codes.scale_dtype}")
+    if codes and not codes.same_strides:
         reasons.append(
-            "reads scales and zeros of 4-bit codes that lie alike, those of a key next to each other"
+            "reads scales and zeros of 4-bit codes only with equal strides, those of a key contiguous"
         )
     return reasons
 
@@ -244,7 +244,7 @@ def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
         reasons.append("beyond 2**24 keys a distance of ALiBi is rounded")
     here, there = _kernel(p, arch).tile[1], flash.keys_of_block(p, arch)
     if here != there:
-        reasons.append(f"adds {here} keys at once where prompts of these head dims add {there}")
+        reasons.append(f"sums over {here} keys at once, a prompt with these head dims over {there}")
     return reasons
 
 

@@ -86,7 +86,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return [f"computes float64 on the tensor cores of {on} only"]
     reasons = []
     if p.direction not in ("forward", "backward"):
-        return ["has no second order of float64"]
+        return ["does not support second derivatives of float64"]
     if _classes_of(p, arch) is None:
         most = max(_FORWARD[arch.capability][1] if p.direction == "forward" else _BACKWARD)[0]
         of = "float64" if p.direction == "forward" else "gradients of float64"

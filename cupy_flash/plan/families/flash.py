@@ -47,7 +47,7 @@ MOST_PARTS_BYTES = 64 << 20
 
 _NO_CHUNKS = (("CF_CHUNKS", "0"),)
 _IN_PARTS = ("CF_CHUNKS", "2")
-_SAME_BITS = "bits      of a row are its own: one kernel for all options, that of mask and bias"
+_SAME_BITS = "bits      of a row are its own: one kernel, with mask and bias, for all options"
 
 # Bytes of an operand of the products.
 _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4, "tf32": 4}
@@ -185,9 +185,11 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
     shared_bytes = _ITEM[dtype] * elements + 4 * numbers
     # why only "band": scores of "any" have a loop of their own; float32 products overlap with nothing.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
-    turn = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
+    stall_limits = (flash_tiles.BETWEEN_PRODUCTS, max(cell.exponentials // 2, 8), 2) if under else (0, 0, 0)
     allowed = flash_tiles.SPILLED_OWN_KEYS.get((kind, mask, classes), ()) if step == "dqkv" else ()
-    return Variant(*source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, turn=turn)
+    return Variant(
+        *source, dtype, d, v, (m, n), threads, shared_bytes, mask, macros, allowed, stall_limits=stall_limits
+    )
 
 
 def _tangent(dtype: str, widest: int, mask: str, arch: Arch) -> Variant | None:
@@ -266,13 +268,13 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
     """Reasons against a problem that do not depend on strides: dtype, precision, head dims, options."""
     p, reasons = problem, []
     if p.reproducible == "device":
-        return ["multiplies on tensor cores, whose sums follow the architecture"]
+        return ["multiplies on tensor cores, whose order of sums depends on the architecture"]
     if p.dtype == "float64":
         return f64.refusals(p, arch)
     if p.dtype == FLOAT8:
-        reasons.append(f"tensor cores here compute 16-bit, TF32 and FP64 products, not {p.dtype}")
+        reasons.append(f"multiplies 16-bit, TF32 and FP64 numbers, not {p.dtype}")
     if p.dtype == "float32" and p.precision == "ieee":
-        reasons.append("computes float32 on tensor cores (tf32x3, tf32), not in IEEE arithmetic")
+        reasons.append("computes float32 on tensor cores as tf32x3 or tf32, not in IEEE arithmetic")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
     if (p.spans or p.blocks) and p.direction != "forward" and arch.capability < 80:
@@ -284,7 +286,7 @@ def foreign(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("does not support second derivatives of score functions")
     widest = max(p.head_dim, p.head_dim_v)
     if p.second_order and arch.capability < 80:
-        reasons.append("second order needs the asynchronous copies of sm_80")
+        reasons.append("second derivatives need the asynchronous copies of sm_80")
     if p.direction == "hvp":
         reasons += _refused_of_hessian(p)
     if p.direction == "jvp" and widest > 128:
@@ -317,7 +319,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
         reasons.append("sequences must be shorter than 2**30")
     if p.reproducible and p.alibi and max(p.seqlen_q, p.seqlen_k) > 2**24:
-        reasons.append("beyond 2**24 keys a distance of ALiBi is rounded by its place in a tile")
+        reasons.append("beyond 2**24 keys the rounding of ALiBi distances depends on the tile")
     if reasons:
         return reasons
     variants = _passes(p, arch)
@@ -326,9 +328,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         nbytes, most = _parts_bytes(asked, variants[0]), MOST_PARTS_BYTES
         if p.packed or nbytes > most:
             reasons.append(
-                f"has no registers left to unite chunks of {CHUNK_KEYS} keys at head_dim {p.head_dim} of "
-                f"{p.dtype}; chunks in memory, here {nbytes / 2**20:.4g} MiB, may take {most >> 20} MiB "
-                "of sequences that are not packed"
+                f"has too few registers to combine chunks of {CHUNK_KEYS} keys at head_dim {p.head_dim} of "
+                f"{p.dtype}; partial results in memory, here {nbytes / 2**20:.4g} MiB, are supported up to "
+                f"{most >> 20} MiB, if sequences are not packed"
             )
     tiles = {variant.tile for variant in variants}
     if p.tile is not None and p.tile not in tiles:
@@ -389,7 +391,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
             launches=tuple(launch._replace(heads_as_rows=True) for launch in made.launches),
             notes=(
                 *made.notes,
-                f"rows      {group} heads share a tile (packed GQA): their one query sees the same keys",
+                f"rows      {group} heads share a tile (packed GQA): one query each, over the same keys",
             ),
         )
     variants = _passes(problem, arch)

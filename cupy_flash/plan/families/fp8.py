@@ -92,9 +92,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.result_dtype == "float32":
         reasons.append("writes float16 and bfloat16, not float32")
     if p.reproducible == "device":
-        reasons.append("multiplies on tensor cores, whose sums follow the architecture")
+        reasons.append("multiplies on tensor cores, whose order of sums depends on the architecture")
     elif p.reproducible:
-        reasons.append(f"no order is promised for {FLOAT8} yet")
+        reasons.append(f"the order of sums of {FLOAT8} is not guaranteed")
     inside = {
         "mask": p.mask,
         "bias": p.bias,

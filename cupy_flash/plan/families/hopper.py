@@ -357,11 +357,11 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     elif p.result_dtype == "float32":
         reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
     if p.reproducible == "device":
-        reasons.append("multiplies on tensor cores, whose sums follow the architecture")
+        reasons.append("multiplies on tensor cores, whose order of sums depends on the architecture")
     elif p.reproducible == "batch" or (p.reproducible and p.direction == "backward"):
         reasons.append("no kernel with the same summation order for decode, or for gradients of one sequence")
     elif p.reproducible and p.dtype == FLOAT8:
-        reasons.append(f"no order is promised for {FLOAT8} yet")
+        reasons.append(f"the order of sums of {FLOAT8} is not guaranteed")
     hides = p.dtype not in (FLOAT8, "float32") and _mask(p) == "spans"
     if p.direction == "forward" and hides:
         hides = _classes(_SPANS, p) is not None

@@ -178,7 +178,7 @@ def _without_same_bits(problem: Problem) -> list[str]:
     if problem.dtype not in SAME_BITS:
         reasons.append(f"has the same bits on every device for float32 and float64, not {problem.dtype}")
     if problem.function:
-        reasons.append("compiles score functions with what an architecture has for their exponentials")
+        reasons.append("the exponentials of score functions differ between architectures")
     return reasons
 
 

@@ -20,7 +20,7 @@ __all__ = [
     "refusals",
 ]
 
-PROMISED = "promised order of additions"  # reproducible= needs it
+PROMISED = "guaranteed order of sums"  # reproducible= needs it
 _DTYPES = ("f16", "bf16")
 _LEAST = 1e-20  # smallest scale with softcap or ALiBi
 
@@ -138,7 +138,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         "dropout": p.dropout,
         "scale <= 0": p.scale <= 0 and p.direction == "forward",
         # why: the kernel divides softcap and ALiBi by the scale, in float32
-        f"softcap or ALiBi beside a scale of {p.scale}": (
+        f"softcap or ALiBi with a scale of {p.scale}": (
             (p.softcap or p.alibi) and p.direction == "forward" and not _LEAST <= abs(p.scale) <= 1 / _LEAST
         ),
         PROMISED: p.reproducible,
