@@ -174,7 +174,11 @@ def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None
         command = [*command, "-o", str(output)]
         # why: a sanitizer preloaded into this process would slow the compiler down tenfold.
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, env=environment,
+            # why: otherwise Python forks, which copies the page tables of a sanitizer's shadow memory.
+            close_fds=False,
+        )  # fmt: skip
         if done.returncode:
             again = f"{shlex.join(command)} <<'END'\n{text}END" if text else shlex.join(command)
             raise SimulatorUnavailable(f"g++ failed on {stem}\n{done.stderr}\n{again}")

@@ -41,6 +41,11 @@ def _library(name: str) -> str:
     return found.stdout.strip()
 
 
+def schedules(sanitizer: str) -> tuple[str, ...]:
+    """SCHEDULES of the code to run. Of addresses one: without a race they do not depend on the schedule."""
+    return ("early",) if sanitizer == "address" else ("late", "early")
+
+
 def hostile(sanitizer: str) -> tuple[int, ...]:
     """Entries of tables and lengths that lead outside. For races one: the others differ in addresses."""
     return (-(2**31), -1, 2**31 - 1, 33) if sanitizer == "address" else (33,)
@@ -67,7 +72,8 @@ def run(sanitizer: str, code: str, timeout: int = 600) -> subprocess.CompletedPr
         "CUPY_FLASH_SIMULATOR_SANITIZE": sanitizer,
         "OPENBLAS_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", _NO_NUMBERS + code]
+    code = f"{_NO_NUMBERS}SCHEDULES = {schedules(sanitizer)}\n{code}"
+    command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
@@ -78,7 +84,7 @@ from cupy_flash.device import simulator
 from tests.checks import Device
 from tests.kv_cases import check
 from {module} import CASES
-for policy in ("late", "early"):
+for policy in SCHEDULES:
     with simulator.schedule(policy):
         for name in {names}:
             check(CASES[name][1], Device("{arch}"))

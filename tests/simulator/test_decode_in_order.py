@@ -188,7 +188,7 @@ from tests.checks import Device
 from tests.public import cached
 flash.CHUNK_KEYS = 128
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)
-for policy in ("late", "early"):
+for policy in SCHEDULES:
     with simulator.schedule(policy):
         for value in (-2**31, 2**31 - 1):
             made = hostile.inputs()

@@ -198,7 +198,7 @@ from tests.simulator.test_flash_backward import DETERMINISTIC, FAST, check, inpu
 options = {"causal": True, "align": 33}
 for passes in (FAST[1], FAST[2], FAST[-2], FAST[-1], *DETERMINISTIC[-2:]):
     arrays = inputs(passes, (40, 70), (2, 1), (5, 3), **options)
-    for policy in ("late", "early"):
+    for policy in SCHEDULES:
         with simulator.schedule(policy):
             check(passes, arrays, options)
 """

@@ -231,7 +231,7 @@ from tests.kv_cases import KvCase, check
 from tests.checks import Device
 from tests.public import cached
 hostile = KvCase(kind="paged", new=3, rotary=32, causal=True)
-for policy in ("late", "early"):
+for policy in SCHEDULES:
     with simulator.schedule(policy):
         for value in {hostile}:
             made = hostile.inputs()

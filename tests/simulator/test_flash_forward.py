@@ -211,7 +211,7 @@ _SANITIZED = """
 from cupy_flash.device import simulator
 from tests.simulator.test_flash_forward import ANY, BAND, check, inputs
 for variant in (BAND[4], BAND[6], BAND[8], ANY[0]):
-    for policy in ("late", "early"):
+    for policy in SCHEDULES:
         with simulator.schedule(policy):
             check(variant, inputs(variant, (70, 133), (2, 1), (5, 3)), {"causal": True, "align": 63})
 """

@@ -230,7 +230,7 @@ plain = Case(
     dtype="float16", batch=1, heads=(2, 1), lengths=(70, 133), head_dims=(35, 30), causal=True, align=63
 )
 for case in (plain, dataclasses.replace(plain, dtype="float32", softcap=3.0, alibi="h", sinks=True)):
-    for policy in ("late", "early"):
+    for policy in SCHEDULES:
         with simulator.schedule(policy):
             check(case, device)
 """

@@ -226,7 +226,7 @@ plain = Case(
     dtype="float16", batch=1, heads=(2, 1), lengths=(70, 133), head_dims=(35, 30), causal=True, align=63
 )
 for case in (plain, dataclasses.replace(plain, dtype="float32", bias="hq1", softcap=3.0, dropout=0.2)):
-    for policy in ("late", "early"):
+    for policy in SCHEDULES:
         with simulator.schedule(policy):
             check(case, device)
 """

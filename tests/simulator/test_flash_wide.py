@@ -318,7 +318,7 @@ os.environ["CUPY_FLASH_DRIVER"] = "simulator:{target}"
 from cupy_flash.device import simulator
 from tests.simulator import sanitized
 from tests.simulator.test_flash_wide import IN_ANY_ORDER, PACKED, Device, check_forward, check_packed, np
-for policy in ("late", "early"):
+for policy in SCHEDULES:
     with simulator.schedule(policy):
         check_forward(replace(IN_ANY_ORDER, lengths=(70, 150)), Device("{target}", np))
         check_packed(*PACKED[0][:2], **PACKED[0][2], **sanitized.PACKED)

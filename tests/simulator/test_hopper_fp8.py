@@ -176,7 +176,7 @@ os.environ["CUPY_FLASH_DRIVER"] = "simulator:sm_90a"
 from cupy_flash.device import simulator
 from tests.simulator import sanitized
 from tests.simulator.test_hopper_fp8 import CASES, check, check_packed
-for policy in ("late", "early"):
+for policy in SCHEDULES:
     with simulator.schedule(policy):
         check(CASES[1], "e4m3")
         check_packed("e4m3", 128, causal=True, align="bottom_right", **sanitized.PACKED)

@@ -249,7 +249,7 @@ import numpy as np
 from cupy_flash.device import simulator
 from tests.public import cached
 from tests.simulator.test_int4 import made
-for policy in ("late", "early"):
+for policy in SCHEDULES:
     with simulator.schedule(policy):
         for value in {hostile}:
             given = made({{"dims": (64, 128), "page": 16, "new": 2, "queries": 2}})
