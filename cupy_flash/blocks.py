@@ -76,8 +76,8 @@ def block_mask(
             hint = "cupy_flash.mask(lambda b, h, i, j: ...)"
             raise InvalidArgumentsError(f"{function!r} returns scores, not which pairs are kept.", hint=hint)
         function = function.in_python()
-    ask = _asking(function, arguments)
-    made = _Made(lead, lengths, sizes)
+    ask = _checked_function(function, arguments)
+    made = _Builder(lead, lengths, sizes)
     for b, h, m in np.ndindex(*made.table.shape[:3]):
         for first, stop in made.strips():
             kept = ask(b, h, *made.positions(m, first, stop))
@@ -135,9 +135,9 @@ def block_mask_of_lists(
         PARTIAL if function is not None else WHOLE,
     )
     if function is None:
-        return BlockMask(codes, _Made(codes.shape[:2], lengths, sizes).finished().bits)
+        return BlockMask(codes, _Builder(codes.shape[:2], lengths, sizes).finished().bits)
     function = function.in_python() if isinstance(function, Program) else function
-    return filled(codes, lengths, sizes, _asking(function, args))
+    return filled(codes, lengths, sizes, _checked_function(function, args))
 
 
 def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int) -> Array:
@@ -206,14 +206,14 @@ def filled(codes: Array, lengths: tuple[int, int], sizes: tuple[int, int], ask: 
     ask : callable
         Returns the visible pairs for b, h, and positions of queries (m, 1) and keys (1, n).
     """
-    made = _Made(codes.shape[:2], lengths, sizes)
+    made = _Builder(codes.shape[:2], lengths, sizes)
     made.table[codes == WHOLE] = WHOLE
     for b, h, m, n in np.argwhere(codes == PARTIAL).tolist():
         made.put((b, h, m), n, ask(b, h, *made.positions(m, n, n + 1)))
     return made.finished()
 
 
-class _Made:
+class _Builder:
     """A block mask under construction, block by block."""
 
     def __init__(self, lead: tuple[int, ...], lengths: tuple[int, int], sizes: tuple[int, int]) -> None:
@@ -256,7 +256,7 @@ class _Made:
         return BlockMask(self.table, bits.reshape(len(self._codes), rows, columns // 8).copy())
 
 
-def _asking(function: Any, args: Sequence[Any]) -> Function:
+def _checked_function(function: Any, args: Sequence[Any]) -> Function:
     """Wrap a function of NumPy arrays: check that it returns booleans, and broadcast them."""
     if not callable(function):
         hint = "block_mask(lambda b, h, i, j: j <= i, batch, heads, q_len, kv_len)"

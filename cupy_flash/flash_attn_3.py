@@ -455,7 +455,7 @@ def flash_attn_with_kvcache(
     window = second.window_of(window_size)
     positional = causal or window != (None, None)
     longest = None if cu_seqlens_q is None else max_seqlen_q or int(cu_seqlens_q.diff().max())
-    first = second.turned_from(q, k, rotary_cos, cache_seqlens, positional, longest)
+    first = second.rotary_starts(q, k, rotary_cos, cache_seqlens, positional, longest)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     caches: tuple[Any, Any] = k_cache, v_cache
     if qv is not None:

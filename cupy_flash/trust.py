@@ -76,7 +76,7 @@ def exposed(path: Path, beside: Iterable[Path] = ()) -> tuple[Path, str] | None:
     """
     if sys.platform == "win32":
         return None  # user profiles are private on Windows
-    for step in chain(_way(path), beside):
+    for step in chain(_path_components(path), beside):
         try:
             status = step.lstat()
         except FileNotFoundError:  # not created yet, or being replaced by a build
@@ -90,7 +90,7 @@ def exposed(path: Path, beside: Iterable[Path] = ()) -> tuple[Path, str] | None:
     return None
 
 
-def _way(path: Path) -> Iterator[Path]:
+def _path_components(path: Path) -> Iterator[Path]:
     """Every folder and link from the root to a file, the file, and everything that links lead through."""
     parts, at = list(reversed(path.absolute().parts)), Path()
     while parts:

@@ -115,7 +115,7 @@ class ArrayView(NamedTuple):
         in_reach = all(-(2**31) <= step * self.item_bytes < 2**31 for step in steps)
         return (self.shape[-1] == 1 or self.strides[-1] == 1) and in_reach
 
-    def boxable(self) -> bool:
+    def has_tma_strides(self) -> bool:
         """Whether a TMA tensor map can describe its strides; it must be `aligned` too.
 
         No stride may be zero, negative, or 2**40 bytes or more.

@@ -16,7 +16,7 @@ import numpy as np
 
 __all__ = [
     "BLOCK",
-    "CODE_UNITS",
+    "CODE_SCALES",
     "GROUPS",
     "kind_of_codes",
     "packed",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # Names, below the public calls, of the scales and zeros of each format.
-CODE_UNITS: dict[str, tuple[str, ...]] = {
+CODE_SCALES: dict[str, tuple[str, ...]] = {
     "int4": ("k_scale", "k_zero", "v_scale", "v_zero"),
     "nvfp4": ("k_block_scale", "v_block_scale"),
 }

@@ -99,7 +99,7 @@ def problem_of(
         packed=packing is not None,
         rows_q=0 if packing is None else rows,
         in_rows=all(x.in_rows() for x in read),
-        boxes=all(x.boxable() for x in read),
+        boxes=all(x.has_tma_strides() for x in read),
         reproducible=None if options.reproducible == "run" else options.reproducible,
         used_q="seqused_q" in given,
         ragged_mask="ragged_mask" in given,

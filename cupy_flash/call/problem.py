@@ -57,7 +57,7 @@ class Cache(NamedTuple):
         Whether new keys are packed: all sequences end to end, with offsets.
     leftpad : bool
         Whether the call gives the left padding of each sequence.
-    turned_from : bool
+    rotary_seqlens : bool
         Whether the call gives the position at which the rotation of each sequence starts.
     unrotated : bool
         Whether keys are stored unrotated and rotated on read.
@@ -78,7 +78,7 @@ class Cache(NamedTuple):
     indexed: bool = False
     packed: bool = False
     leftpad: bool = False
-    turned_from: bool = False
+    rotary_seqlens: bool = False
     unrotated: bool = False
     codes: Codes | None = None
     latent: bool = False
@@ -96,7 +96,7 @@ class Cache(NamedTuple):
         )
         words += ["cache_leftpad"] * self.leftpad
         where = " (last)" * bool(self.first_rotated)
-        where += " from rotary.seqlens" * self.turned_from + " on read" * self.unrotated
+        where += " from rotary.seqlens" * self.rotary_seqlens + " on read" * self.unrotated
         words += [f"rotary={self.rotary}{where}"] * bool(self.rotary)
         words += [f"tuning.splits={self.splits}"] * bool(self.splits)
         return ", ".join(words)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["CALLBACK", "Tell", "callback_of_process", "part_of", "progress", "telling"]
+__all__ = ["CALLBACK", "Tell", "callback_of_process", "part_of", "progress", "reporting"]
 
 # A callback; it receives the completed fraction of the call, from 0 to 1.
 Tell: TypeAlias = Callable[[float], Any]
@@ -106,7 +106,7 @@ def _bar_class() -> Any:
 
 
 @contextmanager
-def telling(given: Any) -> Iterator[Tell | None]:
+def reporting(given: Any) -> Iterator[Tell | None]:
     """Yield the callback for a running call, or None; report 1.0 at the end unless the call failed.
 
     Parameters

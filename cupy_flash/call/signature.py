@@ -108,7 +108,7 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
         called = function.__qualname__.removesuffix(".__init__")
 
         def unknown(name: str) -> InvalidArgumentsError:
-            hint = _meant(name, called, optional)
+            hint = _suggestion(name, called, optional)
             return InvalidArgumentsError(f"{called}() has no option {name!r}.", hint=hint)
 
         @functools.wraps(function)
@@ -150,7 +150,7 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
     return decorate
 
 
-def _meant(name: str, called: str, names: list[str]) -> str:
+def _suggestion(name: str, called: str, names: list[str]) -> str:
     """The hint for an unknown name: the option that it probably means."""
     if name in REMOVED or name in _SEEN:
         return REMOVED.get(name) or _SEEN[name]
@@ -168,7 +168,7 @@ def _meant(name: str, called: str, names: list[str]) -> str:
 
 
 # why: torch.compile then calls the function instead of tracing into difflib.
-_meant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_suggestion._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _PLACE = re.compile(r"^\{(options|shared|tangents)(?:: (.+?))?\}$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^(\w+(?:, \w+)*)(?: : .*)?$", re.MULTILINE)

@@ -106,7 +106,7 @@ class Found(NamedTuple):
             lines.append(f"report    {_WRONG_PRIMITIVE}")
         for state in (REFUSED, LEFT_OUT):
             lines += [f"{state:9} {x.case}: {x.says}" for x in self.of(state)]
-        lines += [f"speed     {_spoken(x)}" for x in self.timings]
+        lines += [f"speed     {_speed_text(x)}" for x in self.timings]
         for problem in self.problems:
             first, *rest = problem.splitlines()
             lines += [f"problem   {first}", *(f"          {line.strip()}" for line in rest)]
@@ -202,7 +202,7 @@ def _kernels(x: Outcome) -> str:
     return ", ".join(x.kernels) or "nothing"
 
 
-def _spoken(x: Timing) -> str:
+def _speed_text(x: Timing) -> str:
     if x.ms is None:
         return f"{x.call}: {x.says}"
     beside = f", {x.ratio:.2f}x the speed of torch's SDPA" if x.ratio else ""

@@ -118,7 +118,7 @@ def gathered(problem: Problem, arrays: dict[str, Array]) -> Iterator[tuple[Probl
     p, arrays = problem, _named(problem, arrays)
     sequences = _sequences(p, arrays)
     own = [sequence.length - p.seqlen_q for sequence in sequences]
-    arrays["q"] = _rotated(p, arrays, arrays["q"], _turned_from(arrays, own)).astype(arrays["q"].dtype)
+    arrays["q"] = _rotated(p, arrays, arrays["q"], _rotary_starts(arrays, own)).astype(arrays["q"].dtype)
     for sequence, offset in zip(sequences, own, strict=True):
         b, length = sequence.batch, sequence.length
         views = {
@@ -204,7 +204,7 @@ def _rotated(p: Problem, arrays: dict[str, Array], x: Array, first: list[int]) -
     return result
 
 
-def _turned_from(arrays: dict[str, Array], own: list[int]) -> list[int]:
+def _rotary_starts(arrays: dict[str, Array], own: list[int]) -> list[int]:
     """Position of the first row of each sequence: from rotary_seqlens, else from `own`."""
     given = arrays.get("rotary_seqlens")
     return own if given is None else [int(n) for n in given]
@@ -214,7 +214,7 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
     """Store new keys and values after those of each sequence; rows beyond the capacity are dropped."""
     k = arrays["k"]
     if p.cache is None or not p.cache.unrotated:
-        k = _rotated(p, arrays, k, _turned_from(arrays, [sequence.start for sequence in sequences]))
+        k = _rotated(p, arrays, k, _rotary_starts(arrays, [sequence.start for sequence in sequences]))
     for name, new in (("k", k), ("v", arrays["v"])):
         cache = arrays[f"{name}_cache"]
         if f"{name}_scale" in arrays:
@@ -226,7 +226,7 @@ def _append(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) -> 
             new = np.rint(np.where(np.isnan(new), 0, new))
         stored = [(cache, new)]
         if p.cache is not None and p.cache.codes:
-            parts = [cache, *_units(arrays, name)]
+            parts = [cache, *_scale_arrays(arrays, name)]
             group, units = new.shape[-1] // parts[1].shape[-1], parts[1].dtype.name
             kind = p.cache.codes.kind
             made = (
@@ -246,7 +246,7 @@ def _queries(p: Problem, arrays: dict[str, Array], sequences: list[Sequence]) ->
     """Queries (batch, key heads, group, seqlen_q, head_dim), rotated and scaled by all factors of S."""
     q = arrays["q"]
     own = [sequence.length - p.seqlen_q for sequence in sequences]
-    turned = _rotated(p, arrays, q, _turned_from(arrays, own))
+    turned = _rotated(p, arrays, q, _rotary_starts(arrays, own))
     acc = np.dtype(p.accumulator)
     factor = acc.type(p.scale if p.softcap is None else p.scale / p.softcap)
     scaled = np.empty((p.batch, p.heads_k, p.heads_q // p.heads_k, p.seqlen_q, p.head_dim), acc)
@@ -271,7 +271,7 @@ def _read(cache: Array, sequence: Sequence, j0: int, j1: int, acc: np.dtype[Any]
     return rows
 
 
-def _units(arrays: dict[str, Array], name: str) -> list[Array]:
+def _scale_arrays(arrays: dict[str, Array], name: str) -> list[Array]:
     """Scales and zeros of the 4-bit codes of keys (name "k") or values; empty if there are no codes."""
     kinds = (CODES[f"{name}_scale"], f"{name}_zero", f"{name}_block_scale")
     return [arrays[kind] for kind in kinds if kind in arrays]
@@ -279,7 +279,7 @@ def _units(arrays: dict[str, Array], name: str) -> list[Array]:
 
 def _rows(arrays: dict[str, Array], name: str, sequence: Sequence, j0: int, j1: int, acc: Any) -> Array:
     """Keys (name "k") or values j0 to j1 of a sequence as (key heads, keys, head_dim)."""
-    cache, units = arrays[f"{name}_cache"], _units(arrays, name)
+    cache, units = arrays[f"{name}_cache"], _scale_arrays(arrays, name)
     if not units:
         return _read(cache, sequence, j0, j1, acc)
     codes, scale, *zero = (_read(x, sequence, j0, j1, x.dtype) for x in (cache, *units))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..program.derivative import differentiated, slope_and_bend
+from ..program.derivative import both_derivatives, differentiated
 from ..program.errors import read_outside
 from ..program.graph import Graph
 from ..program.operations import OPERATIONS
@@ -57,10 +57,10 @@ class TileFunction:
             self._add(argument, share, indices)
         np.multiply(ds, by_score, out=ds, where=ds != 0)
 
-    def slope_and_bend(self, s: Array, weights: Array, box: Box, block: Block) -> tuple[Array, Array]:
+    def both_derivatives(self, s: Array, weights: Array, box: Box, block: Block) -> tuple[Array, Array]:
         """First and second derivative with respect to s, for pairs with a weight; 0 for others."""
         seen = weights != 0
-        first, second = self._values(slope_and_bend(self.graph), s, box, block, lambda: seen)
+        first, second = self._values(both_derivatives(self.graph), s, box, block, lambda: seen)
         return np.where(seen, first, self.acc.type(0)), np.where(seen, second, self.acc.type(0))
 
     def _add(self, argument: int, share: Array, indices: list[Array]) -> None:

@@ -99,7 +99,7 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
     finite_k = finite_rows(k)
-    ways = [_Way(Direction(scores, each.dots, box, finite_k), box, finite_k, v, each) for each in sums]
+    ways = [_BoxSums(Direction(scores, each.dots, box, finite_k), box, finite_k, v, each) for each in sums]
     for i0, i1, blocks in tiles.visited(p):
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
@@ -131,7 +131,7 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
         way.write_keys()
 
 
-class _Way:
+class _BoxSums:
     """The accumulators of one box and one direction.
 
     Parameters

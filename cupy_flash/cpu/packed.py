@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..call.codes import CODE_UNITS
+from ..call.codes import CODE_SCALES
 from ..call.options import AXES_OF, DIFFERENTIABLE, PER_HEAD
 from .backward import backward
 from .decode import decode
@@ -129,7 +129,7 @@ def _in_cache(cache: Cache, arrays: dict[str, Array], views: dict[str, Array], s
     of_one = slice(sequence, sequence + 1)
     shared: tuple[str, ...] = ("k_cache", "v_cache", "rotary_cos", "rotary_sin")
     if cache.codes:
-        shared = (*shared, *CODE_UNITS[cache.codes.kind])
+        shared = (*shared, *CODE_SCALES[cache.codes.kind])
     views |= {name: arrays[name] for name in shared if name in arrays}
     for name in ("cache_seqlens", "cache_leftpad", "rotary_seqlens", "block_table"):
         if name in arrays:

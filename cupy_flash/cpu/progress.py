@@ -43,13 +43,13 @@ class Count:
             self._tell(self._done / self._total)
 
 
-class _Here(threading.local):
+class _CountOfThread(threading.local):
     """The current Count of this thread; None while no call reports progress."""
 
     of: Count | None = None
 
 
-_here = _Here()
+_here = _CountOfThread()
 
 
 @contextmanager

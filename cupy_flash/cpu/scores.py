@@ -142,7 +142,7 @@ class Scores:
         """First and second derivative of the score function at its input, shaped as the weights of a tile."""
         if self.function is None or bare is None:
             return None, None
-        both = self.function.slope_and_bend(bare, self.grouped(weights, block), box, block)
+        both = self.function.both_derivatives(bare, self.grouped(weights, block), box, block)
         return both[0].reshape(weights.shape), both[1].reshape(weights.shape)
 
     def query_scale(self, box: Box) -> float | Array:

@@ -64,9 +64,7 @@ def compile_variant(
             f"registers; its row in the catalog allows {allowed}"
         )
     if variant.products or any(variant.stall_limits):
-        refused += [
-            f"{variant.name} for {target}: {reason}" for reason in _misassembled(cubin, variant, used)
-        ]
+        refused += [f"{variant.name} for {target}: {reason}" for reason in _sass_faults(cubin, variant, used)]
     if not refused:
         write_atomically(directory / f"{variant.name}.cubin", cubin)
     entry = {
@@ -81,14 +79,14 @@ def compile_variant(
     return entry, refused, time.thread_time() - start
 
 
-def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> list[str]:
+def _sass_faults(cubin: bytes, variant: catalog.Variant, used: Resources) -> list[str]:
     """Faults in the SASS of products and of the registers of warpgroups."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         listing = sass.disassemble(path)
     if not variant.products:
-        return _interrupted(listing, variant)
+        return _stalls(listing, variant)
     reasons = sass.overwritten(listing)
     reasons += sass.misallocated(listing, used.registers, variant.threads // 128)
     if (found := sass.products(listing)) != dict(variant.products):
@@ -100,7 +98,7 @@ def _misassembled(cubin: bytes, variant: catalog.Variant, used: Resources) -> li
     return reasons
 
 
-def _interrupted(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
+def _stalls(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
     """Stalls of the tensor cores in the main loop that exceed the limits of the row."""
     iteration = sass.iteration(listing)
     if iteration is None:

@@ -79,7 +79,7 @@ def jvp(
     >>> do.shape
     (1, 4, 256, 64)
     """
-    raw, tangents, values, packing = _taken(options, q=q, k=k, v=v, o=o, lse=lse)
+    raw, tangents, values, packing = _checked_call(options, q=q, k=k, v=v, o=o, lse=lse)
     return run_jvp(raw, tangents, values, packing)
 
 
@@ -122,7 +122,7 @@ def value_and_jvp(
     >>> do.shape, bool(np.allclose(do, 1, atol=1e-5))
     ((1, 4, 256, 64), True)
     """
-    raw, tangents, values, packing = _taken(options, q=q, k=k, v=v)
+    raw, tangents, values, packing = _checked_call(options, q=q, k=k, v=v)
     return run_with_jvp(raw, tangents, values, packing)
 
 
@@ -184,11 +184,11 @@ def hvp(
     Double backward: with cotangents a, b, c of the dq, dk, dv of `cupy_flash.attention_backward`, the
     gradients of do and dlse are ``jvp(dq=a, dk=b, dv=c)``, those of q, k, v ``hvp`` in that direction.
     """
-    raw, tangents, values, packing = _taken(options, do=do, q=q, k=k, v=v, o=o, lse=lse)
+    raw, tangents, values, packing = _checked_call(options, do=do, q=q, k=k, v=v, o=o, lse=lse)
     return run_hvp(raw, tangents, values, jvp, packing)
 
 
-def _taken(options: Any, **named: Any) -> tuple[Views, Views, Options, Packing | None]:
+def _checked_call(options: Any, **named: Any) -> tuple[Views, Views, Options, Packing | None]:
     """The arrays, tangents and values of a call, and its packing if offsets are given."""
     given, values, packed = split_dense_or_packed(options)
     tangents = tangents_of(given)

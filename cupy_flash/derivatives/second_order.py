@@ -17,7 +17,7 @@ from ..call.given import Options, Packing
 from ..call.operands import Views, table_of
 from ..call.options import WITH_GRADIENT
 from ..call.problem import Problem
-from ..call.progress import CALLBACK, part_of, telling
+from ..call.progress import CALLBACK, part_of, reporting
 from ..call.reproducible import refuse_reproducible
 from ..call.spans import check_spans
 from ..call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
@@ -70,7 +70,7 @@ def jvp_into(
     tangents: Views,
     options: Options,
     packing: Packing | None = None,
-    asked: Asked | None = None,
+    asked: DerivativeCall | None = None,
     stream: int | None = None,
 ) -> None:
     """Write the tangents of o and lse to do and dlse; parameters as in `run_jvp` and `compute`."""
@@ -110,7 +110,7 @@ def hvp_into(
     options: Options,
     known: Views | None = None,
     packing: Packing | None = None,
-    asked: Asked | None = None,
+    asked: DerivativeCall | None = None,
     stream: int | None = None,
 ) -> None:
     """Write the derivatives of the gradients, by the names of `Gradients`; `known` has do and dlse of jvp."""
@@ -119,7 +119,7 @@ def hvp_into(
         without = {name: x for name, x in raw.items() if name not in ("do", "dlse")}
         known = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
         on_cpu = driver_of(raw["q"].device, raw["q"].library) is None
-        with telling(CALLBACK.get() if on_cpu else None) as tell:
+        with reporting(CALLBACK.get() if on_cpu else None) as tell:
             with part_of(tell, 0, _FIRST):
                 jvp_into(known, without, tangents, options, packing, stream=stream)
             with part_of(tell, _FIRST, 1):
@@ -138,7 +138,7 @@ def hvp_into(
 _FIRST, _FORWARD = 0.25, 2 / 7
 
 
-class Asked(NamedTuple):
+class DerivativeCall(NamedTuple):
     """A checked call of a directional derivative.
 
     Attributes
@@ -155,7 +155,7 @@ class Asked(NamedTuple):
     directions: int | None
 
 
-def new_results(asked: Asked, like: Views) -> Views:
+def new_results(asked: DerivativeCall, like: Views) -> Views:
     """New arrays like these, with an axis of directions if there is one."""
     make = outputs.zeros if asked.problem.packed else outputs.empty  # rows of no sequence are 0
     return {name: make(x, shape_of_results(asked.directions, x.shape), x.dtype) for name, x in like.items()}
@@ -172,7 +172,7 @@ _IN_ROWS = ("q_dot", "k_dot", "v_dot")
 
 def described(
     direction: str, raw: Views, tangents: Views, options: Options, packing: Packing | None
-) -> Asked:
+) -> DerivativeCall:
     """Check and describe a call; every refusal happens here."""
     problem, views, given = describe("backward", raw, options, packing=packing)
     refuse_reproducible(options.reproducible, f"derivatives.{direction}")
@@ -198,11 +198,11 @@ def described(
         refuse_tensor_cores(problem)
     else:
         choose(problem._replace(seed=0), driver.arch(device[1]), driver.multiprocessors(device[1]))
-    return Asked(problem, views, count)
+    return DerivativeCall(problem, views, count)
 
 
 def compute(
-    asked: Asked,
+    asked: DerivativeCall,
     directed: Views,
     layout: str,
     rank: int,
@@ -229,7 +229,7 @@ def compute(
         backend.run(every, RunOptions(asked.problem.seed), stream=stream)
 
 
-def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], object] | None) -> None:
+def _compute_on_cpu(asked: DerivativeCall, each: list[Views], forward: Callable[[], object] | None) -> None:
     """Compute all directions at once; in NumPy with packed sequences one after the other."""
     # why here: the CPU path takes a fifth of the package's import time.
     from .. import cpu
@@ -242,10 +242,10 @@ def _compute_on_cpu(asked: Asked, each: list[Views], forward: Callable[[], objec
         numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
         core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
         computed_by(f"core {name}" for name in core.names)
-        with telling(CALLBACK.get()) as tell:
+        with reporting(CALLBACK.get()) as tell:
             core.run(numbers, problem.seed, (asked.views, each), tell, asked.views["q"].library)
         return
-    with telling(CALLBACK.get()) as tell:
+    with reporting(CALLBACK.get()) as tell:
         if forward is not None:
             with part_of(tell, 0, _FORWARD):
                 forward()

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..call.arrays import ArrayView
-from ..call.codes import CODE_UNITS
+from ..call.codes import CODE_SCALES
 from ..call.functions import argument_views
 from ..call.problem import Problem
 from ..plan.launch import Launch
@@ -374,13 +374,13 @@ def _scales(views: Views, name: str) -> tuple[Field, ...]:
     return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
 
 
-def _units(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
+def _scale_arrays(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
     """Scales and zeros of the 4-bit codes of k or v."""
     assert p.cache is not None
     if p.cache.codes is None:
         return (0,) * 7
     group = p.cache.codes.groups["kv".index(name)]
-    names = [unit for unit in CODE_UNITS[p.cache.codes.kind] if unit[0] == name]
+    names = [unit for unit in CODE_SCALES[p.cache.codes.kind] if unit[0] == name]
     zero = Late(names[1]) if len(names) == 2 else 0
     return (Late(names[0]), zero, *views[names[0]].strides[:3], group.bit_length() - 1, 0)
 
@@ -396,7 +396,7 @@ def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
         _address(views, "cu_seqlens_k_new"), _address(views, "cache_leftpad"),
         views["k_cache"].shape[0], page, -1 if page & page - 1 else page.bit_length() - 1 if page else 31,
         p.seqlen_k, p.cache.appended, 0,
-        *_units(p, views, "k"), *_units(p, views, "v"),
+        *_scale_arrays(p, views, "k"), *_scale_arrays(p, views, "v"),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..call.arrays import ArrayView, numpy_view
 from ..call.problem import Problem
-from ..call.progress import telling
+from ..call.progress import reporting
 from ..call.values import RunOptions
 from ..device.abi import LENGTH, SEED
 from ..device.choice import gpu_driver, host_driver
@@ -187,7 +187,7 @@ class OnCpu(Backend):
         seen = {x.name: x.numpy(arrays[x.array]) for x in self.seen}
         if length is not None:
             seen["cache_seqlens"] = np.full(problem.batch, length, np.int32)
-        with telling(run_options.progress) as tell:
+        with reporting(run_options.progress) as tell:
             if tell is None:
                 self.path(problem, seen)
                 return
@@ -224,7 +224,7 @@ class OnCore(Backend):
         if run_options.progress is None:  # why: a context manager costs 1 % of a short call
             self.core.run(numbers, run_options.seed, keep, None, library)
             return
-        with telling(run_options.progress) as tell:
+        with reporting(run_options.progress) as tell:
             self.core.run(numbers, run_options.seed, keep, tell, library)
 
     def run_at(

@@ -63,7 +63,7 @@ class Prepared:
                 of_float8=problem.of_float8 and out.dtype,
                 in_rows=problem.in_rows and seen["o"].in_rows(),
                 aligned=problem.aligned and seen["o"].aligned(),
-                boxes=problem.boxes and seen["o"].boxable(),
+                boxes=problem.boxes and seen["o"].has_tma_strides(),
             )
         self.problem = problem
         self._make = outputs.zeros if problem.packed else outputs.empty  # rows of no sequence are 0

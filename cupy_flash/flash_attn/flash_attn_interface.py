@@ -105,7 +105,7 @@ def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: s
     return int(k_cache.shape[1])
 
 
-def turned_from(
+def rotary_starts(
     q: Tensor,
     k: Tensor | None,
     rotary_cos: Tensor | None,
@@ -496,7 +496,7 @@ def flash_attn_with_kvcache(
     if cache_seqlens is None:
         cache_seqlens = full_length(k_cache, k, block_table, "block_table")
     window = window_of(window_size)
-    first = turned_from(q, k, rotary_cos, cache_seqlens, causal or window != (None, None))
+    first = rotary_starts(q, k, rotary_cos, cache_seqlens, causal or window != (None, None))
     return attention_with_kv_cache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, k=k, v=v,
         block_table=cache_batch_idx if block_table is None else block_table, cache_leftpad=cache_leftpad,

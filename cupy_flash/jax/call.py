@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..call.arrays import CPU
-from ..call.codes import CODE_UNITS, kind_of_codes
+from ..call.codes import CODE_SCALES, kind_of_codes
 from ..call.functions import learned_by
 from ..call.given import Options
 from ..call.options import WITH_GRADIENT
@@ -145,7 +145,7 @@ def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict
     if not cached.want_lse:
         del results["lse"]
     if "k" in arrays:
-        written = ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(arrays), ()))
+        written = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(arrays), ()))
         results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written if n in arrays}
     return _call(arrays, results, "decode", options=options, cached=cached)
 

@@ -12,7 +12,7 @@ from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.cache.parts import cache_parts
 from ..call.cache.selected import Selection
 from ..call.checks import flag, integer
-from ..call.codes import CODE_UNITS, kind_of_codes
+from ..call.codes import CODE_SCALES, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
 from ..call.given import CacheCall, Options, Packing, split_of_cache
 from ..call.head_scale import scale_shape, times
@@ -138,7 +138,7 @@ def attention_with_kv_cache(
 
 def _written(flat: dict[str, Any]) -> tuple[str, ...]:
     """Names of the arrays that appending writes, in the order of the results of `call.over_cache`."""
-    return ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(flat), ()))
+    return ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(flat), ()))
 
 
 def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:

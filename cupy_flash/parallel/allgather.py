@@ -22,7 +22,7 @@ from ..call.masks import resolve_band
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room
-from .group import Asked, Link, Round, at, dropping, row_axis
+from .group import Link, LocalCall, Round, at, dropping, row_axis
 from .partial import attention_backward, attention_varlen_backward
 from .parts import Rows, Split, block_rows, blocks_of_rows, packed_halves, packed_starts, packed_stretches
 
@@ -51,7 +51,7 @@ class _Stretch(NamedTuple):
 class _Call:
     """A checked call: the exchange of keys and values, and the stretches to compute afterwards."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: LocalCall) -> None:
         link, arrays, causal, options, cut, _ = asked
         self.terms = dict(asked.terms)
         q, k = arrays["q"], arrays["k"]
@@ -96,7 +96,7 @@ class _Call:
         }
 
 
-def check_blocks(asked: Asked) -> None:
+def check_blocks(asked: LocalCall) -> None:
     """Refuse a BlockMask whose blocks do not begin where stretches do."""
     link, options = asked.link, asked.options
     blocks = [x for x in masks_of(options["mask"]) if isinstance(x, BlockMask)]
@@ -214,7 +214,7 @@ def _sequence_by_sequence(
     return found
 
 
-def forward(asked: Asked) -> tuple[Any, Any]:
+def forward(asked: LocalCall) -> tuple[Any, Any]:
     """As in `ring.forward`."""
     link = asked.link
     q, _, v = asked.arrays.values()
@@ -241,7 +241,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
     return o, lse
 
 
-def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As in `ring.backward`."""
     link, arrays, options = asked.link, asked.arrays, asked.options
     q = arrays["q"]

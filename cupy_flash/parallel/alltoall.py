@@ -22,7 +22,7 @@ from ..call.options import PER_HEAD
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen, attention_varlen_backward
 from .exchange import ToParts, ToWhole, exchange
-from .group import Asked, Round, at, dropping, row_axis
+from .group import LocalCall, Round, at, dropping, row_axis
 from .parts import Rows, Split, packed_starts, packed_stretches
 
 __all__ = ["backward", "check_heads", "forward"]
@@ -31,13 +31,13 @@ __all__ = ["backward", "check_heads", "forward"]
 _OF_QUERIES = ("q", "o", "lse", "do", "dlse")
 
 
-def _heads_axis(asked: Asked) -> int | None:
+def _heads_axis(asked: LocalCall) -> int | None:
     """The axis of heads, from the end; None if there is none."""
     q = asked.arrays["q"]
     return (-2 if row_axis(asked.options, q) == -3 else -3) if len(q.shape) > 2 else None
 
 
-def check_heads(asked: Asked) -> None:
+def check_heads(asked: LocalCall) -> None:
     """Refuse head counts that are not multiples of the number of processes."""
     axis, ranks = _heads_axis(asked), asked.link.ranks
     counts = [1 if axis is None else asked.arrays[name].shape[axis] for name in "qk"]
@@ -54,7 +54,7 @@ def check_heads(asked: Asked) -> None:
 class _Call:
     """A checked call: the exchange of its arrays for whole sequences, and the call on these."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: LocalCall) -> None:
         link, arrays, causal, options, cut, _ = asked
         self._link = link
         self.terms = dict(asked.terms)
@@ -146,7 +146,7 @@ class _Call:
         return self._link.narrow(every, like)
 
 
-def forward(asked: Asked) -> tuple[Any, Any]:
+def forward(asked: LocalCall) -> tuple[Any, Any]:
     """As in `ring.forward`."""
     link = asked.link
     q, _, v = asked.arrays.values()
@@ -168,7 +168,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
     return homes["o"].arrive(), homes["lse"].arrive()
 
 
-def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As in `ring.backward`: a process that fails returns NaN gradients of its heads."""
     link, arrays, options = asked.link, asked.arrays, asked.options
     with link.agreement.refusals():

@@ -16,7 +16,7 @@ from ..call.values import checked_seed
 from ..errors import UnsupportedError
 from .agreement import Agreement
 
-__all__ = ["Asked", "Link", "Round", "all_done", "at", "dropping", "row_axis", "seed_step", "terms_of"]
+__all__ = ["Link", "LocalCall", "Round", "all_done", "at", "dropping", "row_axis", "seed_step", "terms_of"]
 
 
 class Link(Protocol):
@@ -49,7 +49,7 @@ class Link(Protocol):
         """Integers as an array of the library and on the device of `like`."""
 
 
-class Asked(NamedTuple):
+class LocalCall(NamedTuple):
     """The call of one process.
 
     Attributes
@@ -169,7 +169,7 @@ def seed_step(number: int) -> int:
 _OF_THE_WHOLE = ("mask", "parts", "seqlen", "schedule")
 
 
-def terms_of(asked: Asked) -> dict[str, Any]:
+def terms_of(asked: LocalCall) -> dict[str, Any]:
     """Check the part of this process; return, by name, what must be the same in all processes."""
     direction, arrays, causal, options = asked.direction, asked.arrays, asked.causal, asked.options
     per_head = {name: options[name] for name in PER_HEAD if options[name] is not None}

@@ -28,7 +28,7 @@ from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError
 from . import schedules
 from .agreement import Agreement
-from .group import Asked, all_done
+from .group import LocalCall, all_done
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -170,7 +170,7 @@ def ring_attention(
         every["layout"] = "bshd"
     link, causal = _Link(comm, agreement), every.pop("causal")
     arrays = _arrays(link, {"q": q, "k": k, "v": v})
-    return schedules.forward(Asked(link, arrays, causal, every, cu_seqlens))
+    return schedules.forward(LocalCall(link, arrays, causal, every, cu_seqlens))
 
 
 @takes(RingGradientOptions)
@@ -215,4 +215,4 @@ def ring_attention_backward(
     link = _Link(comm, agreement)
     arrays = _arrays(link, {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse})
     terms = {"gradients of": [name for name, x in zip("kv", keys, strict=True) if x]}
-    return schedules.backward(Asked(link, arrays, causal, every, cu_seqlens, terms), keys)
+    return schedules.backward(LocalCall(link, arrays, causal, every, cu_seqlens, terms), keys)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..api import Gradients
 from ..merge import merge
-from .group import Asked, Link, Round, at, row_axis
+from .group import Link, LocalCall, Round, at, row_axis
 from .parts import Packed, Pair, Whole
 
 __all__ = ["backward", "checked", "forward"]
@@ -34,7 +34,7 @@ class _Call(NamedTuple):
     terms: dict[str, Any]
 
 
-def checked(asked: Asked) -> _Call:
+def checked(asked: LocalCall) -> _Call:
     """Check a call and return its parts; all refusals happen here, before the first message."""
     link, arrays, causal, options, cut, _ = asked
     terms = dict(asked.terms)
@@ -49,7 +49,7 @@ def checked(asked: Asked) -> _Call:
     return _Call(parts, axis, terms)
 
 
-class _Room:
+class _Buffers:
     """Double buffers for received arrays: one is sent while the other receives.
 
     why allocated before the first message: a process without enough memory then leaves no other waiting.
@@ -76,14 +76,14 @@ class _Room:
         )
 
 
-def forward(asked: Asked) -> tuple[Any, Any]:
+def forward(asked: LocalCall) -> tuple[Any, Any]:
     """O and LSE of this process's queries over the keys of all processes."""
     link, options = asked.link, asked.options
     q, k, v = asked.arrays.values()
     with link.agreement.refusals():
         call = checked(asked)
         keys = tuple(link.contiguous(x) for x in (k, v))
-        room = _Room(link, call, keys, len(call.parts.steps) - 1)
+        room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
     link.agreement.reach(call.terms)
     parts, axis, _ = call
     steps = parts.steps
@@ -118,7 +118,7 @@ def forward(asked: Asked) -> tuple[Any, Any]:
     return link.narrow(o, q), lse
 
 
-def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """Gradients of this process's q, k and v; gradients of k and v travel with the keys, and home at the end.
 
     With the LSE of the whole sequence, the gradients of each pair of parts are exact summands. A process that
@@ -131,9 +131,9 @@ def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradient
     with link.agreement.refusals():
         call = checked(asked)
         keys = tuple(link.contiguous(x) for x in (k, v))
-        room = _Room(link, call, keys, len(call.parts.steps) - 1)
+        room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
         home = tuple(x for x, asked in zip((k, v), wanted, strict=True) if asked)
-        room_of_sums = _Room(link, call, home, len(call.parts.steps), wide=True)
+        room_of_sums = _Buffers(link, call, home, len(call.parts.steps), wide=True)
         dq, sums = link.wide(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
             x[...] = 0

@@ -23,7 +23,7 @@ from ..call.reproducible import MODES
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from . import allgather, alltoall, ring
-from .group import Asked, at, row_axis, terms_of
+from .group import LocalCall, at, row_axis, terms_of
 from .parts import lengths_of, order_of, stretches
 from .traffic import part_of, sent
 
@@ -87,7 +87,7 @@ def check(options: dict[str, Any], packed: bool) -> list[str]:
 _Costs = dict[str, float | Exception]
 
 
-def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
+def _costs(asked: LocalCall, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
     """Bytes that each schedule sends in this pass, or the reason why it cannot run."""
     steps, unable = _unable(asked, able)
     part = part_of(asked, wanted)
@@ -95,7 +95,7 @@ def _costs(asked: Asked, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
     return {x: unable.get(x, counted[x]) for x in able}
 
 
-def _costs_of_shards(asked: Asked, able: list[str]) -> _Costs:
+def _costs_of_shards(asked: LocalCall, able: list[str]) -> _Costs:
     """`_costs` of both passes inside `jax.shard_map`, where parts are padded to one length."""
     options, ranks, arrays = asked.options, asked.link.ranks, asked.arrays
     part = part_of(asked, (True, True), padded=True)
@@ -111,7 +111,7 @@ def _costs_of_shards(asked: Asked, able: list[str]) -> _Costs:
     return {x: unable.get(x, counted[x]) for x in able}
 
 
-def _unable(asked: Asked, able: list[str]) -> tuple[int, dict[str, Exception]]:
+def _unable(asked: LocalCall, able: list[str]) -> tuple[int, dict[str, Exception]]:
     """Steps of a ring, and the reasons why some schedules cannot run."""
     if len(able) > 1 and asked.options["dropout"]:
         raise InvalidArgumentsError(
@@ -143,7 +143,7 @@ def _least(costs: _Costs) -> str:
     return min(counted, key=lambda name: (name == "allgather", counted[name]))
 
 
-def _module(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> tuple[ModuleType, Asked]:
+def _module(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> tuple[ModuleType, LocalCall]:
     """The module of the named or chosen schedule, and the call with its name among the options."""
     with asked.link.agreement.refusals():
         able = check(asked.options, asked.cut is not None)
@@ -162,7 +162,7 @@ def for_shards(
     if len(able) == 1:
         return able[0]
     link = SimpleNamespace(rank=0, ranks=ranks)
-    return _least(_costs_of_shards(Asked(link, arrays, causal, every, packed or None), able))
+    return _least(_costs_of_shards(LocalCall(link, arrays, causal, every, packed or None), able))
 
 
 @takes(RingOptions)
@@ -198,7 +198,7 @@ def explain(
         raise InvalidArgumentsError(f"ranks is {ranks!r}.", hint="the number of processes, at least 1")
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     causal, arrays = every.pop("causal"), {"q": q, "k": k, "v": v}
-    asked = Asked(SimpleNamespace(rank=0, ranks=count), arrays, causal, every)
+    asked = LocalCall(SimpleNamespace(rank=0, ranks=count), arrays, causal, every)
     terms_of(asked)
     able, lines = check(every, packed=False), []
     if flag(shard_map, "shard_map"):
@@ -214,14 +214,14 @@ def explain(
     return "\n".join(lines)
 
 
-def forward(asked: Asked) -> tuple[Any, Any]:
+def forward(asked: LocalCall) -> tuple[Any, Any]:
     """O and LSE of this process's queries over the keys of all processes."""
     module, asked = _module(asked)
     o, lse = module.forward(asked)
     return o, lse
 
 
-def backward(asked: Asked, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """Gradients of this process's q, k and v; `wanted` says whether any process needs dk, and dv."""
     module, asked = _module(asked, wanted)
     grads: Gradients[Any] = module.backward(asked, wanted)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 
 from ..call.adopt import adopt
-from .group import Asked, row_axis
+from .group import LocalCall, row_axis
 from .parts import Split
 
 __all__ = ["part_of", "sent"]
 
 
-def part_of(asked: Asked, wanted: tuple[bool, bool], padded: bool = False) -> dict[str, float]:
+def part_of(asked: LocalCall, wanted: tuple[bool, bool], padded: bool = False) -> dict[str, float]:
     """Bytes of the arrays of one part, as needed by `sent`; for parts of several lengths the mean.
 
     `wanted` says whether any process needs the gradients of k, and of v; `padded`, that all parts have one

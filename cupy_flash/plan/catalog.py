@@ -101,7 +101,7 @@ def _row(capability: int) -> Arch | None:
     return rows[-1]._replace(capability=capability) if rows else None
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     """The architecture that a user probably means: "sm_90" for "H100", "sm90" or "9.0"; else ""."""
     number = re.fullmatch(r"(?:sm|compute)?_?(\d{1,2})\.?(\d)[af]?", name.strip().lower())
     words = {word.removesuffix("ti") for word in re.split(r"[^a-z0-9]+", name.lower())}
@@ -128,7 +128,7 @@ def architecture(name: str) -> Arch:
     if row is not None:
         return row
     known = ", ".join(row.name for row in ARCHITECTURES)
-    meant = _meant(name)
+    meant = _suggestion(name)
     raise UnsupportedError(
         f"no kernel is compiled for {name!r}.",
         reasons=[f"listed: {known}, and higher minors of these majors"],

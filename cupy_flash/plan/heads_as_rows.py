@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from ..call.arrays import ArrayView
 from ..call.problem import Problem
 
-__all__ = ["problem_of_rows", "sees_alike", "views_of_rows"]
+__all__ = ["heads_share_keys", "problem_of_rows", "views_of_rows"]
 
 # Fields that a problem may set. why a list of allowed ones: a new option must not be packed unchecked.
 _ALIKE = frozenset((
@@ -21,7 +21,7 @@ _ALIKE = frozenset((
 ))  # fmt: skip
 
 
-def sees_alike(problem: Problem) -> bool:
+def heads_share_keys(problem: Problem) -> bool:
     """Whether the query heads of a group attend to the same keys with the same options."""
     p = problem
     others = (name for name, default in p._field_defaults.items() if getattr(p, name) != default)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-from .derivative import differentiated, slope_and_bend
+from .derivative import both_derivatives, differentiated
 from .graph import POSITIONS, Body, Graph, Node
 from .operations import OPERATIONS
 from .ranges import wide_nodes
@@ -56,7 +56,7 @@ def header(function: Body) -> str:
     assert isinstance(function, Graph)
     bare = function.learning(())
     slope = differentiated(bare, by_arguments=False).graph
-    both = slope_and_bend(bare)
+    both = both_derivatives(bare)
     bends = "{" + ", ".join([f"x{at}" for at in both.outputs]) + "}"
     return (
         f"// {bare.summary()}, traced by cupy_flash: {function.digest}\n#pragma once\n"

@@ -9,7 +9,7 @@ from .graph import Graph
 from .operations import OPERATIONS
 from .tape import Tape, Value
 
-__all__ = ["Derivative", "differentiated", "slope_and_bend"]
+__all__ = ["Derivative", "both_derivatives", "differentiated"]
 
 
 class Derivative(NamedTuple):
@@ -57,7 +57,7 @@ def differentiated(graph: Graph, by_arguments: bool = True) -> Derivative:
 
 
 @lru_cache(maxsize=256)
-def slope_and_bend(graph: Graph) -> Graph:
+def both_derivatives(graph: Graph) -> Graph:
     """A graph with two outputs: the first and second derivative by the score."""
     slope = differentiated(graph.learning(()), by_arguments=False).graph
     bend = differentiated(slope, by_arguments=False).graph

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .ranges import TooLarge
 
-__all__ = ["CLIPPED", "beyond", "captured", "captured_here", "read_outside", "refused"]
+__all__ = ["CLIPPED", "beyond", "captured", "captured_in_frame", "read_outside", "refused"]
 
 CLIPPED = "np.clip(index, 0, size - 1), also in a branch that np.where does not take"
 _FOREIGN = ("cupy", "jax", "numpy", "torch")
@@ -57,7 +57,7 @@ def captured(array: Any) -> InvalidArgumentsError:
     return _captured(what, name or "table", frame)
 
 
-def captured_here(error: BaseException | None = None) -> InvalidArgumentsError | None:
+def captured_in_frame(error: BaseException | None = None) -> InvalidArgumentsError | None:
     """`captured`, with an array found by inspecting the frame; None if no array seems to be read.
 
     `error` is the exception that ended the function; default: the function is still running.

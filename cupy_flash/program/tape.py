@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import captured, captured_here, refused
+from .errors import captured, captured_in_frame, refused
 from .graph import Argument, Node
 from .operations import OPERATIONS, UFUNCS
 
@@ -206,8 +206,8 @@ class Value:
         raise refused("the function branches in Python on a value that it gets.", _BRANCH)
 
     def _no_number(self, *_: Any) -> Any:
-        # why captured_here: NumPy calls __index__ for an index, and does not say of which array.
-        raise captured_here() or refused(
+        # why captured_in_frame: NumPy calls __index__ for an index, and does not say of which array.
+        raise captured_in_frame() or refused(
             "the function converts a traced value to a Python number: it has none yet.",
             "NumPy's functions for those of math; arrays as arguments, bound by a call: f(array)",
         )

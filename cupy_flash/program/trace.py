@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import captured_here, refused
+from .errors import captured_in_frame, refused
 from .graph import POSITIONS, Argument, Graph
 from .tape import Elements, Tape, Value
 
@@ -57,7 +57,7 @@ def trace(
     try:
         result = function(*given) if masks else function(s, *given)
     except IndexError as error:  # from a library that does not call __index__
-        raise captured_here(error) or error from None
+        raise captured_in_frame(error) or error from None
     wanted = "a condition" if masks else "a number"
     if isinstance(result, (bool, int, float, np.generic)):
         result = tape.constant(result)

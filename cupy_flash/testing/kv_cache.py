@@ -97,9 +97,9 @@ def reference_with_kv_cache(
     codes = [] if k_zero is None else [(four(k_scale), four(k_zero)), (four(v_scale), four(v_zero))]
     if k_block_scale is not None:
         blocks = [four(x) for x in (k_block_scale, v_block_scale)]
-        caches = [meant_e2m1(cache, block) for cache, block in zip(caches, blocks, strict=True)]
+        caches = [dequantized_nvfp4(cache, block) for cache, block in zip(caches, blocks, strict=True)]
     if codes:
-        caches = [meant(cache, *of) for cache, of in zip(caches, codes, strict=True)]
+        caches = [dequantized_int4(cache, *of) for cache, of in zip(caches, codes, strict=True)]
         k_scale = v_scale = None
     slots, heads_k, page, _ = caches[0].shape
     table = np.arange(batch)[:, None] if cache_batch_idx is None else np.asarray(cache_batch_idx)[:, None]
@@ -270,7 +270,7 @@ def append(cache: np.ndarray, table: np.ndarray, rows: np.ndarray, start: int, s
         cache[table[entry], :, row] = stored.astype(cache.dtype)
 
 
-def meant(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+def dequantized_int4(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """Dequantise codes: feature i is in half i % 2 of byte i // 2; its value is scale * code + zero."""
     made = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
     group = made.shape[-1] // scale.shape[-1]
@@ -311,7 +311,7 @@ E2M1 = np.array([number(bits, 2, 1) for bits in range(16)])
 E4M3 = np.array([number(bits, 4, 3) for bits in range(256)])
 
 
-def meant_e2m1(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
+def dequantized_nvfp4(codes: np.ndarray, block_scale: np.ndarray) -> np.ndarray:
     """Dequantise NVFP4: feature i is in half i % 2 of byte i // 2, times the block scale i // 16."""
     made = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
     scale = E4M3[block_scale.view(np.uint8)]

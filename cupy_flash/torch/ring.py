@@ -17,11 +17,11 @@ from ..call.checks import one_of
 from ..call.options import RingOptions, defaults
 from ..call.signature import takes
 from ..call.spelling import kind_of
-from ..cpu.core.worker_thread import run_aside
+from ..cpu.core.worker_thread import run_in_worker
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import schedules
 from ..parallel.agreement import Agreement
-from ..parallel.group import Asked, all_done
+from ..parallel.group import LocalCall, all_done
 from .eager import in_batches
 from .inputs import cast_by_context, check_tensors, refuse_lost_gradients, widened
 from .ops import first_derivative_only, in_forward_mode
@@ -75,7 +75,7 @@ class _History:
                 errors.append(error)
 
         try:
-            done = run_aside(aside)
+            done = run_in_worker(aside)
             # why a timeout: a signal that arrives right before a wait begins is handled when the wait ends.
             while not done.wait(timeout=1.0):
                 pass
@@ -184,7 +184,7 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Any, Any]:
         with_sinks = {**options, "sinks": sinks}
         arrays, terms = {"q": q, "k": k, "v": v}, {"gradients of": recorded}
-        o, lse = schedules.forward(Asked(link, arrays, causal, with_sinks, cut, terms))
+        o, lse = schedules.forward(LocalCall(link, arrays, causal, with_sinks, cut, terms))
         ctx.save_for_backward(q, k, v, sinks, o, lse)
         ctx.rest = link, recorded, causal, options, cut, return_lse
         ctx.set_materialize_grads(False)
@@ -210,7 +210,7 @@ class _Ring(torch.autograd.Function):
             with_sinks = {**options, "sinks": sinks}
             wanted = "k" in recorded, "v" in recorded
             arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-            grads = schedules.backward(Asked(link, arrays, causal, with_sinks, cut), wanted)
+            grads = schedules.backward(LocalCall(link, arrays, causal, with_sinks, cut), wanted)
         firsts = (*grads[:3], grads.dsinks)
         return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 6
 

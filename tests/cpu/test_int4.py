@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import InvalidArgumentsError, testing
-from cupy_flash.testing.kv_cache import meant
+from cupy_flash.testing.kv_cache import dequantized_int4
 from tests.public import cached, dequantized, int4_parts
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
@@ -64,9 +64,9 @@ def wide(given: dict[str, Any], dtype: Any = np.float64) -> dict[str, Any]:
     """The same call over the floats that its codes stand for."""
     rest = {n: x for n, x in given.items() if n not in ("k_scale", "k_zero", "v_scale", "v_zero")}
     for x in "kv":
-        rest[f"{x}_cache"] = meant(*(given[f"{x}_{part}"] for part in ("cache", "scale", "zero"))).astype(
-            dtype
-        )
+        rest[f"{x}_cache"] = dequantized_int4(
+            *(given[f"{x}_{part}"] for part in ("cache", "scale", "zero"))
+        ).astype(dtype)
     return rest
 
 
@@ -104,7 +104,7 @@ def test_new_keys_are_stored_as_the_specification_says(units: str, page: int) ->
         unit = np.finfo(units).eps
         np.testing.assert_allclose(parts[2][fresh], low, atol=8 * unit)
         np.testing.assert_allclose(parts[1][fresh], (high - low) / 15, atol=8 * unit)
-        found = meant(*(part[fresh] for part in parts)).reshape(rows.shape)
+        found = dequantized_int4(*(part[fresh] for part in parts)).reshape(rows.shape)
         step = parts[1][fresh].astype(float)[..., None]
         assert (np.abs(found - rows) <= step * 0.5 + 16 * unit).all()
     after = {n: x for n, x in given.items() if n not in ("k", "v")}
@@ -128,7 +128,7 @@ def test_quantize_and_back(dtype: str) -> None:
     x[0], x[1, :32] = 3, np.arange(32)
     codes, scale, zero = int4_parts(x, group=32)
     found = dequantized(codes, scale, zero, dtype="float64")
-    np.testing.assert_allclose(found, meant(codes, scale, zero), atol=1e-12)
+    np.testing.assert_allclose(found, dequantized_int4(codes, scale, zero), atol=1e-12)
     worst = np.repeat(scale.astype(float), 32, -1) / 2 + np.abs(x) * 2e-3 + 1e-3
     assert (np.abs(found - x) <= worst).all()
     np.testing.assert_array_equal(found[0], 3)

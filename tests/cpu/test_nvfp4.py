@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import InvalidArgumentsError, testing
-from cupy_flash.testing.kv_cache import meant_e2m1
+from cupy_flash.testing.kv_cache import dequantized_nvfp4
 from tests.public import cached, dequantized, nvfp4_parts
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
@@ -73,7 +73,7 @@ def wide(given: dict[str, Any], dtype: Any = np.float64) -> dict[str, Any]:
     """The same call over the floats that its codes stand for, but for k_scale and v_scale."""
     rest = {n: x for n, x in given.items() if "block_scale" not in n}
     for x in "kv":
-        rest[f"{x}_cache"] = meant_e2m1(given[f"{x}_cache"], given[f"{x}_block_scale"]).astype(dtype)
+        rest[f"{x}_cache"] = dequantized_nvfp4(given[f"{x}_cache"], given[f"{x}_block_scale"]).astype(dtype)
     return rest
 
 
@@ -95,7 +95,7 @@ def test_every_code_and_every_scale() -> None:
     given["v_cache"][:, :, ::2] += 1
     keys = np.arange(BATCH * 2 * ROOM, dtype=np.uint8).reshape(BATCH, 2, ROOM, 1)
     given["v_block_scale"][...] = keys
-    values = meant_e2m1(given["v_cache"], given["v_block_scale"])
+    values = dequantized_nvfp4(given["v_cache"], given["v_block_scale"])
     values[np.broadcast_to((keys & 127) == 127, values.shape)] = np.nan
     for length in range(1, ROOM + 1):
         given["cache_seqlens"] = length
@@ -161,7 +161,7 @@ def test_quantize_is_the_format(dtype: Any) -> None:
         np.clip(rows / np.where(by > 0, by, np.inf), -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(float) * by
     )
     np.testing.assert_array_equal(dequantized(codes, found, dtype="float64"), exact.reshape(200, 64))
-    np.testing.assert_array_equal(meant_e2m1(codes, found), exact.reshape(200, 64))
+    np.testing.assert_array_equal(dequantized_nvfp4(codes, found), exact.reshape(200, 64))
 
 
 def test_packed_queries() -> None:

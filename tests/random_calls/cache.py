@@ -14,7 +14,7 @@ import numpy as np
 import cupy_flash
 from bench.machine.blas import one_thread
 from cupy_flash import testing
-from cupy_flash.testing.kv_cache import Sequence, meant, meant_e2m1, rotated_queries
+from cupy_flash.testing.kv_cache import Sequence, dequantized_int4, dequantized_nvfp4, rotated_queries
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
 from tests.public import cached, int4_parts, nvfp4_parts
@@ -295,9 +295,9 @@ class Cached(KvCase):
         """What a cache holds, as floats but for the scales of heads."""
         cache = arrays[f"{x}_cache"]
         if self.stored == "int4":
-            return meant(cache, arrays[f"{x}_scale"], arrays[f"{x}_zero"])
+            return dequantized_int4(cache, arrays[f"{x}_scale"], arrays[f"{x}_zero"])
         if self.stored == "nvfp4":
-            return meant_e2m1(cache, arrays[f"{x}_block_scale"])
+            return dequantized_nvfp4(cache, arrays[f"{x}_block_scale"])
         return cache.astype(np.float64)
 
     def _compare_stored(self, host: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
-from cupy_flash.testing.kv_cache import meant_e2m1
+from cupy_flash.testing.kv_cache import dequantized_nvfp4
 from tests.checks import NUMPY, Device
 from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
 from tests.public import cached, explained, nvfp4_parts
@@ -101,7 +101,7 @@ def test_exact_where_nothing_is_rounded(dtype: str) -> None:
     given["v_block_scale"] = rng.permutation(np.resize(numbers, given["v_block_scale"].size)).astype(np.uint8)
     given["v_block_scale"] = given["v_block_scale"].reshape(given["k_block_scale"].shape)
     given["cache_seqlens"] = np.array([1, 18, 45], np.int32)
-    values = meant_e2m1(given["v_cache"], given["v_block_scale"]).astype(DTYPES[dtype])
+    values = dequantized_nvfp4(given["v_cache"], given["v_block_scale"]).astype(DTYPES[dtype])
     for arch in ("sm_75", "sm_80") if dtype == "float16" else ("sm_80",):
         with on(arch):
             for back in range(16):
@@ -117,7 +117,7 @@ def test_every_key_and_feature_is_its_own(dtype: str) -> None:
     given = made({"dims": (128, 64), "queries": 1, "dtype": dtype})
     rng = np.random.default_rng(8)
     given["k_cache"] = rng.integers(0, 256, given["k_cache"].shape).astype(np.uint8)
-    keys = meant_e2m1(given["k_cache"], given["k_block_scale"])
+    keys = dequantized_nvfp4(given["k_cache"], given["k_block_scale"])
     given["cache_seqlens"] = np.array([3, 20, 41], np.int32)
     with on("sm_80"):
         for feature in range(0, 128, 7):

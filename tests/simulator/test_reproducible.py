@@ -338,8 +338,8 @@ def test_heads_as_rows_of_what_differs_by_query(on: Device, monkeypatch: pytest.
     q, k, v = rows("float16", 100, 32)
     options: dict[str, Any] = {"causal": True, "window": (20, 0), "reproducible": "batch"}
     whole = cupy_flash.attention(q, k[:, :1], v[:, :1], **options)
-    alike = flash.sees_alike
-    monkeypatch.setattr(flash, "sees_alike", lambda p: alike(p._replace(left=None)))
+    alike = flash.heads_share_keys
+    monkeypatch.setattr(flash, "heads_share_keys", lambda p: alike(p._replace(left=None)))
     memo.forget()
     token = cupy_flash.attention(q[:, :, -1:], k[:, :1], v[:, :1], align=99, **options)
     assert token.tobytes() != whole[:, :, -1:].tobytes()

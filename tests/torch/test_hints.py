@@ -197,7 +197,7 @@ def ring_interrupted():
     """A call after one that Ctrl-C ended."""
     with one_process():
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr("cupy_flash.torch.ring.run_aside", mock.Mock(side_effect=KeyboardInterrupt))
+            patch.setattr("cupy_flash.torch.ring.run_in_worker", mock.Mock(side_effect=KeyboardInterrupt))
             cf.ring_attention(Q, K, V)
         return cf.ring_attention(Q, K, V)
 

@@ -111,8 +111,8 @@ def no_wait(patch, rank):
 
 def one_room(patch, rank):
     """What arrives is written over what is still being sent."""
-    of = ring._Room.of
-    patch.setattr(ring._Room, "of", lambda room, owner, turn: of(room, owner, 0))
+    of = ring._Buffers.of
+    patch.setattr(ring._Buffers, "of", lambda room, owner, turn: of(room, owner, 0))
 
 
 def added_too_early(patch, rank):

@@ -325,12 +325,12 @@ def check_interrupts(rank, ranks):
                 os.kill(os.getpid(), signal.SIGINT)
 
             def then_interrupted(wait, interrupt=interrupt):
-                done = worker_thread.run_aside(wait)
+                done = worker_thread.run_in_worker(wait)
                 threading.Timer(0.2, interrupt).start()
                 return done
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("cupy_flash.torch.ring.run_aside", then_interrupted)
+                patch.setattr("cupy_flash.torch.ring.run_in_worker", then_interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     call()
             assert time.monotonic() - interrupted[0] < 5  # and not the 30 of the group

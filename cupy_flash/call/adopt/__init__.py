@@ -12,7 +12,7 @@ from ..arrays import ArrayView
 from .jax import from_jax, refuse_tracer
 from .numpy_cupy import from_cupy, from_numpy, refuse_rules
 from .protocols import from_protocol
-from .torch import way_to_see_torch
+from .torch import torch_adopter
 
 __all__ = ["adopt"]
 
@@ -40,11 +40,11 @@ def adopt(x: Any, name: str) -> ArrayView:
     kind = type(x)
     see = _SEEN.get(kind)
     if see is None:
-        see = _SEEN[kind] = _way_to_see(x)
+        see = _SEEN[kind] = _adopter(x)
     return see(x, name)
 
 
-def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
+def _adopter(x: Any) -> Callable[[Any, str], ArrayView]:
     """The adopting function for all objects of the type of x."""
     if isinstance(x, np.ndarray):
         return refuse_rules if isinstance(x, (np.matrix, np.ma.MaskedArray)) else from_numpy
@@ -53,7 +53,7 @@ def _way_to_see(x: Any) -> Callable[[Any, str], ArrayView]:
         return from_cupy
     torch, jax = (sys.modules.get(name) for name in ("torch", "jax"))
     if torch is not None and isinstance(x, torch.Tensor):
-        return way_to_see_torch(type(x))
+        return torch_adopter(type(x))
     if jax is not None and isinstance(x, jax.core.Tracer):
         return refuse_tracer
     if jax is not None and isinstance(x, jax.Array):

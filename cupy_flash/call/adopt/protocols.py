@@ -18,7 +18,7 @@ __all__ = ["from_protocol"]
 def from_protocol(x: Any, name: str) -> ArrayView:
     """View an array through a protocol; errors name the argument."""
     try:
-        return _spoken(x, name)
+        return _from_protocol(x, name)
     except (InvalidArgumentsError, UnsupportedError):
         raise
     except ImportError:
@@ -35,7 +35,7 @@ def from_protocol(x: Any, name: str) -> ArrayView:
         ) from error
 
 
-def _spoken(x: Any, name: str) -> ArrayView:
+def _from_protocol(x: Any, name: str) -> ArrayView:
     """View an array through the CUDA array interface or DLPack."""
     face = getattr(x, "__cuda_array_interface__", None)
     if face is not None:

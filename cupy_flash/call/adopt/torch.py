@@ -12,10 +12,10 @@ from ..arrays import TORCH_DTYPES, ArrayView
 from ..options import WITH_GRADIENT
 from ..spelling import spelled
 
-__all__ = ["refuse_wrapper", "way_to_see_torch"]
+__all__ = ["refuse_wrapper", "torch_adopter"]
 
 
-def way_to_see_torch(kind: Any) -> Callable[[Any, str], ArrayView]:
+def torch_adopter(kind: Any) -> Callable[[Any, str], ArrayView]:
     """The adopting function for a class of tensors; wrapper classes are refused, as they have no address."""
     if kind.__module__ == "torch.nn.attention.bias":
         return _refuse_causal_bias
@@ -49,7 +49,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
         raise _no_memory(x, name) from None
     dtype, device = _of_torch(x.dtype, x.device)
     if device is None:
-        raise _elsewhere(x, name)
+        raise _unsupported_device(x, name)
     if x.is_neg():
         name = spelled(name)
         raise InvalidArgumentsError(
@@ -61,7 +61,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
     return ArrayView(pointer, shape, strides, dtype, device, "torch", False, x)
 
 
-def _elsewhere(x: Any, name: str) -> InvalidArgumentsError:
+def _unsupported_device(x: Any, name: str) -> InvalidArgumentsError:
     """The error for a tensor on an unsupported device."""
     name = spelled(name)
     if x.is_meta:

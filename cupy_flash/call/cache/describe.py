@@ -11,7 +11,7 @@ from ...errors import InvalidArgumentsError
 from ..adopt import adopt
 from ..arrays import CPU
 from ..checks import flag, integer
-from ..codes import CODE_UNITS, kind_of_codes
+from ..codes import CODE_SCALES, kind_of_codes
 from ..describe import OFFSETS, head_operands, problem_of
 from ..given import CacheCall, Options, Packing
 from ..masks import resolve_band
@@ -22,7 +22,7 @@ from ..spans import Intervals, span_operand
 from ..values import check_options
 from .kinds import check_kinds, check_scales, check_writable, is_first_columns, same_memory
 from .pages import pages_of_one_key
-from .sizes import codes_of, lifted_codes, sizes_of, turned_features
+from .sizes import codes_of, lifted_codes, rotated_features, sizes_of
 
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
 
@@ -148,7 +148,7 @@ def describe_cache(
     splits = call.splits
     dtype = check_kinds(raw, options.layout)
     if call.single_keys:
-        caches = ("k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ()))
+        caches = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(raw), ()))
         raw = {**raw, **{name: pages_of_one_key(name, raw, options.layout) for name in caches}}
     latent = is_first_columns(raw, "v_cache", "k_cache") and not kind_of_codes(raw)
     views: Views = {
@@ -172,7 +172,7 @@ def describe_cache(
         views |= lifted_codes(views, raw, options.layout)
     else:
         views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
-    rotary = turned_features(raw, sizes)
+    rotary = rotated_features(raw, sizes)
     first_rotated = sizes.head_dim - rotary if flag(call.rotates_last, "rotary.last") else 0
     unrotated = flag(call.unrotated, "rotary.on_read")
     if latent and rotary and "k" in raw and not unrotated and first_rotated < sizes.head_dim_v:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..arrays import ArrayView, device_name, overlaps_itself
-from ..codes import CODE_UNITS, kind_of_codes
+from ..codes import CODE_SCALES, kind_of_codes
 from ..operands import AXES, FLOATS, Views, cast, wrong
 from ..spelling import spelled
 
@@ -84,7 +84,7 @@ def same_memory(raw: Mapping[str, ArrayView], one: str, other: str) -> bool:
 
 def check_codes(raw: Views, kind: str) -> None:
     """Check dtypes and ranks of a cache of 4-bit codes and its scales; `lifted_codes` checks shapes."""
-    told = next(name for name in ("k_zero", "v_zero", *CODE_UNITS["nvfp4"]) if name in raw)
+    told = next(name for name in ("k_zero", "v_zero", *CODE_SCALES["nvfp4"]) if name in raw)
     if raw["k_cache"].dtype != "uint8":
         hint = f"codes of uint8, two to a byte, as cupy_flash.quantized.{kind} gives them"
         headline = f"{spelled(told)} is given, and k_cache has dtype {raw['k_cache'].dtype}."
@@ -92,11 +92,11 @@ def check_codes(raw: Views, kind: str) -> None:
     if "k_zero" in raw and "k_block_scale" in raw:
         hint = "zero for codes of quantized.int4, block_scale for those of quantized.nvfp4"
         raise wrong("k_cache.zero and k_cache.block_scale are both given.", raw, hint)
-    missing = [name for name in CODE_UNITS[kind] if name not in raw]
+    missing = [name for name in CODE_SCALES[kind] if name not in raw]
     if missing:
         headline = f"the cache holds codes of 4 bits and {spelled(missing[0])} is not given."
         raise wrong(headline, raw, f"k_cache and v_cache both of cupy_flash.quantized.{kind}")
-    for name in CODE_UNITS[kind]:
+    for name in CODE_SCALES[kind]:
         dtype = raw[name].dtype
         if kind == "nvfp4" and dtype not in ("float8_e4m3fn", "uint8"):
             headline = f"{spelled(name)} has dtype {dtype}, not that of the block scales of NVFP4."
@@ -143,7 +143,7 @@ def written_caches(raw: Mapping[str, ArrayView]) -> tuple[str, ...]:
     """Names of the arrays that new keys and values are written to; empty without new ones."""
     if "k" not in raw or "k_cache" not in raw:
         return ()
-    return "k_cache", "v_cache", *CODE_UNITS.get(kind_of_codes(raw), ())
+    return "k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(raw), ())
 
 
 def check_writable(raw: Views) -> None:

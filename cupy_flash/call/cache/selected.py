@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError, UnsupportedError
 from ..checks import flag, integer, one_of
-from ..codes import CODE_UNITS, kind_of_codes
+from ..codes import CODE_SCALES, kind_of_codes
 from ..describe import MAX_SEQLEN
 from ..given import CacheCall
 from ..head_scale import in_dtype
@@ -46,7 +46,7 @@ _REFUSED = {
 
 def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> Views:
     """Adopt the arrays that locate the selected keys, and check how queries are packed."""
-    given = {name: options.get(name) for name in ("k_cache", "v_cache", *_ARRAYS, *_units(options))}
+    given = {name: options.get(name) for name in ("k_cache", "v_cache", *_ARRAYS, *_scale_arrays(options))}
     given |= {"q": q, "cache_seqlens": cache_seqlens}
     for name in ("q", "cache_seqlens", *_ARRAYS):
         x = given[name]
@@ -61,9 +61,9 @@ def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> V
     return raw
 
 
-def _units(options: Mapping[str, Any]) -> tuple[str, ...]:
+def _scale_arrays(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the scales and zeros of 4-bit codes, which are paged like the codes."""
-    return CODE_UNITS.get(kind_of_codes(options), ())
+    return CODE_SCALES.get(kind_of_codes(options), ())
 
 
 class Selection(NamedTuple):
@@ -246,7 +246,7 @@ def _room(options: Mapping[str, Any], raw: Views, layout: str) -> int:
 
 def _rows_apart(options: Mapping[str, Any], raw: Views, layout: str) -> int:
     """The one `rows_apart` of all arrays that the table addresses."""
-    names = ("k_cache", "v_cache", *_units(options))
+    names = ("k_cache", "v_cache", *_scale_arrays(options))
     found = {rows_apart(name, raw, layout) for name in names if name in raw}
     if len(found) > 1:
         hint = "k_cache and v_cache that are both contiguous, or both views of one array"
@@ -279,7 +279,9 @@ def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bo
     q, k, indices = (raw[name] for name in ("q", "k_cache", "indices"))
     for name in raw:
         check_place(name, raw)
-    ranks = {"q": 3 if packed else 4} | {n: 4 for n in ("k_cache", "v_cache", *_units(options)) if n in raw}
+    ranks = {"q": 3 if packed else 4} | {
+        n: 4 for n in ("k_cache", "v_cache", *_scale_arrays(options)) if n in raw
+    }
     for name, rank in ranks.items():
         if len(raw[name].shape) != rank:
             headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not {rank}, together with indices."

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..checks import integer
-from ..codes import CODE_UNITS, GROUPS, kind_of_codes
+from ..codes import CODE_SCALES, GROUPS, kind_of_codes
 from ..describe import check_seqlen
 from ..given import Packing
 from ..operands import Views, heads_hint, lift, wrong
 from ..problem import Codes
 from ..spelling import spelled
 
-__all__ = ["Sizes", "codes_of", "lifted_codes", "sizes_of", "turned_features"]
+__all__ = ["Sizes", "codes_of", "lifted_codes", "rotated_features", "sizes_of"]
 
 
 class Sizes(NamedTuple):
@@ -90,7 +90,7 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
     return Sizes(batch, heads_q, heads_k, seqlen_q, appended, head_dim, head_dim_v, page, capacity)
 
 
-def turned_features(raw: Views, sizes: Sizes) -> int:
+def rotated_features(raw: Views, sizes: Sizes) -> int:
     """Check the rotation tables; return the number of rotated features."""
     given = [name for name in ("rotary_cos", "rotary_sin") if name in raw]
     if not given:
@@ -123,7 +123,7 @@ def turned_features(raw: Views, sizes: Sizes) -> int:
 def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
     """Scales and zeros of 4-bit codes as (slots, heads, keys, groups); block scales as uint8 bits."""
     kind = kind_of_codes(raw)
-    parts = {name: lift(raw[name], layout, 4) for name in CODE_UNITS[kind]}
+    parts = {name: lift(raw[name], layout, 4) for name in CODE_SCALES[kind]}
     for name, view in parts.items():
         cache = views[f"{name[0]}_cache"].shape
         groups, features = view.shape[3], 2 * cache[3]
@@ -141,7 +141,7 @@ def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
 
 def codes_of(views: Views, kind: str) -> Codes:
     """The `Codes` of a 4-bit cache, from views of the caches and of `lifted_codes`."""
-    names = CODE_UNITS[kind]
+    names = CODE_SCALES[kind]
     of_keys, of_values = ([views[name] for name in names if name[0] == x] for x in "kv")
     groups = tuple(
         2 * views[f"{x}_cache"].shape[3] // of[0].shape[3] for x, of in (("k", of_keys), ("v", of_values))

@@ -22,9 +22,9 @@ from .locate import Library, load
 from .params import CALL, NO_MEMORY, OUTSIDE, STATE, STOP, TENSORS, Params
 from .progress import Watch
 from .sources import AMX, BFLOAT16
-from .worker_thread import run_aside
+from .worker_thread import run_in_worker
 
-__all__ = ["NAME", "Core", "decodes", "fills_tiles", "keeps_reals", "notes", "refusals", "workers"]
+__all__ = ["NAME", "Core", "decodes", "fills_tiles", "notes", "reasons_for_float32", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS, TILE_KEYS = 144, 192  # keys of a block; with AMX
@@ -61,7 +61,7 @@ def refusals(problem: Problem) -> list[str]:
     return reasons
 
 
-def keeps_reals(problem: Problem) -> list[str]:
+def reasons_for_float32(problem: Problem) -> list[str]:
     """Every reason to multiply a bfloat16 problem in float32 rather than in pairs, which round weights."""
     p = problem
     reasons = []
@@ -223,7 +223,7 @@ class Core(NamedTuple):
         many, aside = workers(self.work, library), self.work > LONG_FLOPS
         team = 0 if aside or many == 1 else threads.team(library, many)
         struct = _Struct.from_buffer(self.params.filled(addresses, seed, many, team))
-        state = self._run_aside(struct, keep, tell) if aside else self._run(struct)
+        state = self._run_in_thread(struct, keep, tell) if aside else self._run(struct)
         if state == NO_MEMORY:
             raise MemoryError("the CPU path found no memory for its tiles")
         if state == OUTSIDE and function is not None:
@@ -238,14 +238,16 @@ class Core(NamedTuple):
                 return state
         return 0
 
-    def _run_aside(self, struct: ctypes.Array[ctypes.c_char], keep: object, tell: Tell | None = None) -> int:
+    def _run_in_thread(
+        self, struct: ctypes.Array[ctypes.c_char], keep: object, tell: Tell | None = None
+    ) -> int:
         states: list[int] = []
         watch = None if tell is None else Watch(self.problem, self.names, struct)
 
         def compute(_keep: object = keep) -> None:  # the arrays live as long as this function
             states.append(self._run(struct, watch))
 
-        done = run_aside(compute)
+        done = run_in_worker(compute)
         raised: BaseException | None = None
         while not done.is_set():
             try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...call.arrays import ArrayView
-from ...call.codes import CODE_UNITS
+from ...call.codes import CODE_SCALES
 from ...call.problem import Problem
 from ..philox import threshold
 
@@ -150,7 +150,7 @@ class Params:
             if name == "block_bits":
                 places[name] = _offset("blocks") + _offset("bits", BLOCKS)
                 continue
-            if p.cache is not None and p.cache.codes and name in CODE_UNITS[p.cache.codes.kind]:
+            if p.cache is not None and p.cache.codes and name in CODE_SCALES[p.cache.codes.kind]:
                 codes, part = _CODES[name]
                 _describe(call[codes][part], view, _AXES[4])
                 call[codes]["group"] = (p.head_dim if name[0] == "k" else p.head_dim_v) // view.shape[3]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-__all__ = ["run_aside"]
+__all__ = ["run_in_worker"]
 
 _Task = tuple[Callable[[], None], threading.Event]
 
@@ -21,7 +21,7 @@ if hasattr(os, "register_at_fork"):  # a child has the queues, but not the threa
     os.register_at_fork(after_in_child=_idle.clear)
 
 
-def run_aside(compute: Callable[[], None]) -> threading.Event:
+def run_in_worker(compute: Callable[[], None]) -> threading.Event:
     """Run a function in a worker thread, or in the caller's thread if none can be started.
 
     Parameters

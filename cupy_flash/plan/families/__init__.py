@@ -17,7 +17,7 @@ __all__ = [
     "FAMILIES",
     "OF_STATISTICS",
     "Family",
-    "has_own",
+    "has_own_target",
     "names",
     "of_function",
     "variants",
@@ -54,7 +54,7 @@ def names(target: str) -> dict[Variant, str]:
     For an `own_target`, only the variants of the architecture's `own` families.
     """
     asked = architecture(target)
-    own = has_own(target)
+    own = has_own_target(target)
     rows = [asked] if own else [row for row in ARCHITECTURES if row.target == asked.target]
     every = (*FAMILIES, *CACHE_FAMILIES)
     offered = (
@@ -74,7 +74,7 @@ def names(target: str) -> dict[Variant, str]:
     return found
 
 
-def has_own(target: str) -> bool:
+def has_own_target(target: str) -> bool:
     """Whether a target is an `own_target`, for the few kernels that an architecture compiles separately."""
     row = architecture(target)
     return bool(row.own) and target == row.own_target
@@ -88,7 +88,7 @@ def of_function(
     With second_order, those of tangents and second derivatives too.
     """
     row = architecture(target)
-    if has_own(target):
+    if has_own_target(target):
         return ()
     short = SHORT[dtype]
     on_any = simple.of_function(function, short, head_dim, row, second_order)

@@ -10,10 +10,10 @@ from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ...program.graph import Body
 from ..catalog import SHORT, Arch, Variant
-from ..heads_as_rows import problem_of_rows, sees_alike
+from ..heads_as_rows import heads_share_keys, problem_of_rows
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 from . import f64, flash_tiles, simple, wide
-from .wide import PROMISED, absent_in_wide, beyond
+from .wide import PROMISED, head_dim_refusal, option_refusal
 
 __all__ = [
     "CHUNK_KEYS",
@@ -21,17 +21,17 @@ __all__ = [
     "NAME",
     "PROMISED",
     "ZEROED",
-    "absent_in_wide",
     "backward",
-    "beyond",
-    "foreign",
     "gradient_workspace",
+    "head_dim_refusal",
     "keys_of_block",
     "keys_of_class",
+    "merge_chunks",
     "of_function",
+    "option_refusal",
     "plan",
     "refusals",
-    "unite",
+    "refusals_but_strides",
     "variants",
 ]
 
@@ -132,7 +132,7 @@ def keys_of_block(problem: Problem, arch: Arch) -> int:
     return variant.tile[1]
 
 
-def unite(dtype: str) -> Variant:
+def merge_chunks(dtype: str) -> Variant:
     """The kernel that combines chunks computed by different blocks."""
     dtype = "f32" if _kind(dtype) == "tf32" else dtype
     return Variant("flash_unite.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
@@ -230,7 +230,7 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
 def variants(arch: Arch) -> Iterator[Variant]:
     """The variants compiled for an architecture."""
     yield from (
-        unite(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
+        merge_chunks(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
     )
     yield from wide.forward_variants(arch)
     yield from f64.variants(arch)
@@ -264,7 +264,7 @@ def _mask(problem: Problem) -> str:
     return "band" if plain and p.scale > 0 else "any"
 
 
-def foreign(problem: Problem, arch: Arch) -> list[str]:
+def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
     """Reasons against a problem that do not depend on strides: dtype, precision, head dims, options."""
     p, reasons = problem, []
     if p.reproducible == "device":
@@ -313,7 +313,7 @@ def _refused_of_hessian(problem: Problem) -> list[str]:
 
 def refusals(problem: Problem, arch: Arch) -> list[str]:
     """All reasons why these kernels do not support a problem."""
-    p, reasons = problem, foreign(problem, arch)
+    p, reasons = problem, refusals_but_strides(problem, arch)
     if not p.in_rows:
         reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")
     if max(p.seqlen_q, p.seqlen_k) >= 2**30:
@@ -324,7 +324,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return reasons
     variants = _passes(p, arch)
     if p.reproducible and p.seqlen_k > CHUNK_KEYS and _IN_PARTS in variants[0].macros:
-        asked = problem_of_rows(p) if sees_alike(p) else p
+        asked = problem_of_rows(p) if heads_share_keys(p) else p
         nbytes, most = _parts_bytes(asked, variants[0]), MOST_PARTS_BYTES
         if p.packed or nbytes > most:
             reasons.append(
@@ -384,7 +384,7 @@ def of_function(function: Body, dtype: str, head_dim: int, arch: Arch) -> list[V
 
 def plan(problem: Problem, arch: Arch) -> Plan:
     """The plan for a problem that is not refused."""
-    if problem.reproducible and sees_alike(problem):
+    if problem.reproducible and heads_share_keys(problem):
         made = plan(problem_of_rows(problem), arch)
         group = problem.heads_q // problem.heads_k
         return made._replace(
@@ -414,7 +414,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         parts, chunks = _chunks(problem, variants[0], launches, arch)
         if chunks > 1:
             launches = along_x(variants[0], chunks * launches[0].grid[0])
-            launches += along_x(unite(_dtype(problem)), queries * problem.seqlen_q)
+            launches += along_x(merge_chunks(_dtype(problem)), queries * problem.seqlen_q)
             notes += (f"chunks    {chunks} of {CHUNK_KEYS} keys, one per thread block",)
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=notes)
     if problem.bias and problem.want_dbias:

@@ -16,7 +16,7 @@ from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 from . import f16x3, flash, simple
 from .pack_gqa import rows_of_tiles
 
-__all__ = ["NAME", "foreign", "plan", "refusals", "variants"]
+__all__ = ["NAME", "plan", "refusals", "refusals_but_strides", "variants"]
 
 NAME = "hopper"
 
@@ -338,7 +338,7 @@ def _chosen(problem: Problem) -> Variant | None:
     return None
 
 
-def foreign(problem: Problem, arch: Arch) -> list[str]:
+def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
     """All reasons against a problem that do not depend on strides and alignment."""
     return refusals(problem._replace(aligned=True, boxes=True), arch)
 
@@ -391,13 +391,13 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if variant is None:
         if p.dtype != "float32":
             wide = p.direction == "forward" and p.dtype != FLOAT8
-            reasons.append(flash.beyond(p, max(_FORWARD_WIDE) if wide else None))
+            reasons.append(flash.head_dim_refusal(p, max(_FORWARD_WIDE) if wide else None))
         return reasons
     if variant.kernel == "flash_forward_wide_sm90":
         lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
         lacks[flash.PROMISED] = bool(p.reproducible)
         if unknown := [name for name, given in lacks.items() if given]:
-            reasons.append(flash.absent_in_wide(p, unknown))
+            reasons.append(flash.option_refusal(p, unknown))
     if p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
     return reasons

@@ -15,7 +15,7 @@ def refusals(family: str, problem: Problem, arch: Arch) -> list[str]:
     """Why a family may not replace a preferred one that computes such problems for contiguous arrays."""
 
     def computed_by(before: ModuleType) -> bool:
-        return before.NAME in arch.families and not before.foreign(problem, arch)
+        return before.NAME in arch.families and not before.refusals_but_strides(problem, arch)
 
     order = problem.reproducible
     if family == flash.NAME and order == "prefill" and computed_by(hopper):

@@ -12,10 +12,10 @@ from . import flash_tiles
 
 __all__ = [
     "PROMISED",
-    "absent_in_wide",
     "backward_variants",
-    "beyond",
     "forward_variants",
+    "head_dim_refusal",
+    "option_refusal",
     "passes",
     "refusals",
 ]
@@ -107,13 +107,13 @@ def passes(problem: Problem, arch: Arch) -> list[Variant]:
     return [_backward(step, dtype, classes) for step in ("dkv", "dq")]
 
 
-def beyond(problem: Problem, most: tuple[int, int] | None) -> str:
+def head_dim_refusal(problem: Problem, most: tuple[int, int] | None) -> str:
     """The reason against unsupported head dims; `most` is the widest class that there is."""
     line = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above 256"
     return line if most is None else f"{line} ({problem.direction}: above {most[0]}, {most[1]} of v)"
 
 
-def absent_in_wide(problem: Problem, unknown: list[str]) -> str:
+def option_refusal(problem: Problem, unknown: list[str]) -> str:
     """The reason against options that the kernels for head dims above 256 do not support."""
     widest = max(problem.head_dim, problem.head_dim_v)
     return f"its kernel for head_dim {widest}, above 256, has no {' or '.join(unknown)}"
@@ -124,7 +124,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     p, wide = problem, _classes(problem.direction, arch)
     taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
     if p.dtype not in taken or _classes_of(p, arch) is None:
-        return [beyond(p, max(wide) if wide and p.dtype in taken else None)]
+        return [head_dim_refusal(p, max(wide) if wide and p.dtype in taken else None)]
     inside = {
         # why a mask of keys is supported: gathering a cache with pages or padding makes one
         "mask": p.mask and p.direction != "forward",
@@ -144,4 +144,4 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         PROMISED: p.reproducible,
     }
     unknown = [name for name, given in inside.items() if given]
-    return [absent_in_wide(p, unknown)] if unknown else []
+    return [option_refusal(p, unknown)] if unknown else []
