@@ -121,7 +121,7 @@ def _finish(
 
 
 def finish_rows(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, Array]:
-    """Return the factor of unnormalised O and the LSE of rows; without keys 0 and the sink, -inf without one."""
+    """Return the factor of unnormalised O and the LSE of rows: without keys 0 and the sink, or -inf."""
     unseen = row_sum == 0
     if sink is None:
         return np.where(unseen, 0, 1 / row_sum), row_max + np.log(row_sum)  # [A1.13]
