@@ -242,7 +242,11 @@ struct Keys {
     bool hidden(int64_t j) const { return p.pages && (slot(j) < 0 || slot(j) >= p.slots); }
     int64_t at(int64_t j) const { return at(j, t); }
     __attribute__((noinline)) int64_t at(int64_t j, const Tensor& t) const {    // why: size counts
-        if (p.pages) return slot(j) * t.batch + head * t.head + j % p.page * t.row;
+        if (p.pages) {
+            // why the bounds again: another thread may have written to the table since `hidden` read it.
+            int64_t inside = most(least(slot(j), p.slots - 1), 0);
+            return inside * t.batch + head * t.head + j % p.page * t.row;
+        }
         return s.batch * t.batch + head * t.head + (s.first_k + j) * t.row;
     }
     const Real* address(int64_t j) const { return static_cast<const Real*>(t.data) + at(j); }

@@ -139,3 +139,32 @@ def test_statistics_of_rows_of_nan(what: str, every_library: str) -> None:
             found = cupy_flash.attention_statistics(q, k, given, top_k=3, **options)
             for name, wanted in exact._asdict().items():
                 assert_like(getattr(found, name), wanted, np.float32, name)
+
+
+def check_lse_without_weights(lse_of_row: float) -> None:
+    """A row whose LSE is infinite has no weights, though it sees keys."""
+    do, q, k, v = inputs(np.float32, 5, 7)
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
+    lse[0, 1, 2] = lse_of_row
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse)
+    mask = np.ones((1, 2, 5, 7), bool)
+    mask[0, 1, 2] = False
+    exact = testing.reference_backward(do, q, k, v, mask=mask)
+    for name in ("dq", "dk", "dv"):
+        assert_like(getattr(found, name), getattr(exact, name), np.float32, name)
+
+
+@pytest.mark.parametrize("lse", [-np.inf, np.inf])
+def test_infinite_lse_has_no_weights(lse: float, every_library: str) -> None:
+    check_lse_without_weights(lse)
+
+
+def test_the_reference_takes_window_bounds_of_any_size() -> None:
+    _, q, k, v = inputs(np.float64, 5, 7)
+    for far in (2**62, 2**63, 10**30):
+        for bounds, wanted in (((far, far), {}), ((far, 0), {"causal": True}), ((None, far), {})):
+            exact = testing.reference_attention(q, k, v, align=1, **wanted)
+            found = testing.reference_attention(q, k, v, align=1, window=bounds)
+            np.testing.assert_array_equal(found.o, exact.o)
+            o = cupy_flash.attention(q, k, v, align=1, window=bounds)
+            np.testing.assert_allclose(o, exact.o, rtol=1e-12)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.checks import Device
-from tests.cpu.test_infinities import check_sinks, check_sinks_over_a_cache
+from tests.cpu.test_infinities import check_lse_without_weights, check_sinks, check_sinks_over_a_cache
 
 pytestmark = pytest.mark.simulator
 
@@ -46,3 +46,9 @@ CACHED = [
 @pytest.mark.parametrize(("device", "dtype", "queries", "keys", "dim"), CACHED, indirect=["device"])
 def test_sinks_over_a_cache(device: Device, dtype: Any, queries: int, keys: int, dim: int) -> None:
     check_sinks_over_a_cache(dtype, queries, keys, dim)
+
+
+@pytest.mark.parametrize("device", ["sm_61", "sm_80", "sm_90a"], indirect=True)
+@pytest.mark.parametrize("lse", [-np.inf, np.inf])
+def test_infinite_lse_has_no_weights(device: Device, lse: float) -> None:
+    check_lse_without_weights(lse)
