@@ -12,7 +12,7 @@ from .call.arrays import ArrayView, device_name
 from .call.checks import one_of
 from .call.compound import QuantizedArray, mask_parts, unquantized
 from .call.given import Options, Packing, split
-from .call.offsets import check_counts, counts, flat_mask, longest_length, offsets
+from .call.offsets import check_counts, counts, flat_mask, kept, longest_length, offsets
 from .call.opaque import opaque
 from .call.options import CacheOptions, PackedGradientOptions, PackedOptions, defaults
 from .call.signature import Array, takes
@@ -110,6 +110,7 @@ def pack(
             )
     alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
     if not traced:
+        own = {name: kept(view) for name, view in own.items()}
         longest = check_packing(own, (q.shape[0], k.shape[0]), longest)
     batch, longest_q, longest_k = cut_q.shape[0] - 1, *longest
     if cut_k.shape != cut_q.shape:

@@ -27,6 +27,9 @@ struct GradientPanel {
         Real *q_of = space, *do_of = q_of + lanes * d, *q_by = do_of + lanes * dv,
              *do_by = q_by + lanes * wide;
         read_panel(q_of, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth), q_by, wide);
+        // why: a query of 0 has a score of NaN with an infinite k; the weight of any other score is 0 in these lanes.
+        for (int64_t c = 0; c < d; ++c)
+            for (int64_t l = x.lanes; l < lanes; ++l) q_of[c * lanes + l] = q_of[c * lanes + x.lanes - 1];
         read_panel(do_of, p.d_o, x.lanes, x.in(p.d_o, s), dv, Real(1), do_by, wide_v);
         lse.read(p, s, x);
         const LaneOffsets<Real> of_dlse = x.in(p.dlse, s), of_o = x.in(p.o, s);

@@ -124,7 +124,7 @@ void hessian_job(void* what, int64_t number) {
             const Real* k_block = keys.rows(from_block, to_block - from_block, k_space, &k_step);
             int64_t finite_step = k_step;
             const Real* finite_block =
-                finite_rows(p, k_block, to_block - from_block, d, &finite_step, finite_space);
+                finite_rows(k_block, to_block - from_block, d, &finite_step, finite_space);
             const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
             for (int64_t i = 0; i < ways_count; ++i)
                 ways[i].turn_to(p, s, head_k, from_block, to_block - from_block,

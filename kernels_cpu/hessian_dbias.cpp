@@ -27,7 +27,7 @@ struct OfHessian {
         const HessianPanel<Real> h(p, score.s, score, g, way, dot_space, row);    // [H.1]
         way.turn_to(p, score.s, x.head[0] / (p.heads_q / p.heads_k), from, keys, key_space);
         if (!tiles.begin(score, g, from, keys, k, k_step, v, v_step)) return nullptr;
-        const Real* finite = finite_rows(p, k, keys, p.head_dim, &k_step, finite_space);
+        const Real* finite = finite_rows(k, keys, p.head_dim, &k_step, finite_space);
         tiles.turn(score, g, h, way, from, keys, 0, finite, k_step, true);
         return tiles.ds_dot;
     }

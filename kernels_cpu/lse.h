@@ -142,7 +142,7 @@ class LseAgain {
             Real& given = lse[at.of[l]];
             if (!f.unknown_ && !far_from_0(given)) continue;
             const Denominator all = denominator(p, x.head[l], row_max[l], row_sum[l]);
-            if (f.unknown_ && all.sum == 0) {
+            if (f.unknown_ && row_sum[l] == 0) {
                 given = -kInfinity<Real>;
                 continue;
             }

@@ -54,14 +54,14 @@ struct Operand {
     // The same of K for its product with dS; rows of reals are those that `rows` gave.
     const Entry* finite_columns(const Entry* given, int64_t j, int64_t count, Real* space,
                                 int64_t* step) const {
-        if constexpr (!kPairs) return finite_rows(keys.p, given, count, keys.width, step, space);
+        if constexpr (!kPairs) return finite_rows(given, count, keys.width, step, space);
         else if constexpr (kTurned) {
             const Entry* columns = turned(given, count, space, step);
-            if (hides_pairs(keys.p)) make_finite(reinterpret_cast<Entry*>(space), turned_space(count));
+            make_finite(reinterpret_cast<Entry*>(space), turned_space(count));
             return columns;
         } else {
             keys.rows(j, count, space, step, up(keys.width, W<Real>));
-            finite_rows<Real>(keys.p, space, count, keys.width, step, space);
+            finite_rows<Real>(space, count, keys.width, step, space);
             return down<Entry>(space, space, count, keys.width, *step);
         }
     }

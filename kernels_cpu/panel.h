@@ -14,8 +14,6 @@ constexpr int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * bl
 inline bool of_pairs(const Call& p) {
     return p.mask.data || p.bias.data || p.spans.data || p.blocks.table || p.function;
 }
-constexpr int64_t kFar = INT64_C(1) << 40;    // an open side of the band
-inline bool hides_pairs(const Call& p) { return of_pairs(p) || least(p.left, p.right) < kFar; }
 
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
 // to pairs, it does not know.
@@ -244,7 +242,11 @@ struct Keys {
     bool hidden(int64_t j) const { return p.pages && (slot(j) < 0 || slot(j) >= p.slots); }
     int64_t at(int64_t j) const { return at(j, t); }
     __attribute__((noinline)) int64_t at(int64_t j, const Tensor& t) const {    // why: size counts
-        if (p.pages) return slot(j) * t.batch + head * t.head + j % p.page * t.row;
+        if (p.pages) {
+            // why the bounds again: another thread may have written to the table since `hidden` read it.
+            int64_t inside = most(least(slot(j), p.slots - 1), 0);
+            return inside * t.batch + head * t.head + j % p.page * t.row;
+        }
         return s.batch * t.batch + head * t.head + (s.first_k + j) * t.row;
     }
     const Real* address(int64_t j) const { return static_cast<const Real*>(t.data) + at(j); }
@@ -329,12 +331,12 @@ RARE void copy_finite(const Real* rows, int64_t count, int64_t width, int64_t st
         }
 }
 // Rows of K, *step apart, as they multiply dS: where any of them is infinite or NaN, copies in `space` with 0 for that.
-// why: dS of a hidden pair is 0, and 0 times NaN is not. A row that sees such a key has a dS of NaN itself.
+// why: dS of a hidden pair is 0, or of one whose infinite k makes a score of -inf, and 0 times NaN is not. A row that any
+// other of them makes a score of has a dS of NaN itself.
 template <class Real>
-const Real* finite_rows(const Call& p, const Real* rows, int64_t count, int64_t width, int64_t* step,
-                        Real* space) {
+const Real* finite_rows(const Real* rows, int64_t count, int64_t width, int64_t* step, Real* space) {
     constexpr int64_t words = sizeof(Real) / sizeof(float);
-    if (!hides_pairs(p) || all_finite(rows, count, width * words, *step * words, words == 2)) return rows;
+    if (all_finite(rows, count, width * words, *step * words, words == 2)) return rows;
     int64_t to_step = rows == space ? *step : width;
     copy_finite(rows, count, width, *step, space, to_step);
     *step = to_step;

@@ -218,5 +218,5 @@ void finish_row(const Call& p, int64_t head, Real row_max, Real row_sum, Real un
     if (!p.sinks.data) return;
     const Denominator all = denominator(p, head, row_max, row_sum);
     if (row_sum != 0) *factor = Real(double(unit) * exp(row_max - all.top) / all.sum);
-    *lse = all.sum == 0 ? -kInfinity<Real> : Real(all.top + log(all.sum));
+    *lse = Real(row_sum == 0 ? all.top : all.top + log(all.sum));    // without keys the sink, whatever it is
 }

@@ -44,12 +44,12 @@ CF_DEVICE void flash_combine(const DecodeParams& p) {
     // [C1] in every warp
     const float sink =
         p.score.sinks ? static_cast<const float*>(p.score.sinks)[head * p.score.sinks_head] : -kInfinity;
-    float highest = sink;
+    float highest = -kInfinity;
     for (int32_t split = lane; split < p.splits; split += 32)
         highest = fmaxf(highest, ld_global_nc(p.partial_lse + split * rows + row));
     highest = max_over_lanes<32>(highest);
     const float reference = highest == -kInfinity ? 0.0f : highest;
-    float total = lane == 0 ? ex2((sink - reference) * kLog2e) : 0.0f;
+    float total = 0;
     for (int32_t split = lane; split < p.splits; split += 32)
         total += ex2((ld_global_nc(p.partial_lse + split * rows + row) - reference) * kLog2e);
     total = sum_over_lanes<32>(total);
@@ -76,18 +76,18 @@ CF_DEVICE void flash_combine(const DecodeParams& p) {
     // sync: the sums of every warp are visible to all.
     __syncthreads();
 
-    const float factor = total == 0 ? 0.0f : 1.0f / total;
+    const FinalRow<float> end = finalize_row(highest, total, sink);
     Element* gO = static_cast<Element*>(p.o.data) + batch * p.o.batch + head * p.o.head + query * p.o.row;
     for (int32_t column = threadIdx.x; column < p.shape.head_dim_v; column += kThreads) {
         float x = 0;
         CF_UNROLL
         for (int w = 0; w < kWarps; w++) x += s.o[w][column];
-        gO[column] = narrow<Element>(x * factor);
+        gO[column] = narrow<Element>(x * end.normaliser);
     }
     if (threadIdx.x == 0 && p.lse.data) {
         float* gLse =
             static_cast<float*>(p.lse.data) + batch * p.lse.batch + head * p.lse.head + query * p.lse.row;
-        st_global(gLse, total == 0 ? -kInfinity : reference + natural_log(total));
+        st_global(gLse, end.lse);
     }
 }
 

@@ -189,11 +189,11 @@ CF_DEVICE void merge_warps(const DecodeParams& p, const SharedStorage& s, bool p
         const float sink = p.score.sinks && !parted
                                ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
                                : -kInfinity;
-        float highest = sink;
+        float highest = -kInfinity;
         CF_UNROLL
         for (int w = 0; w < kWarps; w++) highest = fmaxf(highest, s.row_max[w][row]);
         const float reference = highest == -kInfinity ? 0.0f : highest;
-        float total = ex2((sink - reference) * kLog2e);
+        float total = 0;
         float4 sum{};
         CF_UNROLL
         for (int w = 0; w < kWarps; w++) {
@@ -203,20 +203,20 @@ CF_DEVICE void merge_warps(const DecodeParams& p, const SharedStorage& s, bool p
             sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
             sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
         }
-        const float factor = total == 0 ? 0.0f : v_scale / total;
-        const float lse = total == 0 ? -kInfinity : reference + natural_log(total);
+        const FinalRow<float> end = finalize_row(highest, total, sink);
+        const float factor = end.normaliser * v_scale;
         const float4 o{sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
         if (parted) {
             const int64_t index = saved.part_row(p.shape, at);
             st_global(reinterpret_cast<float4*>(p.partial_o + index * p.shape.head_dim_v + column), o);
-            if (column == 0) st_global(p.partial_lse + index, lse);
+            if (column == 0) st_global(p.partial_lse + index, end.lse);
             continue;
         }
         Element* gO = head_rows<Element>(p.o, saved.batch, at.head, at.query) + column;
         if constexpr (Product::kFloat) st_global(reinterpret_cast<float4*>(gO), o);
         else st_global(reinterpret_cast<uint2*>(gO), uint2{pack<Element>(o.x, o.y), pack<Element>(o.z, o.w)});
         if (column == 0 && p.lse.data)
-            st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), lse);
+            st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), end.lse);
     }
 }
 

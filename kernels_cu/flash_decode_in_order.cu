@@ -282,7 +282,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
             const float sink = p.score.sinks
                                    ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
                                    : -kInfinity;
-            const FinalRow end = softmax.finalize(0, half, 1.0f, sink);
+            const FinalRow<float> end = softmax.finalize(0, half, 1.0f, sink);
             Element* to = head_rows<Element>(p.o, saved.batch, at.head, at.query);
             each_part(rO, half, [&](int column, auto x) {
                 column += warp * kColumns;

@@ -225,7 +225,7 @@ CF_DEVICE void attend_first_half(const DecodeParams& p, SharedStorage& s, const 
         const float sink = p.score.sinks && !p.partial_o
                                ? static_cast<const float*>(p.score.sinks)[of.head * p.score.sinks_head]
                                : -kInfinity;
-        const FinalRow end = softmax.finalize(0, half, scale, sink);
+        const FinalRow<float> end = softmax.finalize(0, half, scale, sink);
         (half ? factor.y : factor.x) = end.normaliser;
         if (t != 0 || mine >= work.block.rows) continue;
         if (p.partial_o) st_global(p.partial_lse + work.block.part_row(p.shape, of), end.lse);

@@ -373,7 +373,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
             const float sink = p.score.sinks && !parted
                                    ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
                                    : -kInfinity;
-            const FinalRow done = finalize_row(softmax.row_max[0][half], sum, sink);
+            const FinalRow<float> done = finalize_row(softmax.row_max[0][half], sum, sink);
             s.rescale[row] = done.normaliser * v_scale;
             if (row >= saved.rows) continue;
             if (parted) st_global(p.partial_lse + saved.part_row(p.shape, at), done.lse);

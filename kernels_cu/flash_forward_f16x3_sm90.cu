@@ -288,7 +288,7 @@ CF_DEVICE void finish(const ForwardParams& call, const WorkTile<Kernel>& tile, i
         const int64_t query = work.sequence.first_q + work.rows.query(row);
         const float sink =
             rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
-        const FinalRow end = softmax.finalize(0, half, unit, sink);
+        const FinalRow<float> end = softmax.finalize(0, half, unit, sink);
         if (!work.exists(row)) continue;
         if (call.lse.data && lane % 4 == 0)
             st_global(head_rows<float>(call.lse, work.batch, head, query), end.lse);

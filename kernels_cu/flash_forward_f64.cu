@@ -3,7 +3,7 @@
 //
 // Source: A1, Algorithm 1, as flash_forward has it; tags and signs are explained there.
 //   [A1.4]  a block owns the rows Q_i of one head, a warp 16 of them
-//   [A1.5]  O = 0, row_sum = 0, row_max = -inf; with a sink row_max = sink, row_sum = 1
+//   [A1.5]  O = 0, row_sum = 0, row_max = -inf
 //   [A1.6]  for each block of keys that the band of the query tile reaches, from the last to the first
 //   [A1.8]  S = scale Q_i K_j^T, -inf outside the band
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P)
@@ -81,11 +81,6 @@ CF_DEVICE void flash_forward_f64(const ForwardParams& p) {
     // [A1.5]
     double rO[kNO][4] = {};
     RowSoftmax<double> softmax[2];
-    if (p.score.sinks) {
-        const double sink = static_cast<const double*>(p.score.sinks)[head * p.score.sinks_head];
-    CF_UNROLL
-        for (int half = 0; half < 2; half++) softmax[half].start_with_sink(sink, lane % 4 == 0);
-    }
 
     if (blocks > 0) {
         const NarrowBand narrow_band(band);
@@ -95,11 +90,11 @@ CF_DEVICE void flash_forward_f64(const ForwardParams& p) {
         // sync: in the first group of copies of the ring, whose first `next` waits for it.
         q_loader.start_once(smem_addr(s.q.data), 0);
         using Rows = GlobalRows<Element>;
-        Ring ring(Rows{head_rows<Element>(p.k, work.batch, kv_head, first_k), p.k.row, keys_left,
-                       p.shape.head_dim},
-                  Rows{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left,
-                       p.shape.head_dim_v},
-                  s.kv);
+        Ring ring(
+            Rows{head_rows<Element>(p.k, work.batch, kv_head, first_k), p.k.row, keys_left, p.shape.head_dim},
+            Rows{head_rows<Element>(p.v, work.batch, kv_head, first_k), p.v.row, keys_left,
+                 p.shape.head_dim_v},
+            s.kv);
         const auto place = [](int32_t step) { return step; };
         ring.begin(blocks - 1, place);
         const DoubleRowReader<QTile> rows_of_q(smem_addr(s.q.data), row_first);
@@ -112,7 +107,7 @@ CF_DEVICE void flash_forward_f64(const ForwardParams& p) {
             const uint32_t sK = ring.next<Stream::key>(block, place);
             multiply_by_rows<kProductRows, kHeadDim / 8>(rS[0], rows_of_q, DoubleRowReader<KTile>(sK));
             const uint32_t sV = ring.next<Stream::value>(block, place);
-            CF_UNROLL
+    CF_UNROLL
             for (int n = 0; n < kN; n++) {
                 CF_UNROLL
                 for (int e = 0; e < 4; e++) rS[0][n][e] *= p.score.scale;
@@ -151,15 +146,17 @@ CF_DEVICE void flash_forward_f64(const ForwardParams& p) {
     const int64_t first_row = sequence.first_q + m_first + row_first;
     const GlobalRows<Element> gO{head_rows<Element>(p.o, work.batch, head, first_row), p.o.row,
                                  m_end - m_first - row_first, p.shape.head_dim_v};
+    const double sink =
+        p.score.sinks ? static_cast<const double*>(p.score.sinks)[head * p.score.sinks_head] : -kInfinity;
     double normaliser[2];
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
-        softmax[half].finalize<4>();
-        normaliser[half] = softmax[half].normaliser();
+        const FinalRow<double> end = softmax[half].finalize<4>(sink);
+        normaliser[half] = end.normaliser;
         const int row = 8 * half + lane / 4;
         if (row < gO.rows && p.lse.data && lane % 4 == 0)
             st_global(head_rows<double>(p.lse, work.batch, head, first_row) + row * p.lse.row,
-                      softmax[half].lse());
+                      end.lse);
     }
     store_rows(rO, normaliser, gO);
 }

@@ -373,7 +373,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
             CF_UNROLL
             for (int w = 0; w < kKeyWarps; w++) sum += s.row_max[w][row];
             const float top = softmax.row_max[0][half], unit = static_cast<float>(p.score.scale);
-            const FinalRow done = finalize_row(top == -kInfinity ? top : top * unit, sum, sink);
+            const FinalRow<float> done = finalize_row(top == -kInfinity ? top : top * unit, sum, sink);
             s.factor[row] = done.normaliser;
             if (p.lse.data && row < saved.queries) st_global(gLse + row * p.lse.row, done.lse);
         }

@@ -326,7 +326,7 @@ CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s,
         const int32_t row = work.first_row + warp_row + 8 * half + g, head = work.head(row);
         const float sink =
             rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
-        const FinalRow end = softmax.online.finalize(0, half, static_cast<float>(scale), sink);
+        const FinalRow<float> end = softmax.online.finalize(0, half, static_cast<float>(scale), sink);
         (half ? factor.y : factor.x) = end.normaliser;
         if (p.call.lse.data && t == 0 && work.exists(row))
             st_global(head_rows<float>(p.call.lse, work.batch, head, work.sequence.first_q + work.rows.query(row)),

@@ -200,7 +200,7 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
         const int32_t query = row + 8 * half;
         // [J.6] why the test: of a row without keys, -inf - inf may not reach the sum.
         float of_row = sum_over_lanes<4>(mean[half]);
-        if (sink > -kInfinity) of_row += ex2(fmaf(sink, kLog2e, -lse_log2[half])) * sink_dot;
+        if (sink != -kInfinity) of_row += ex2(fmaf(sink, kLog2e, -lse_log2[half])) * sink_dot;
         if (query >= sequence.seqlen_q) continue;
         // [J.7]
         if (threadIdx.x % 4 == 0) st_global(gMean + query * params.lse_dot.row, of_row);

@@ -48,7 +48,7 @@ CF_DEVICE void flash_unite(const ForwardParams& p) {
     // [A1.12] [A1.13]
     const float sink =
         p.score.sinks ? static_cast<const float*>(p.score.sinks)[head * p.score.sinks_head] : -kInfinity;
-    const FinalRow end = finalize_row(all.row_max, all.row_sum, sink);
+    const FinalRow<float> end = finalize_row(all.row_max, all.row_sum, sink);
     Element* gO = head_rows<Element>(p.o, batch, head, query);
     CF_UNROLL
     for (int c = 0; c < kColumns; c++) {

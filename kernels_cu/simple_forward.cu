@@ -5,7 +5,7 @@
 // Source: A1 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 1. Erratum: its line 10 prints an inverse
 // on diag(e^(m_old - m_new)) that must not be there (Dao-AILab/flash-attention issue 991).
 //   [A1.4]  a block owns the rows Q_i of one head                              (lines 3 and 4)
-//   [A1.5]  O = 0, row_sum = 0, row_max = -inf; with a sink row_max = sink, row_sum = 1
+//   [A1.5]  O = 0, row_sum = 0, row_max = -inf
 //   [A1.6]  for each tile of keys that the band of the query tile, its spans and blocks reach
 //   [A1.8]  S = score(Q_i K_j^T), -inf where a pair is outside the band or masked
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P)
@@ -58,11 +58,6 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     // [A1.5]
     Acc rO[kRows][Tiles::kWideColumns] = {};
     RowSoftmax<Acc> softmax[kRows];
-    if (p.score.sinks) {
-        const Acc sink = static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head];
-    CF_UNROLL
-        for (int r = 0; r < kRows; ++r) softmax[r].start_with_sink(sink, Tiles::lane() == 0);
-    }
 
     // [A1.6]
     const Range keys = band.keys_of(m_first, m_first + kBlockM);
@@ -76,7 +71,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
         for (int r = 0; r < kRows; ++r, Tiles::rotate_rows(rS)) {
             const int32_t query = m_first + Tiles::own_row(r);
             const Range row_keys = band.keys_of(query);
-            CF_UNROLL
+    CF_UNROLL
             for (int c = 0; c < kColumns; ++c) {
                 const int32_t key = n_first + Tiles::other_row(c);
                 const bool kept = contains(row_keys, key);
@@ -112,10 +107,14 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
     }
 
     // [A1.12]
+    const Acc sink =
+        p.score.sinks ? static_cast<const Acc*>(p.score.sinks)[head * p.score.sinks_head] : -Acc(kInfinity);
+    Acc lse[kRows];
     CF_UNROLL
     for (int r = 0; r < kRows; ++r) {
-        softmax[r].template finalize<kLanes>();
-        Tiles::scale_row(rO, r, softmax[r].normaliser());
+        const FinalRow<Acc> row = softmax[r].template finalize<kLanes>(sink);
+        Tiles::scale_row(rO, r, row.normaliser);
+        lse[r] = row.lse;
     }
     const Acc kept_scale = dropout.active() ? static_cast<Acc>(p.score.dropout_scale) : 1;
     Element* gO = head_rows<Element>(p.o, work.batch, head, sequence.first_q + m_first);
@@ -127,7 +126,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
         CF_UNROLL
         for (int r = 0; r < kRows; ++r) {
             const int32_t query = m_first + Tiles::own_row(r);
-            if (query < sequence.seqlen_q) gLse[query * p.lse.row] = softmax[r].lse();
+            if (query < sequence.seqlen_q) gLse[query * p.lse.row] = lse[r];
         }
     }
 }

@@ -30,7 +30,7 @@ using Head = GradientHead<Element>;
 CF_DEVICE Acc log_weight(const Head& head, Acc product, int32_t query, int32_t key) {
     if (!contains(head.band.keys_of(query), key)) return -Acc(kInfinity);
     const Acc score = head.score.score(head.score.apply_softcap(product), query, key);
-    return score == -Acc(kInfinity) ? score : score - head.gLse[query * head.lse_row];
+    return score == -Acc(kInfinity) ? score : score - head.lse(query);
 }
 
 template <int kBlockM, int kBlockN> CF_DEVICE void by_query(const StatisticsParams& p) {

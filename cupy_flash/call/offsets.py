@@ -9,12 +9,12 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .adopt import adopt
-from .arrays import CPU, ArrayView
+from .arrays import CPU, ArrayView, numpy_address
 from .checks import integer
 from .operands import cast
 from .spelling import spelled
 
-__all__ = ["check_counts", "counts", "flat_mask", "longest_length", "offsets"]
+__all__ = ["check_counts", "counts", "flat_mask", "kept", "longest_length", "offsets"]
 
 
 def offsets(x: Any, name: str, claimed: int | None = None) -> ArrayView:
@@ -44,6 +44,17 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
             hint=cast(name, view, "int32"),
         )
     return view
+
+
+def kept(view: ArrayView) -> ArrayView:
+    """The same numbers in memory of their own, if they are in main memory.
+
+    why: another thread may write to the caller's array between the checks and the last read.
+    """
+    if view.device != CPU:
+        return view
+    own = view.numpy().copy()
+    return view._replace(pointer=numpy_address(own), owner=own)
 
 
 def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..call.codes import packed, packed_e2m1, unpacked, unpacked_e2m1
+from .forward import finish_rows
 from .scores import by_key_head, operand
 from .threads import one_blas_thread
 
@@ -361,17 +362,10 @@ def _pairs(mask: Array, b: int, j0: int, j1: int) -> Array:
 
 def _finish(p: Problem, arrays: dict[str, Array], b: int, o: Array, top: Array, total: Array) -> None:
     """[D4] Write O (heads, seqlen_q, head_dim_v) and LSE (heads, seqlen_q) of sequence b."""
-    unit = np.ones((), o.dtype)
-    if p.sinks:
-        sink = arrays["sinks"][:, None].astype(o.dtype)
-        reference = np.maximum(sink, top)
-        unit = np.exp(top - reference)
-        top, total = reference, total * unit + np.exp(sink - reference)
+    factor, lse = finish_rows(top, total, arrays["sinks"][:, None].astype(o.dtype) if p.sinks else None)
     if "v_scale" in arrays:
         scale = arrays["v_scale"][b if len(arrays["v_scale"]) > 1 else 0]
-        unit = unit * np.repeat(scale, p.heads_q // p.heads_k)[:, None]
-    unseen = total == 0
-    factor = np.where(unseen, 0, unit / total)
+        factor = factor * np.repeat(scale, p.heads_q // p.heads_k)[:, None]
     np.multiply(o, factor[..., None], out=arrays["o"][b], casting="same_kind")
     if "lse" in arrays:
-        arrays["lse"][b] = np.where(unseen, -np.inf, top + np.log(total))
+        arrays["lse"][b] = lse

@@ -109,18 +109,23 @@ def _finish(
     p = scores.problem
     o_out = x["o"][at]
     grouped = o_out.shape[:-1]
-    row_max, row_sum = row_max.reshape(grouped), row_sum.reshape(grouped)
-    total = row_sum
-    if p.sinks:
-        sink = cut_out(x["sinks"], box)
-        total = row_sum + np.exp(sink - np.where(np.isneginf(row_max), 0, row_max))
+    sink = cut_out(x["sinks"], box) if p.sinks else None
+    factor, lse = finish_rows(row_max.reshape(grouped), row_sum.reshape(grouped), sink)
     if p.dropout:
-        total = total * total.dtype.type(1 - p.dropout)
-    # A row without keys has row_sum = 0 and O = 0.
-    inverse = np.where(row_sum == 0, 0, 1 / total)[..., None]
+        factor = factor / factor.dtype.type(1 - p.dropout)
     if scores.unit_v is not None:
-        inverse = inverse * cut_out(scores.unit_v, box)
-    np.multiply(o.reshape(o_out.shape), inverse, out=o_out, casting="same_kind")  # [A1.12]
+        factor = factor * cut_out(scores.unit_v, box)[..., 0]
+    np.multiply(o.reshape(o_out.shape), factor[..., None], out=o_out, casting="same_kind")  # [A1.12]
     if "lse" in x:
-        lse = row_max + np.log(row_sum)  # [A1.13]
-        x["lse"][at] = np.logaddexp(lse, sink) if p.sinks else lse
+        x["lse"][at] = lse
+
+
+def finish_rows(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, Array]:
+    """Return the factor of unnormalised O and the LSE of rows: without keys 0 and the sink, or -inf."""
+    unseen = row_sum == 0
+    if sink is None:
+        return np.where(unseen, 0, 1 / row_sum), row_max + np.log(row_sum)  # [A1.13]
+    top = np.maximum(row_max, sink)
+    share = np.exp(row_max - top)
+    total = row_sum * share + np.exp(sink - top)
+    return np.where(unseen, 0, share / total), np.where(unseen, sink, top + np.log(total))

@@ -25,7 +25,7 @@ class RowLse(NamedTuple):
     Attributes
     ----------
     high : array
-        LSE, but the largest score in rows with an LSE far from 0, and 0 in rows without a visible key.
+        LSE, but the largest score in rows with an LSE far from 0, and inf in rows without a visible key.
     unit : array or None
         1 / sum of exp(S - high) in rows with an LSE far from 0, 1 in others; None if it is 1 everywhere.
     """
@@ -64,7 +64,7 @@ def row_lse(
     q is scaled by `Scores.query_scale`; k holds all keys of the box.
     """
     lse: Array = x["lse"][at]
-    finite = np.where(np.isneginf(lse), 0, lse)
+    finite = np.where(np.isneginf(lse), np.inf, lse)  # weights of 0
     far = np.isfinite(finite) & (np.abs(finite) > FAR_FROM_0)
     if not far.any():
         return RowLse(finite, None)
@@ -80,7 +80,8 @@ def row_sums(
 ) -> tuple[Array, Array]:
     """Return the largest score of each row of a query block, including sinks, and the sum relative to it.
 
-    Parameters as in `row_lse`; both results are (batch, key heads, group, m).
+    The sum is 0 in a row without keys, whatever its sink is. Parameters as in `row_lse`; both results are
+    (batch, key heads, group, m).
     """
     top, total = np.full(q.shape[:3], -np.inf, scores.acc), np.zeros(q.shape[:3], scores.acc)
     for block in blocks:
@@ -95,7 +96,8 @@ def row_sums(
     if scores.problem.sinks:
         sink = cut_out(x["sinks"], box)
         both = np.maximum(top, sink)
-        top, total = both, total * np.exp(top - both) + np.exp(sink - both)
+        total = np.where(total == 0, 0, total * np.exp(top - both) + np.exp(sink - both))
+        top = both
     return top, total
 
 

@@ -229,7 +229,8 @@ def operand(x: Array, acc: np.dtype[Any]) -> Array:
 def finite_rows(k: Array) -> Array:
     """Return K for products with dS, with 0 for infinite and NaN elements.
 
-    why: dS of a hidden pair is 0, but 0 times NaN is NaN. A row that sees such a key has a NaN in dS anyway.
+    why: dS of a hidden pair, or of one whose infinite k makes a score of -inf, is 0, but 0 times NaN is NaN.
+    A row that any other of them makes a score of has a NaN in dS anyway.
     """
     finite = np.isfinite(k)
     return k if finite.all() else np.where(finite, k, k.dtype.type(0))

@@ -70,7 +70,7 @@ def _box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
             lse = row_lse(scores, x, box, at, blocks, q, k)
         else:
             top, total = row_sums(scores, x, box, blocks, q, k)
-            seen = total > 0
+            seen = total != 0  # or NaN
             lse = RowLse(np.where(seen, top, 0), np.where(seen, 1 / total, 1))
         high, unit = lse.reshape(*q.shape[:3], 1)
         for block in blocks:
@@ -101,7 +101,7 @@ def _keep_largest(largest: Array, keys: Array, weights: Array, first: int) -> No
 
     why not a sort: top is small, and equal weights would need a stable sort.
     """
-    every = np.concatenate([largest, weights], axis=-1)
+    every = np.concatenate([largest, np.fmax(weights, 0)], axis=-1)  # NaN is not listed
     own = np.broadcast_to(np.arange(first, first + weights.shape[-1], dtype=keys.dtype), weights.shape)
     names = np.concatenate([keys, own], axis=-1)
     for place in range(largest.shape[-1]):

@@ -36,7 +36,7 @@ def folder() -> Path:
 def common(defines: Mapping[str, str]) -> list[str]:
     """Compiler options for a variant with these macros, for any target, without paths."""
     macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    # why: kernels with reproducible bits may fuse a product and a sum only where the source says fma.
+    # why: kernels of reproducible="device" may fuse a product and a sum only where the source says fma.
     return [*OPTIONS, *["--fmad=false"] * ("CF_SAME_BITS" in defines), *macros]
 
 

@@ -43,7 +43,8 @@ def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:
         number = jnp.ones((), scale.dtype)
         instead = times(q, scale)
     else:
-        usable = jnp.isfinite(scale) & (scale != 0)
+        # why not != 0: XLA divides by a subnormal number as by 0.
+        usable = jnp.isfinite(scale) & (jnp.abs(scale) >= jnp.finfo(scale.dtype).tiny)
         number = jax.lax.stop_gradient(jnp.where(usable, scale, 1))
         instead = jnp.where(usable, q, jnp.broadcast_to((0 * scale).astype(q.dtype), q.shape))
     # why finite: rows outside of all packed sequences have no gradient, and may hold anything.

@@ -258,12 +258,14 @@ def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
     extended = np.concatenate([scores, sink], axis=-1)  # the sink is an additional key without a value
     row_max = extended.max(axis=-1, keepdims=True)
     row_max = np.where(np.isneginf(row_max), 0.0, row_max)
-    weights = np.exp(extended - row_max)
+    with np.errstate(invalid="ignore"):  # a score or sink of +inf makes NaN of its row
+        weights = np.exp(extended - row_max)
     row_sum = weights.sum(axis=-1, keepdims=True)
-    empty = row_sum == 0
-    weights = weights / np.where(empty, 1.0, row_sum)
-    lse = np.where(empty, -np.inf, row_max + np.log(np.where(empty, 1.0, row_sum)))
+    weights = weights / np.where(row_sum == 0, 1.0, row_sum)
     p, p_sink = weights[..., :seqlen_k], weights[..., seqlen_k:]
+    hidden = np.isneginf(scores)
+    p, empty = np.where(hidden, 0.0, p), hidden.all(axis=-1, keepdims=True)  # whatever the sink is
+    lse = np.where(empty, sink, row_max + np.log(np.where(row_sum == 0, 1.0, row_sum)))
     dropout = dropout_weights(chosen, full)
     o = (p * dropout) @ v4
     return Forward(q4, k4, v4, group, scale, capped, slope, added, kept, p, p_sink, dropout, o, lse[..., 0])
@@ -290,15 +292,15 @@ def function(chosen: Options, capped: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def keep(chosen: Options, full: tuple[int, int, int, int]) -> np.ndarray:
     """Return, for all (batch, head, i, j), whether query i may attend to key j."""
     i, j = np.arange(full[2])[:, None], np.arange(full[3])[None, :]
-    position = i + chosen.offset(full[2], full[3])
+    offset = chosen.offset(full[2], full[3])
     left, right = chosen.window if chosen.window is not None else (None, None)
     kept = np.ones(full, bool)
     if chosen.causal:
-        kept &= j <= position
+        kept &= j - i <= offset
     if left is not None:
-        kept &= j >= position - left
+        kept &= j - i >= offset - left  # whose bound may be beyond int64
     if right is not None:
-        kept &= j <= position + right
+        kept &= j - i <= offset + right
     for mask in chosen.masks():
         kind = type(mask).__name__
         if kind == "Spans":

@@ -1,10 +1,13 @@
 """Packed sequences: equal to the same sequences one by one, and nothing past the last offset."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import InvalidArgumentsError
+from cupy_flash import InvalidArgumentsError, varlen
+from cupy_flash.call.cache import describe as describe_of_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_family")
 
@@ -176,3 +179,42 @@ def test_lengths_in_use_may_differ_where_offsets_do_not(name):
     with pytest.raises(InvalidArgumentsError, match=rf"causal with .*{name}.* is ambiguous"):
         cupy_flash.attention_varlen(q, k, v, cut, cut, causal=True, **used)
     cupy_flash.attention_varlen(q, k, v, cut, cut, causal=True, align="bottom_right", **used)
+
+
+def test_offsets_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another thread writes to the caller's arrays after the checks is not read."""
+    q = np.random.default_rng(0).standard_normal((9, 2, 8), np.float32)
+    cut, used = np.array([0, 4, 9], np.int32), np.array([3, 5], np.int32)
+    exact = cupy_flash.attention_varlen(q, q, q, cut, cut, seqused_q=used, seqused_k=used)
+    of_arrays = varlen.check_packing
+
+    def and_then_written(*args: Any) -> Any:
+        longest = of_arrays(*args)
+        cut[1:], used[:] = (1 << 30, (1 << 31) - 1), 1 << 30
+        return longest
+
+    monkeypatch.setattr(varlen, "check_packing", and_then_written)
+    found = cupy_flash.attention_varlen(q, q, q, cut, cut, seqused_q=used, seqused_k=used)
+    np.testing.assert_array_equal(found, exact)
+
+
+def test_offsets_of_queries_over_a_cache_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    q, new = rng.standard_normal((9, 2, 8), np.float32), rng.standard_normal((3, 2, 8), np.float32)
+    cache = rng.standard_normal((2, 2, 16, 8), np.float32)
+    cut, cut_new, used = (np.array(x, np.int32) for x in ([0, 4, 9], [0, 1, 3], [3, 5]))
+    options = {
+        "cache_seqlens": 6, "cu_seqlens_q": cut, "seqused_q": used,
+        "k": new, "v": new, "cu_seqlens_k_new": cut_new,
+    }  # fmt: skip
+    exact = cupy_flash.attention_with_kv_cache(q, cache.copy(), cache.copy(), **options)
+    of_arrays = describe_of_cache.check_counts
+
+    def and_then_written(*args: Any) -> None:
+        of_arrays(*args)
+        cut[1:] = cut_new[1:] = 1 << 30, (1 << 31) - 1
+        used[:] = 1 << 30
+
+    monkeypatch.setattr(describe_of_cache, "check_counts", and_then_written)
+    found = cupy_flash.attention_with_kv_cache(q, cache.copy(), cache.copy(), **options)
+    np.testing.assert_array_equal(found, exact)

@@ -221,7 +221,7 @@ def scaled_by_jax(q, k, v, scale, softcap=None):
     return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(scores), jnp.repeat(v, 2, 1))
 
 
-@pytest.mark.parametrize("scale", [0.3, 0.0, -1.0])
+@pytest.mark.parametrize("scale", [0.3, 0.0, -1.0, 1e-40])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_traced_scale_and_its_gradient(scale, softcap):
     """Also where it is 0, which its gradient is not."""

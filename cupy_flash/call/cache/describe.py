@@ -15,7 +15,7 @@ from ..codes import CODE_SCALES, kind_of_codes
 from ..describe import OFFSETS, head_operands, problem_of
 from ..given import CacheCall, Options, Packing
 from ..masks import resolve_band
-from ..offsets import check_counts, counts, flat_mask, longest_length, offsets
+from ..offsets import check_counts, counts, flat_mask, kept, longest_length, offsets
 from ..operands import Views, lift, row_operand, score_operand, wrong
 from ..problem import Cache, Problem
 from ..spans import Intervals, span_operand
@@ -46,7 +46,7 @@ def pack_queries(raw: Views, layout: str, call: CacheCall, length: int | None) -
         cache_seqlens, if it is one integer for all; else None.
     """
     if "cu_seqlens_k_new" in raw and "k" in raw:
-        raw["cu_seqlens_k_new"] = new = offsets(raw["cu_seqlens_k_new"], "cu_seqlens_k_new")
+        raw["cu_seqlens_k_new"] = new = kept(offsets(raw["cu_seqlens_k_new"], "cu_seqlens_k_new"))
         if new.device == CPU:
             longest_length(new, "cu_seqlens_k_new", raw["k"].shape[0], None)
     if "cu_seqlens_q" not in raw:
@@ -56,11 +56,11 @@ def pack_queries(raw: Views, layout: str, call: CacheCall, length: int | None) -
             given = "mask is a RaggedMask" if name == "ragged_mask" else f"{name} is given"
             raise wrong(f"{given} without cu_seqlens_q.", raw, "cu_seqlens_q, for packed queries")
         return None
-    cut = offsets(raw["cu_seqlens_q"], "cu_seqlens_q", call.longest)
+    raw["cu_seqlens_q"] = cut = kept(offsets(raw["cu_seqlens_q"], "cu_seqlens_q", call.longest))
     batch = cut.shape[0] - 1
     seqlen_q = longest_length(cut, "cu_seqlens_q", raw["q"].shape[0], call.longest)
     if "seqused_q" in raw:
-        counts(raw["seqused_q"], "seqused_q", batch)
+        raw["seqused_q"] = kept(counts(raw["seqused_q"], "seqused_q", batch))
         check_counts(raw, "seqused_q", "cu_seqlens_q", "queries")
     if "ragged_mask" in raw:
         queries = raw["seqused_q"].integers() if "seqused_q" in raw else np.diff(cut.integers())

@@ -192,9 +192,10 @@ def _cells(*cells: tuple[int, ...] | None) -> tuple[BackwardTile | None, ...]:
 
 
 # Blocks that own keys: dqkv (dQ by atomic additions, or none).
-# why V in registers at head dim 256: with V in shared memory only 32 keys fit 99 KiB, and only half the
-# threads fit Turing's 64 KiB, whose accumulators spilled. With 16 queries, that is 8 n8 columns of S for 8
-# warps, V takes 32 registers; and 64 keys halve the reads of Q and dO and the additions to dQ.
+# why V in registers at head dim 256: with V in shared memory, 64 keys and two tiles of dO take 100.25 KiB of
+# 99, and in Turing's 64 KiB only 32 keys fit, with half the threads, whose accumulators spilled. With 16
+# queries, that is 8 n8 columns of S for 8 warps, V takes 32 registers; and 64 keys halve the reads of Q and
+# dO and the additions to dQ.
 _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 128, 256, 0)),
     _cells((128, 128, 256, 2), (64, 128, 256, 2), (64, 64, 256, 0)),
@@ -205,7 +206,7 @@ _OWN_KEYS = (  # LARGE             MEDIUM              TURING
     _cells((32, 64, 256, 2), (16, 64, 256, 2, 1), (16, 64, 256, 0, 1)),
 )
 # Bytes that 16-bit "any" of 192 spills with NVRTC 12.9, by target.
-# why allowed: without V in registers, 64 keys do not fit 99 KiB.
+# why allowed: without V in registers, 64 keys and two tiles of dO do not fit 99 KiB.
 SPILLED_OWN_KEYS = {("16-bit", "any", (192, 192)): (("sm_86", 8),)}
 # The same, with fewer queries at head dim 64, to match the Hopper kernel, which shares passes with this one.
 _OWN_KEYS_ANY = tuple((row[1], *row[1:]) if n == 1 else row for n, row in enumerate(_OWN_KEYS))

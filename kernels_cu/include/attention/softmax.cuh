@@ -17,17 +17,27 @@ template <int kLanes, class Acc> CF_DEVICE Acc sum_over_lanes(Acc x) {
     return x;
 }
 
+// What a row came to.
+template <class Acc> struct FinalRow {
+    Acc lse;           // natural-log; of a row without keys that of its sink, or -inf, NaN for one whose scores are NaN
+    Acc normaliser;    // factor on the row of o; 0 for a row without keys
+};
+// A sink is a key with this score and no value; -inf if there is none.
+template <class Acc> CF_DEVICE FinalRow<Acc> finalize_row(Acc natural_max, Acc sum, Acc sink) {
+    // why the sum: it is 0 without keys, and NaN where every score is; as -inf that row would be left out of a merge.
+    if (natural_max == -Acc(kInfinity)) return {sum + sink, 0};
+    const Acc highest = larger(natural_max, sink);
+    const Acc share = natural_exp(natural_max - highest);
+    const Acc total = sum * share + natural_exp(sink - highest);
+    return {highest + natural_log(total), share / total};
+}
+
 // Each lane keeps the same row_max and its own share of row_sum, which sum_over_lanes completes after the
 // last tile.
 template <class Acc> struct RowSoftmax {
     Acc row_max = -Acc(kInfinity);
     Acc row_sum = 0;
 
-    // A sink is a key with this score and no value: it stands in the maximum and the sum, never in O.
-    CF_DEVICE void start_with_sink(Acc sink, bool owns_share) {
-        row_max = sink;
-        row_sum = owns_share && sink > -Acc(kInfinity) ? 1 : 0;
-    }
     // why: in a row that has seen no key, -inf - (-inf) would be NaN; any finite reference gives weight 0.
     CF_DEVICE Acc reference() const { return row_max == -Acc(kInfinity) ? 0 : row_max; }
 
@@ -45,9 +55,7 @@ template <class Acc> struct RowSoftmax {
         row_sum += weight;
         return weight;
     }
-    template <int kLanes> CF_DEVICE void finalize() { row_sum = sum_over_lanes<kLanes>(row_sum); }
-
-    // Natural-log; -inf for a row without keys, whose normaliser is 0 so that O is 0.
-    CF_DEVICE Acc lse() const { return row_sum == 0 ? -Acc(kInfinity) : row_max + natural_log(row_sum); }
-    CF_DEVICE Acc normaliser() const { return row_sum == 0 ? 0 : 1 / row_sum; }
+    template <int kLanes> CF_DEVICE FinalRow<Acc> finalize(Acc sink) const {
+        return finalize_row(row_max, sum_over_lanes<kLanes>(row_sum), sink);
+    }
 };

@@ -54,12 +54,17 @@ template <class Element> struct GradientHead {
         const Acc masked = score.score(capped, query, key);
         if (masked == -Acc(kInfinity)) return {0, 0, 0};
         const Acc kept = !dropout.active() ? 1 : dropout.keeps(query, key) ? dropout_scale : 0;
-        return {natural_exp(masked - gLse[query * lse_row]), kept, capped};
+        return {natural_exp(masked - lse(query)), kept, capped};
     }
-    // The share of a sink in a row. why: one of -inf has none, and its rows without keys have an LSE of -inf too.
+    // Of a row; infinite, for weights of 0, where it sees no key.
+    CF_DEVICE Acc lse(int32_t query) const {
+        const Acc given = gLse[query * lse_row];
+        return given == -Acc(kInfinity) ? Acc(kInfinity) : given;
+    }
+    // The share of a sink in a row.
     CF_DEVICE Acc sink_weight(int32_t head, int32_t query) const {
         const Acc sink = static_cast<const Acc*>(score.rule.sinks)[head * score.rule.sinks_head];
-        return sink > -Acc(kInfinity) ? natural_exp(sink - gLse[query * lse_row]) : 0;
+        return natural_exp(sink - lse(query));
     }
 
     // The weight and the gradients of one pair.

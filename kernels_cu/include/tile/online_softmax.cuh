@@ -7,20 +7,6 @@
 #include "attention/softmax.cuh"
 #include "tile/mma.cuh"
 
-// What a row came to. Sinks: a key with this score and no value.
-struct FinalRow {
-    float lse;           // natural-log; -inf for a row without keys, NaN for one whose scores are NaN
-    float normaliser;    // factor on the row of o; 0 for a row without keys
-};
-CF_DEVICE FinalRow finalize_row(float natural_max, float sum, float sink) {
-    const float highest = fmaxf(natural_max, sink);
-    // why the sum: it is 0 without keys, and NaN where every score is; as -inf that row would be left out of a merge.
-    if (highest == -kInfinity) return {sum - kInfinity, 0.0f};
-    const float share = ex2((natural_max - highest) * kLog2e);
-    const float total = sum * share + ex2((sink - highest) * kLog2e);
-    return {highest + natural_log(total), share / total};
-}
-
 // Whether a row of the warp has a new maximum, and the factors that the thread's two rows of o are waiting for.
 struct Rescale {
     bool any;
@@ -144,11 +130,11 @@ struct OnlineSoftmax {
         }
     }
     // What a row came to; `unit` is the factor from scores to natural units.
-    CF_DEVICE FinalRow finalize(int m, int half, float unit, float sink) const {
+    CF_DEVICE FinalRow<float> finalize(int m, int half, float unit, float sink) const {
         constexpr float kUnit = 1.0f / (1 << kHighestLog2);
         const float sum = sum_over_lanes<4>(row_sum[m][half]) * kUnit;
         const float natural_max = row_max[m][half] == -kInfinity ? -kInfinity : row_max[m][half] * unit;
-        const FinalRow row = finalize_row(natural_max, sum, sink);
+        const FinalRow<float> row = finalize_row(natural_max, sum, sink);
         return {row.lse, row.normaliser * kUnit};
     }
 
