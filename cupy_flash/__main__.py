@@ -17,7 +17,7 @@ from .call.arrays import numpy_dtype
 from .call.options import PER_HEAD
 from .call.reproducible import MODES
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
-from .explain_cli import BROADCASTS, arguments_of_explain
+from .explain_cli import BROADCASTS, arguments_of_explain, refuse_without
 from .functions import ScoreFunction
 from .report import MemoryReport, explain, memory_report
 from .version import __version__
@@ -246,6 +246,7 @@ def _build(asked: argparse.Namespace) -> int:
     from .cubins.locate import usable_sets
     from .cubins.user_cache import into_user_cache
 
+    refuse_without(asked, "score", "score_arg", "dtype", "head_dim", "second_order", "out")
     archs: Sequence[str] = [asked.arch]
     cudas = usable_sets(None)
     if asked.arch is None:
@@ -279,6 +280,8 @@ def _function(named: str) -> ScoreFunction:
     module, _, name = named.partition(":")
     sys.path.insert(0, "")  # as python -m does: modules of the current folder
     try:
+        if module.startswith("."):
+            raise ValueError("it is relative")
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         hint = "--score module:name, where name is made by cupy_flash.score or cupy_flash.mask"

@@ -14,7 +14,7 @@ from .call.operands import FLOAT8
 from .call.options import PER_HEAD
 from .errors import InvalidArgumentsError
 
-__all__ = ["BROADCASTS", "arguments_of_explain"]
+__all__ = ["BROADCASTS", "arguments_of_explain", "refuse_without"]
 
 # Axes of (batch, heads, queries, keys) that a mask or bias has; it is broadcast along the others.
 BROADCASTS = {"keys": (0, 3), "pairs": (2, 3), "heads": (1, 2, 3), "full": (0, 1, 2, 3)}
@@ -41,15 +41,20 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     Raises
     ------
     InvalidArgumentsError
-        A size below 0, or options of a cache without one.
+        A size below 0, or options of what is not asked for, such as of a cache without one.
     """
     for name in _SIZES:
         size = getattr(asked, name)
-        if size is not None and size < 0:
+        least = int(name == "page")
+        if size is not None and size < least:
             option = name.replace("_", "-")
-            raise InvalidArgumentsError(f"--{option} is {size}.", hint=f"--{option} 0, or more")
-    queries, heads_k = asked.seqlen, asked.heads_k or asked.heads
-    keys, head_dim_v = asked.seqlen_k or queries, asked.head_dim_v or asked.head_dim
+            raise InvalidArgumentsError(f"--{option} is {size}.", hint=f"--{option} {least}, or more")
+    refuse_without(asked, "score", "score_arg")
+    refuse_without(asked, "bias", "bias_dtype")
+    queries = asked.seqlen
+    heads_k = asked.heads if asked.heads_k is None else asked.heads_k
+    keys = queries if asked.seqlen_k is None else asked.seqlen_k
+    head_dim_v = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
     full = (asked.batch, asked.heads, queries, keys if asked.cache is None else _room(asked))
     of_heads = _array((asked.heads,), "float64" if asked.dtype == "float64" else "float32")
 
@@ -78,17 +83,23 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     }
     if asked.cache is not None:
         return call | _over_a_cache(asked, heads_k, head_dim_v)
-    for name in ("page", "cache_dtype", "append", "rotary", "splits"):
-        if getattr(asked, name) is not None:
-            option = "--" + name.replace("_", "-")
-            raise InvalidArgumentsError(
-                f"{option} is for a cache.", hint="--cache KEYS, the capacity of a sequence"
-            )
+    refuse_without(asked, "cache", "page", "cache_dtype", "append", "rotary", "splits")
     for name, features in (("k", asked.head_dim), ("v", head_dim_v)):
         call[name] = _tensor(asked.layout, asked.batch, heads_k, keys, features, asked.dtype)
     if asked.dtype == FLOAT8:
         call |= {name: QuantizedArray(call[name], _array((heads_k,), "float32")) for name in "qkv"}
     return call
+
+
+def refuse_without(asked: argparse.Namespace, needed: str, *names: str) -> None:
+    """Refuse options that would be ignored, because the one that they belong to is not given."""
+    values = {name: getattr(asked, name) for name in names}
+    given = [name for name, x in values.items() if not (x is None or x is False or x == [])]
+    if given and getattr(asked, needed) is None:
+        option = given[0].replace("_", "-")
+        raise InvalidArgumentsError(
+            f"--{option} is an option of --{needed}, which is not given.", hint=f"--{needed} too"
+        )
 
 
 def _blocks(size: int, queries: int, keys: int) -> BlockMask:
@@ -117,6 +128,8 @@ def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> d
         pages = room // asked.page
         own["block_table"] = _array((asked.batch, pages), "int32")
         slots, rows = asked.batch * pages, asked.page
+    if asked.rotary and asked.rotary % 2:
+        raise InvalidArgumentsError(f"--rotary is {asked.rotary}.", hint="an even count: pairs are rotated")
     if asked.rotary:
         table = _array((room, asked.rotary // 2), "float32")
         own["rotary"] = Rotary(table, table)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from .version import __version__
 
-__all__ = ["exposed", "how_to_install", "make_folder", "own_folder", "package_folder", "packaged"]
+__all__ = ["exposed", "how_to_install", "make_folder", "own_folder", "package_folder", "packaged",
+           "user_cache"]  # fmt: skip
 
 
 def own_folder() -> Path:
@@ -54,6 +55,22 @@ def how_to_install(package: str, *, again: bool = False) -> str:
     """The command that installs a package of this release, and what to do before it is published."""
     command = f"pip install {'--force-reinstall ' * again}{package}=={__version__}"
     return f"{command} (until {__version__} is published: pip install . in a checkout)"
+
+
+def user_cache() -> Path:
+    """The folder of this package among the user's caches.
+
+    why not platformdirs: a dependency instead of a few lines, and it differs only on systems without CUDA.
+    """
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without an entry in passwd, for whom containers set HOME to the root
+        home = Path(Path.cwd().anchor)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
+    return Path(base) / "cupy_flash"
 
 
 def make_folder(folder: Path) -> None:

@@ -19,20 +19,17 @@ from typing import Any, NamedTuple
 from ..errors import UnsupportedError
 from ..log import LOG
 from ..plan import catalog, families
+from ..store import BuildFailed, locked, write_atomically, writing
 from ..version import ABI_VERSION, __version__
 from . import locate, nvrtc, sources
-from .compile import compile_variant, write_atomically
+from .compile import compile_variant
 
-__all__ = ["BuildFailed", "Built", "Offered", "archs_here", "build", "native_targets", "targets", "writing"]
+__all__ = ["BuildFailed", "Built", "Offered", "archs_here", "build", "native_targets", "targets"]
 
 # Returns the variants that a store holds for a target.
 Offered = Callable[[str], Sequence[catalog.Variant]]
 _LINE_SECONDS = 10.0  # between two lines of progress
 _SAVE_SECONDS = 5.0  # between two writes of the manifest: the work that a killed build loses
-
-
-class BuildFailed(RuntimeError):
-    """Kernels did not compile, or their cubins were refused; the message has every reason."""
 
 
 class Built(NamedTuple):
@@ -87,32 +84,6 @@ def _is_known(arch: str) -> bool:
 
 
 # ---------------------------------------------------------------------- one store
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, after waiting for another build; the system frees it if we die.
-
-    why not filelock: it uses the same system locks, and every build of the package would have to install it.
-    """
-    with (directory / ".lock").open("a+b") as file:
-        if sys.platform == "win32":
-            import msvcrt
-
-            locked = False
-            while not locked:
-                with contextlib.suppress(OSError):  # LK_LOCK gives up after ten seconds
-                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-                    locked = True
-        else:
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waiting for another build in {directory}", file=sys.stderr)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _write_manifest(directory: Path, cuda: int, entries: Mapping[str, Any]) -> None:
@@ -218,23 +189,11 @@ def build(
         out.mkdir(parents=True, exist_ok=True)
         for directory in (store, *directories):
             directory.mkdir(mode=0o755, exist_ok=True)  # not writable by others, whatever the umask
-        with _locked(store):
+        with locked(store):
             _compile_all(
                 compiler, made, only, jobs or os.cpu_count() or 1, progress, every or families.variants
             )
     return made
-
-
-@contextlib.contextmanager
-def writing(store: Path) -> Iterator[None]:
-    """Turn an OSError into BuildFailed, which names the file and a remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise BuildFailed(
-            f"cannot write {error.filename or store}: {error.strerror or error}.\n"
-            "Try: free space and rights there, or another folder"
-        ) from error
 
 
 def _compile_all(

@@ -1,10 +1,8 @@
-"""Compile one variant, refuse a cubin that fails the checks, and write the file atomically."""
+"""Compile one variant, refuse a cubin that fails the checks, and write the file."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import os
 import re
 import tempfile
 import time
@@ -12,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..plan import catalog
+from ..store import write_atomically
 from . import nvrtc, sass, sources
 
-__all__ = ["Resources", "compile_variant", "write_atomically"]
+__all__ = ["Resources", "compile_variant"]
 
 _WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
 
@@ -114,27 +113,3 @@ def _stalls(listing: sass.Listing, variant: catalog.Variant) -> list[str]:
         for count, name, most in zip(found, what, variant.stall_limits, strict=True)
         if count > most
     ]
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file atomically: readers see the old or the new one, and a failure leaves no temporary."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # why: mkstemp makes files private, but other users of a shared installation have to read them.
-        temporary.chmod(0o644 & ~_umask())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)  # why: a write to a file descriptor reports a full disk without a name
-        raise
-
-
-@functools.cache
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

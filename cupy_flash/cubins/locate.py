@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -135,15 +134,8 @@ def _targets(arch: str) -> list[str]:
 
 
 def user_cache() -> Path:
-    """The user's cache of this version; `python -m cupy_flash build` fills it.
-
-    why not platformdirs: a dependency instead of four lines, and it differs only on systems without CUDA.
-    """
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "cupy_flash" / "cubins" / __version__
+    """The user's cache of this version; `python -m cupy_flash build` fills it."""
+    return trust.user_cache() / "cubins" / __version__
 
 
 def make_private(store: Path) -> None:
@@ -242,6 +234,16 @@ def _entries(origin: _Origin, cuda: int, target: str) -> dict[str, Any]:
     return entries
 
 
+def _is_folder(path: Path) -> bool:
+    """Whether this is a folder. why not Path.is_dir: it raises below a home that is not for this user."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
+def _manifests(origin: _Origin) -> list[Path]:
+    """Every manifest of a place."""
+    return sorted(origin.root.glob(f"cuda1[23]/*/{MANIFEST}")) if _is_folder(origin.root) else []
+
+
 # ---------------------------------------------------------------------------------------------- the verb
 
 
@@ -314,7 +316,7 @@ def _matches(
     """Manifest entries of cubins that could run, best first: (origin, CUDA major, target, entry)."""
     for origin in origins:
         for cuda in usable_sets(driver_version):
-            if (origin.root / f"cuda{cuda}").is_dir():
+            if _is_folder(origin.root / f"cuda{cuda}"):
                 for target in _targets(arch):
                     entry = _entries(origin, cuda, target).get(variant.name)
                     if entry is not None:
@@ -326,7 +328,7 @@ def _not_found(
 ) -> CubinNotFoundError:
     reasons = []
     for origin in origins:
-        held = sorted(path.parent.name for path in origin.root.glob(f"cuda1[23]/*/{MANIFEST}"))
+        held = sorted(path.parent.name for path in _manifests(origin))
         what = ", ".join(dict.fromkeys(held)) if held else "no cubins"
         reasons.append((origin.name, f"{what} in {origin.root}"))
     if variant.function:
@@ -360,7 +362,7 @@ def available(*, verify: bool = False) -> list[CubinSet]:
     """
     found = []
     for origin in _origins():
-        for file in sorted(origin.root.glob(f"cuda1[23]/*/{MANIFEST}")):
+        for file in _manifests(origin):
             folder, cuda = file.parent, int(file.parent.parent.name.removeprefix("cuda"))
             entries: dict[str, Any] = {}
             problem = ""

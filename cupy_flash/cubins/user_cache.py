@@ -9,8 +9,9 @@ from pathlib import Path
 from ..plan import catalog, families
 from ..plan.families import simple
 from ..program.graph import Body
+from ..store import writing
 from . import locate, nvrtc
-from .build import build, native_targets, writing
+from .build import build, native_targets
 
 __all__ = ["function_into_cache", "into_user_cache"]
 

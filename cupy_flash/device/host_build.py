@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import Protocol
 
 from .. import trust
+from ..cpu.core.build import Compiler, compiler_of
 from ..cubins import sources
+from ..store import BuildFailed, write_atomically, writing
 
 __all__ = [
     "KERNEL", "LIBRARY", "Buildable", "SimulatorUnavailable", "build", "cache_folder", "compile_library",
@@ -85,11 +86,21 @@ def flags() -> tuple[str, ...]:
 
 def cache_folder() -> Path:
     """Folder of built kernels, writable by the user only, since code loaded from it runs as the user."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "cupy_flash" / "simulator"
-    trust.make_folder(folder)
+    folder = trust.user_cache() / "simulator"
+    with _writing(folder):
+        trust.make_folder(folder)
     _require_private(folder)
     return folder
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say which folder cannot be written, and what helps."""
+    try:
+        with writing(folder):
+            yield
+    except BuildFailed as error:
+        raise SimulatorUnavailable(f"{error}, by XDG_CACHE_HOME") from error
 
 
 def _require_private(path: Path) -> None:
@@ -119,17 +130,15 @@ def cuda_headers() -> Path:
 
 
 @functools.cache
-def _compiler() -> tuple[str, str]:
-    """Path and version line of the C++ compiler."""
-    name = os.environ.get("CXX", "g++")
-    path = shutil.which(name)
-    if path is None:
+def _compiler() -> Compiler:
+    """The C++ compiler."""
+    try:
+        return compiler_of(os.environ.get("CXX", "").strip() or "g++")
+    except BuildFailed as error:
         raise SimulatorUnavailable(
-            f"no C++ compiler: {name!r} is not on PATH.\n"
+            f"{str(error).partition('Try: ')[0]}"
             "Try: apt install g++, or set CXX to one that takes GCC's options (12 or newer)"
-        )
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
-    return path, version.stdout.splitlines()[0]
+        ) from error
 
 
 def compile_library(
@@ -139,17 +148,18 @@ def compile_library(
 
     ``text`` is the standard input, which the argument ``-`` names.
     """
-    path, version = _compiler()
+    compiler = _compiler()
+    options = (*compiler.command[1:], *arguments)
     # why: the cache key must not depend on the folder of the sources.
-    placeless = [argument.replace(str(sources.folder()), "") for argument in (*arguments, text)]
-    key = hashlib.sha256(repr((version, placeless)).encode())
+    placeless = [argument.replace(str(sources.folder()), "") for argument in (*options, text)]
+    key = hashlib.sha256(repr((compiler.version, placeless)).encode())
     for file in inputs:
         key.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     target = cache_folder() / f"{stem}-{key.hexdigest()[:16]}{suffix}"
     if not target.exists():
-        with _alone(target):
+        with _writing(target.parent), _alone(target):
             if not target.exists():
-                _compile(stem, [path, *arguments], text, target)
+                _compile(stem, [compiler.command[0], *options], text, target)
     _require_private(target)
     return target
 
@@ -179,7 +189,7 @@ def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None
             # why: otherwise Python forks, which copies the page tables of a sanitizer's shadow memory.
             close_fds=False,
         )  # fmt: skip
-        if done.returncode:
+        if done.returncode or not output.is_file():
             again = f"{shlex.join(command)} <<'END'\n{text}END" if text else shlex.join(command)
             raise SimulatorUnavailable(f"g++ failed on {stem}\n{done.stderr}\n{again}")
         show_warnings(done.stderr)
@@ -243,7 +253,9 @@ def precompiled(source: Path, arguments: Sequence[str], inputs: Sequence[Path]) 
     stem = source.stem
     compiled = compile_library(stem, [*arguments, "-x", "c++-header", str(source)], inputs, suffix=".h.gch")
     header = compiled.with_suffix("")
-    header.write_bytes(source.read_bytes())
+    if not header.exists():  # another process may be reading it
+        with _writing(header.parent):
+            write_atomically(header, source.read_bytes())
     with contextlib.suppress(FileNotFoundError):  # another process removes old files, too
         by_age = sorted(compiled.parent.glob(f"{stem}-*.h.gch"), key=lambda file: file.stat().st_mtime)
         for old in by_age[:-_KEPT]:

@@ -14,6 +14,7 @@ import pytest
 import cupy_flash
 from cupy_flash import BlockMask, QuantizedCache, Rotary, Spans, Tuning
 from cupy_flash.__main__ import main
+from cupy_flash.cubins import user_cache
 from tests.function_cases import ALIBI
 from tests.paths import ROOT
 
@@ -146,8 +147,13 @@ class TestExplain:
 
     @pytest.mark.parametrize(
         ("words", "message"),
-        [("--page 64", "--page is for a cache"), ("--splits 2", "--splits is for a cache"),
-         ("--cache-dtype int8", "--cache-dtype is for a cache"),
+        [("--page 64", "--page is an option of --cache"), ("--splits 0", "--splits is an option of --cache"),
+         ("--cache-dtype int8", "--cache-dtype is an option of --cache"),
+         ("--score-arg float32:1", "--score-arg is an option of --score"),
+         ("--score ..:f", "there is no '..:f'"),
+         ("--bias-dtype float32", "--bias-dtype is an option of --bias"),
+         ("--cache 64 --page 0", "--page is 0"), ("--cache 64 --rotary 3", "--rotary is 3"),
+         ("--heads-k 0", "heads"), ("--cache 64 --heads-k 0", "heads"),
          ("--cache 64 --bias keys", "no option 'bias'"),
          ("--cache 64 --seqlen-k 9", "--seqlen-k and --cache"), ("--cache 64 --backward", "no backward pass"),
          ("--arch H100", "no kernel is compiled for 'H100'")],
@@ -157,6 +163,22 @@ class TestExplain:
         said = capsys.readouterr().err
         assert message in said
         assert said.splitlines()[-1].startswith("Try: ")
+
+    @pytest.mark.parametrize(
+        ("words", "shown"), [("--seqlen-k 0", "seqlen=4096x0"), ("--head-dim-v 0", "head_dim is 0")]
+    )
+    def test_a_size_of_0_is_not_the_default(self, words, shown, capsys):
+        main(["explain", "--arch", "cpu", *words.split()])
+        assert shown in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "option", ["--out x", "--dtype float32", "--head-dim 32", "--second-order", "--score-arg float32:1"]
+)
+def test_build_refuses_what_only_score_functions_have(option, monkeypatch, capsys):
+    monkeypatch.setattr(user_cache, "into_user_cache", lambda *_: pytest.fail("the shipped kernels"))
+    assert main(["build", "--arch", "sm_80", *option.split()]) == 1
+    assert f"{option.split()[0]} is an option of --score" in capsys.readouterr().err
 
 
 class TestMemory:

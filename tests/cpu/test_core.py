@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -269,6 +273,15 @@ def test_another_version_is_refused(change: dict, says: str, copy: Path) -> None
         cupy_flash.attention(q, q, q)
 
 
+def test_a_manifest_that_cannot_be_read_is_refused(copy: Path) -> None:
+    """Not taken for one that is not there: NumPy would compute, ten times slower."""
+    (copy / locate.MANIFEST).unlink()
+    (copy / locate.MANIFEST).mkdir()
+    q = normal(1, 2, 8, 4)
+    with pytest.raises(CubinNotFoundError, match=r"is not a manifest of the core: (Is|Perm)"):
+        cupy_flash.attention(q, q, q)
+
+
 def test_without_a_library_numpy_computes_and_explain_says_so(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +367,7 @@ def test_a_build_leaves_nothing_else_for_a_wheel(tmp_path: Path, monkeypatch: py
     folder = tmp_path / platform
     listed = json.loads((folder / locate.MANIFEST).read_text())["libraries"]
     (folder / "v0.so").touch()
+    (folder / ".v4.so.k1ll3d").touch()  # of a build that was killed
     assert build.build(platform, tmp_path, build.Compiler(("c++",), "c++ 1")) == []
     assert {path.name for path in folder.iterdir()} == {locate.MANIFEST, *(f"{name}.so" for name in listed)}
 
@@ -385,6 +399,75 @@ def test_libraries_are_replaced_when_all_are_compiled(
     monkeypatch.setattr(build, "_compile", compiled)
     monkeypatch.setattr(build.os, "cpu_count", lambda: 1)
     assert build.build(platform, tmp_path, build.Compiler(("g++",), "g++ 1"))
+
+
+def test_builds_at_once_keep_the_libraries_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one waits: it would write a manifest without what the first one adds, and delete that."""
+
+    def compiled(compiler: object, one: isa.Isa, *_: object) -> bytes:
+        time.sleep(0.2)
+        return one.name.encode()
+
+    monkeypatch.setattr(build, "_compile", compiled)
+    platform = isa.host().platform
+    isas = build.libraries_of(platform)
+    if len(isas) < 2:
+        pytest.skip("this platform has one instruction set")
+    threads = [
+        threading.Thread(
+            target=build.build, args=(platform, tmp_path, build.Compiler(("c++",), "c++ 1"), [one])
+        )
+        for one in isas
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = {
+        library for one in isas for library in (sources.library_name(one, x) for x in sources.parts(one))
+    }
+    assert {file.stem for file in (tmp_path / platform).glob("*.so")} == names
+    assert {*json.loads((tmp_path / platform / locate.MANIFEST).read_text())["libraries"]} == names
+
+
+def test_a_disk_that_is_full_is_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build, "_compile", lambda *_: b"library")
+    platform = isa.host().platform
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(build.BuildFailed, match=r"cannot write .*\.so: No space left.*\nTry: "):
+            build.build(platform, tmp_path, build.Compiler(("c++",), "c++ 1"))
+    assert [*(tmp_path / platform).iterdir()] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(build.BuildFailed, match=r"cannot write .*file.*\nTry: "):
+        build.build(platform, tmp_path / "file", build.Compiler(("c++",), "c++ 1"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="commands of a POSIX shell")
+@pytest.mark.parametrize("name", ["false", "g++ '"])
+def test_what_is_no_compiler_is_refused_with_what_helps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", name)
+    with pytest.raises(build.BuildFailed, match=re.escape(name) + r"(?s:.*)\nTry: pip install ziglang"):
+        build.compiler_of()
+
+
+@needs_compiler
+def test_a_blank_cxx_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", " ")
+    assert build.compiler_of().command == ("g++",)
+
+
+def test_a_compiler_that_writes_no_library_is_shown(tmp_path: Path) -> None:
+    silent = build.Compiler((sys.executable, "-c", ""), "c++ 1")
+    with pytest.raises(build.BuildFailed, match="does not compile"):
+        build.build(isa.host().platform, tmp_path, silent, isa.runnable()[:1])
 
 
 def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,6 +337,29 @@ def test_the_cache_is_made_private(tmp_path, monkeypatch):
 
 
 @posix
+def test_a_cache_that_cannot_be_entered_is_as_none(tmp_path, monkeypatch):
+    """As below another user's home, which sudo leaves in HOME. A name too long fails for root, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("a" * 300)))
+    with pytest.raises(CubinNotFoundError, match="user cache"):
+        locate.locate(VARIANT, "sm_80")
+    assert [found.origin for found in locate.available() if found.origin == "user cache"] == []
+    folder = store(package(tmp_path, monkeypatch))
+    assert locate.locate(VARIANT, "sm_80").path.parent == folder
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """Of a number that passwd does not list, as in containers."""
+
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", unknown)
+    assert locate.user_cache().is_absolute()
+    with pytest.raises(CubinNotFoundError, match="no cubin of"):
+        locate.locate(VARIANT, "sm_80")
+
+
 def test_a_read_only_cache_is_read_and_left_alone(cache):
     folder = store(cache)
     below = [folder, *folder.iterdir(), folder.parent, cache, cache.parent]

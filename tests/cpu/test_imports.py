@@ -21,7 +21,7 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # own; rooms of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
     ("errors", "log", "namespace", "version"),
-    ("manifest", "program", "trust"),
+    ("manifest", "program", "store", "trust"),
     ("call",),
     ("plan", "cpu"),
     ("cubins",),

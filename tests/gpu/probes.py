@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from cupy_flash.cubins import nvrtc, sources
-from cupy_flash.cubins.build import write_atomically
+from cupy_flash.store import write_atomically
 from tests.paths import ROOT
 from tests.simulator.units import KERNELS
 

@@ -1,8 +1,10 @@
 """What kernels share is compiled once, and a kernel is compiled without its header where that is gone."""
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,37 @@ def test_what_two_processes_want_is_compiled_once(tmp_path: Path) -> None:
     assert len(answers) == 1
     assert b"wanted-" in answers.pop()
     assert log.read_text() == "compiled\n"
+
+
+@pytest.fixture
+def another_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    host_build._compiler.cache_clear()
+    yield monkeypatch
+    host_build._compiler.cache_clear()
+
+
+def nothing_compiled() -> Path:
+    return host_build.compile_library("nothing", ["-shared", "-x", "c++", "-"], [], text="int nothing;")
+
+
+def test_options_in_cxx_are_passed_on(another_compiler: pytest.MonkeyPatch) -> None:
+    plain = nothing_compiled()
+    host_build._compiler.cache_clear()
+    another_compiler.setenv("CXX", "g++ -O1")
+    assert nothing_compiled() not in (plain, None)
+
+
+@pytest.mark.parametrize("name", ["false", "no-such-compiler", "g++ '"])
+def test_what_is_no_compiler_is_refused(name: str, another_compiler: pytest.MonkeyPatch) -> None:
+    another_compiler.setenv("CXX", name)
+    with pytest.raises(host_build.SimulatorUnavailable, match=re.escape(name) + r"(?s:.*)\nTry: apt install"):
+        nothing_compiled()
+
+
+def test_a_cache_that_cannot_be_written_is_named(another_compiler: pytest.MonkeyPatch) -> None:
+    another_compiler.setenv("XDG_CACHE_HOME", "/dev/null")
+    with pytest.raises(
+        host_build.SimulatorUnavailable, match=r"cannot write /dev/null.*\nTry: .*XDG_CACHE_HOME"
+    ):
+        nothing_compiled()

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from ...store import BuildFailed, locked, write_atomically, writing
 from ...version import __version__
 from .isa import ISAS, Isa, host
 from .locate import FORMAT, MANIFEST
@@ -35,10 +36,7 @@ _ZIG_CPUS = {
     "v2": "-mcpu=x86_64_v2",
     "neon": "-mcpu=generic",
 }
-
-
-class BuildFailed(RuntimeError):
-    """The core could not be compiled; the message says why."""
+_WAYS = "pip install ziglang, or a g++ of 12 on"
 
 
 class Compiler(NamedTuple):
@@ -65,24 +63,28 @@ def compiler_of(name: str | None = None) -> Compiler:
     name : str, optional
         A command, or "zig" for the wheel.
     """
-    wanted = [name] if name else [os.environ.get("CXX", ""), "g++", "clang++", "zig"]
+    wanted = [name] if name else [os.environ.get("CXX", "").strip(), "g++", "clang++", "zig"]
     for one in filter(None, wanted):
         if one == "zig":
             if importlib.util.find_spec("ziglang") is None:
                 continue
             command: tuple[str, ...] = (sys.executable, "-m", "ziglang")
-            return Compiler((*command, "cc", "-x", "c++"), "zig " + _output((*command, "version")), True)
-        command = tuple(shlex.split(one))
+            return Compiler((*command, "cc", "-x", "c++"), "zig " + _version((*command, "version")), True)
+        try:
+            command = tuple(shlex.split(one))
+        except ValueError as error:
+            raise BuildFailed(f"{one!r} is no command: {error}.\nTry: {_WAYS}") from error
         if shutil.which(command[0]):
-            return Compiler(command, _output((*command, "--version")).splitlines()[0])
-    raise BuildFailed(
-        f"no C++ compiler: looked for {', '.join(filter(None, wanted))}.\n"
-        "Try: pip install ziglang, or a g++ of 12 on"
-    )
+            return Compiler(command, _version((*command, "--version")))
+    raise BuildFailed(f"no C++ compiler: looked for {', '.join(filter(None, wanted))}.\nTry: {_WAYS}")
 
 
-def _output(command: Sequence[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+def _version(command: Sequence[str]) -> str:
+    """The first line that a compiler prints about its version."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not done.stdout.strip():
+        raise BuildFailed(f"{shlex.join(command)} names no version.\n{done.stderr}Try: {_WAYS}")
+    return done.stdout.strip().splitlines()[0]
 
 
 def libraries_of(platform: str) -> tuple[Isa, ...]:
@@ -154,8 +156,14 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
         raise BuildFailed(f"the CPU core does not support {platform}.\nTry: one of {', '.join(ZIG_TARGETS)}")
     if platform != host().platform and not compiler.zig:
         raise BuildFailed(f"{compiler.version} does not compile for {platform}.\nTry: --compiler zig")
-    target = out / platform
-    target.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        (out / platform).mkdir(parents=True, exist_ok=True)
+        with locked(out):
+            return _build(platform, out / platform, compiler, wanted)
+
+
+def _build(platform: str, target: Path, compiler: Compiler, wanted: Sequence[Isa]) -> list[Path]:
+    """`build` into the folder of a platform, while its lock is held."""
     manifest = {"format": FORMAT, "version": __version__, "abi": ABI_VERSION, "platform": platform}
     entries = _up_to_date(target, manifest, compiler)
     made = []
@@ -166,15 +174,16 @@ def build(platform: str, out: Path, compiler: Compiler, isas: Sequence[Isa] | No
     for (isa, part), data in zip(missing, compiled_now, strict=True):
         name, made_from = library_name(isa, part), digest(isa, part)
         path = target / f"{name}.so"
-        _replace(path, data)
+        write_atomically(path, data)
         entries[name] = {
             "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "source": made_from,
             "compiler": compiler.version,
         }  # fmt: skip
         made.append(path)
     text = json.dumps({**manifest, "libraries": dict(sorted(entries.items()))}, indent=1) + "\n"
-    _replace(target / MANIFEST, text.encode())
-    for file in target.glob("*.so"):  # a wheel would include stale files
+    write_atomically(target / MANIFEST, text.encode())
+    # A wheel would include stale files, and temporary ones of a killed build: we hold the lock.
+    for file in (*target.glob("*.so"), *target.glob(".*")):
         if file.stem not in entries:
             with contextlib.suppress(OSError):  # Windows cannot delete a loaded library
                 file.unlink()
@@ -214,19 +223,10 @@ def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
         objects = _objects_of(compiler, isa, part, platform, output)
         for command in [*objects, command_of(compiler, isa, part, platform, output)]:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
+            if done.returncode or not Path(command[command.index("-o") + 1]).is_file():
                 raise BuildFailed(
                     f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
                     "Try: its source in kernels_cpu, by the lines above, or another compiler"
                 )
             sys.stderr.write(done.stderr)
         return output.read_bytes()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replace a file atomically. why: a process may have the old one loaded."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    Path(name).chmod(0o644)
-    Path(name).replace(path)

@@ -83,9 +83,9 @@ def _entries(origin: _Origin) -> dict[str, Any]:
             raise ValueError("it does not describe its folder")
         entries = dict(held["libraries"])
         manifest.check_version(held, ABI_VERSION, f"the libraries in {path.parent}", origin.repair)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CubinNotFoundError(
             f"{path} is not a manifest of the core: {error!r}.", hint=origin.repair
         ) from error

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 from cupy_flash.cubins import nvrtc, sources
-from cupy_flash.cubins.compile import write_atomically
 from cupy_flash.device import host_build
 from cupy_flash.program.c_text import header
+from cupy_flash.store import write_atomically
 from tests.simulator.ptx.translate import translate
 
 __all__ = ["build", "library", "ptx", "ptx_of", "runtime"]

@@ -1,0 +1,79 @@
+"""store: folders of compiled files; a build holds the lock of one, and replaces whole files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["BuildFailed", "locked", "write_atomically", "writing"]
+
+
+class BuildFailed(RuntimeError):
+    """Files could not be compiled or written, or were refused; the message has every reason."""
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory, after waiting for another build; the system frees it if we die.
+
+    why not filelock: it uses the same system locks, and every build of the package would have to install it.
+    """
+    with (directory / ".lock").open("a+b") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            locked = False
+            while not locked:
+                with contextlib.suppress(OSError):  # LK_LOCK gives up after ten seconds
+                    msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+                    locked = True
+        else:
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another build in {directory}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def writing(store: Path) -> Iterator[None]:
+    """Turn an OSError into BuildFailed, which names the file and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildFailed(
+            f"cannot write {error.filename or store}: {error.strerror or error}.\n"
+            "Try: free space and rights there, or another folder"
+        ) from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file atomically: readers see the old or the new one, and a failure leaves no temporary."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # why: mkstemp makes files private, but other users of a shared installation have to read them.
+        temporary.chmod(0o644 & ~_umask())
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # why: a write to a file descriptor reports a full disk without a name
+        raise
+
+
+@functools.cache
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
