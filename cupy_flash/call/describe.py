@@ -54,7 +54,7 @@ def _other_layout(views: Views, layout: str | None) -> str:
 def check_seqlen(longest: int, raw: Views) -> None:
     """Refuse a sequence whose positions, and the ends of tiles behind it, are no int32."""
     if longest > MAX_SEQLEN:
-        hint = f"parts of at most {MAX_SEQLEN} rows: cupy_flash.merge combines results over parts of the keys"
+        hint = f"at most {MAX_SEQLEN} rows: cupy_flash.merge combines results over parts of the keys"
         raise UnsupportedError(f"a sequence of {longest} is beyond 31 bits.", table_of(raw), hint=hint)
 
 
@@ -166,6 +166,7 @@ def describe(
     rows = (batch, heads_q, seqlen_q)[4 - rank :]
     if packing:
         batch, seqlen_q, seqlen_k = packing[:3]
+        check_seqlen(max(seqlen_q, seqlen_k), raw)  # why again: the caller may claim more than there are rows
     full = (batch, heads_q, seqlen_q, seqlen_k)
     acc = "float64" if q.dtype == "float64" else "float32"
     mask = score_operand("mask", raw, views, full, ("bool",))

@@ -138,5 +138,66 @@ def test_a_stride_beyond_32_bits_survives_packing():
     assert params["q"].tolist() == (base.ctypes.data, 0, 2**35, 2**32, 1)
 
 
+def lying(shape=(1, 2, 3, 8), strides=(96, 48, 16, 2), start=0):
+    """An array of float16 that lies this many bytes behind a boundary of 16; nobody reads it."""
+    room = np.zeros(32, np.float16)
+    first = -room.ctypes.data % 16 + start
+    return np.lib.stride_tricks.as_strided(room[first // 2 :], shape, strides)
+
+
+# How an array lies: (in_rows, boxes, aligned), for copies of 16 bytes and for tensor maps.
+LYING = {
+    "contiguous": (lying(), (True, True, True)),
+    "one sequence of no stride": (lying(strides=(0, 48, 16, 2)), (True, True, True)),
+    "one feature of a stride": (lying((1, 2, 3, 1), (96, 48, 16, 6)), (True, True, False)),
+    "late": (lying(start=2), (True, True, False)),
+    "late by half": (lying(start=8), (True, True, False)),
+    "rows of nine": (lying(strides=(96, 48, 18, 2)), (True, True, False)),
+    "heads of odd rows": (lying(strides=(96, 50, 16, 2)), (True, True, False)),
+    "odd sequences": (lying((2, 2, 3, 8), (98, 48, 16, 2)), (True, True, False)),
+    "one odd sequence": (lying(strides=(98, 48, 16, 2)), (True, True, True)),
+    "rows backwards": (lying(strides=(96, 48, -16, 2)), (True, False, False)),
+    "heads backwards": (lying(strides=(96, -48, 16, 2)), (True, False, True)),
+    "one head for all": (lying(strides=(96, 0, 16, 2)), (True, False, True)),
+    "one row for all": (lying(strides=(96, 48, 0, 2)), (True, False, True)),
+    "every other feature": (lying(strides=(96, 48, 32, 4)), (False, True, False)),
+    "features backwards": (lying(strides=(96, 48, 16, -2)), (False, False, False)),
+    "the furthest rows": (lying(strides=(96, 48, 2**31 - 16, 2)), (True, True, True)),
+    "rows too far apart": (lying(strides=(96, 48, 2**31, 2)), (False, True, False)),
+    "the furthest rows backwards": (lying(strides=(96, 48, -(2**31), 2)), (True, False, False)),
+    "rows too far backwards": (lying(strides=(96, 48, -(2**31) - 16, 2)), (False, False, False)),
+    "single rows too far apart": (lying((1, 2, 1, 8), (96, 2**31, 16, 2)), (False, True, False)),
+    "a single row of far strides": (lying((1, 2, 1, 8), (96, 48, 2**31, 2)), (False, True, False)),
+    "the furthest heads": (lying(strides=(96, 2**40 - 16, 16, 2)), (True, True, True)),
+    "heads too far apart": (lying(strides=(96, 2**40, 16, 2)), (True, False, True)),
+    "far heads of many rows": (lying(strides=(96, 2**31, 16, 2)), (True, True, True)),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_how_arrays_lie(which, name):
+    x, wanted = LYING[name]
+    given = dict.fromkeys("qkv", np.zeros(x.shape, np.float16)) | {which: x}
+    problem, *_ = describe("forward", given, Options())
+    assert (problem.in_rows, problem.boxes, problem.aligned) == wanted
+
+
+def test_rows_of_results_lie_on_boundaries():
+    """Results are contiguous: 12 halves are 24 bytes, even where those given are 12 of 16."""
+    wide, narrow = lying((1, 2, 3, 8)), lying((1, 2, 3, 12), (192, 96, 32, 2))
+
+    def aligned(direction, **given):
+        if direction == "backward":
+            given |= {"o": given["v"], "do": given["v"], "lse": np.zeros((1, 2, 3), np.float32)}
+        return describe(direction, given, Options())[0].aligned
+
+    assert not aligned("forward", q=wide, k=wide, v=narrow), "o"
+    assert aligned("forward", q=narrow, k=narrow, v=wide), "o, not dq"
+    assert not aligned("backward", q=narrow, k=narrow, v=wide), "dq"
+    assert not aligned("backward", q=wide, k=wide, v=narrow), "dv"
+    assert aligned("backward", q=wide, k=wide, v=wide)
+
+
 def test_params_fit_the_launch_limit():
     assert ctypes.sizeof(ctypes.c_char * abi.BACKWARD.itemsize) <= 4096

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFoundError, InvalidArgumentsError, UnsupportedError, cpu, testing
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError, RaggedMask, UnsupportedError, cpu, testing
 from cupy_flash.call import outputs
+from cupy_flash.call.describe import MAX_SEQLEN, describe
+from cupy_flash.call.given import Options
 from cupy_flash.call.operands import AXES
 from cupy_flash.cpu.core import family
 from cupy_flash.dispatch import memo
@@ -603,6 +605,82 @@ def test_configurations() -> None:
         flash,
         **(given | {"q": ones(2, 4, 6, 9)}),
     )
+
+
+def far(*shape: int, strides: tuple[int, ...] | None = None, dtype: Any = F32) -> np.ndarray:
+    """An array of a shape that no memory holds, which nobody may read."""
+    return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, strides or (0,) * len(shape))
+
+
+def packed(**changes: Any) -> Any:
+    """Call attention_varlen on one sequence but for these changes."""
+    given = {"q": ones(1, 2, 8), "k": ones(1, 2, 8), "v": ones(1, 2, 8)} | changes
+    return cupy_flash.attention_varlen(**{"cu_seqlens_q": ends(1), "cu_seqlens_k": ends(1)} | given)
+
+
+def cached(**changes: Any) -> Any:
+    """Call attention_with_kv_cache on one sequence but for these changes."""
+    given = {"q": ones(1, 2, 1, 8), "k_cache": ones(1, 2, 4, 8), "v_cache": ones(1, 2, 4, 8)} | changes
+    return cupy_flash.attention_with_kv_cache(**{"cache_seqlens": 1} | given)
+
+
+def ends(length: int) -> np.ndarray:
+    return np.array([0, length], np.int32)
+
+
+FAR_SLOTS = far(2, 1, 4, 8, strides=(2**36, 32, 32, 4))
+BEYOND: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "queries": (call, {"q": far(MAX_SEQLEN + 1, 8), "k": ones(6, 8), "v": ones(6, 8)}),
+    "keys": (call, {"q": ones(6, 8), "k": far(MAX_SEQLEN + 1, 8), "v": far(MAX_SEQLEN + 1, 8)}),
+    "claimed queries": (packed, {"max_seqlen_q": MAX_SEQLEN + 1}),
+    "claimed keys": (packed, {"max_seqlen_k": MAX_SEQLEN + 1}),
+    "pairs of a ragged mask": (
+        packed,
+        {
+            "q": far(2**16, 2, 8),
+            "k": far(2**15, 2, 8),
+            "v": far(2**15, 2, 8),
+            "cu_seqlens_q": ends(2**16),
+            "cu_seqlens_k": ends(2**15),
+            "mask": RaggedMask(far(2**31, strides=(1,), dtype=bool)),
+        },
+    ),
+    "queries over a cache": (cached, {"q": far(1, 2, MAX_SEQLEN + 1, 8)}),
+    "keys of a cache": (
+        cached,
+        dict.fromkeys(("k_cache", "v_cache"), far(1, 2, MAX_SEQLEN + 1, 8)),
+    ),
+    "keys of pages": (
+        cached,
+        {
+            **dict.fromkeys(("k_cache", "v_cache"), far(1, 2, 2**16, 8)),
+            "block_table": np.zeros((1, 2**15), np.int32),
+        },
+    ),
+    "places of chosen keys": (
+        cached,
+        {
+            "q": ones(2, 2, 1, 8),
+            "k_cache": FAR_SLOTS,
+            "v_cache": FAR_SLOTS,
+            "indices": np.zeros((2, 1, 1), np.int32),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_kernels_count_in_31_bits(name: str) -> None:
+    function, given = BEYOND[name]
+    with pytest.raises(UnsupportedError, match="beyond 31 bits") as caught:
+        function(**given)
+    assert "Try: " in str(caught.value)
+
+
+def test_the_longest_sequence_is_described() -> None:
+    q, k = far(MAX_SEQLEN, 8), ones(6, 8)
+    assert describe("forward", {"q": q, "k": k, "v": k}, Options())[0].seqlen_q == MAX_SEQLEN
+    assert describe("forward", {"q": k, "k": q, "v": q}, Options())[0].seqlen_k == MAX_SEQLEN
 
 
 def test_naive_attention_refuses_the_same() -> None:
