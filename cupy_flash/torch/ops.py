@@ -6,11 +6,13 @@ why not for every call: passing 24 arguments through torch's dispatcher costs ma
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
 
+from ..call.opaque import opaque
 from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
 from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
+_DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 _AT = {argument.name: len(TENSORS) + i for i, argument in enumerate(ARGUMENTS)}
 
 # Torch caches compiled graphs on disk by the names of their operators: after a release, a changed schema
@@ -181,19 +184,34 @@ class _Function(torch.autograd.Function):
         return o, lse
 
 
+@functools.partial(
+    opaque,
+    why="attention inside grad, vjp or jvp of torch.func is no part of a compiled program. "
+    "Try: fullgraph=False; or torch.autograd.grad, or .backward(), of a compiled function",
+)
+def _by_function(*values: Any) -> tuple[Any, Any]:
+    o, lse = _Function.apply(*values)
+    return o, lse
+
+
 def attend(call: Call) -> tuple[Any, Any]:
     """O and LSE by the operator, differentiable also by torch.func (grad, vjp, jvp)."""
     results = attend_with_tangents(call) if in_forward_mode(*call.tensors) else None
     if results is not None:
         return results
-    by_function = torch._C._are_functorch_transforms_active() or in_forward_mode(*call.tensors)
-    if by_function and torch.compiler.is_compiling():
-        from ..call import untraced  # noqa: F401  (after the break, torch.compile would trace the operators)
-
-        # why: torch.compile counts the parameters of a Function to detect whether one is the context.
-        torch._dynamo.graph_break()
-    o, lse = (_Function.apply if by_function else operator)(*arguments(call))
+    differentiated = _is_differentiated() or in_forward_mode(*call.tensors)
+    o, lse = (_by_function if differentiated else operator)(*arguments(call))
     return o, lse
+
+
+def _is_differentiated() -> bool:
+    """Whether a transform of torch.func around the call differentiates: grad, vjp, jvp, but not vmap."""
+    stack: Any = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() in _DERIVATIVES for level in stack)
+
+
+# why: torch.compile cannot trace it, and guards its programs by the stack of transforms anyway.
+_is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def in_forward_mode(*tensors: Any) -> bool:

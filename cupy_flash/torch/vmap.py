@@ -14,8 +14,13 @@ def one_by_one(function: Any) -> Any:
 
     def mapped(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
         pairs = list(zip(values, in_dims, strict=True))
-        each = ([x if dim is None else x.select(dim, n) for x, dim in pairs] for n in range(info.batch_size))
-        results = tuple(torch.stack(parts) for parts in zip(*(function(*one) for one in each), strict=True))
+        if not info.batch_size:  # an element of zeros, for the shapes of the results
+            zeros = [x if dim is None else x.new_zeros(x.movedim(dim, 0).shape[1:]) for x, dim in pairs]
+            results = tuple([x[None][:0] for x in function(*zeros)])
+        else:
+            each = ([x if d is None else x.select(d, n) for x, d in pairs] for n in range(info.batch_size))
+            parts = zip(*(function(*one) for one in each), strict=True)
+            results = tuple([torch.stack(part) for part in parts])
         return results, (0,) * len(results)
 
     return mapped

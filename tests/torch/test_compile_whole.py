@@ -160,6 +160,18 @@ def test_before_a_plain_function():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_vmap_breaks_no_program(backend):
+    def function(x):
+        return torch.func.vmap(torch.func.vmap(lambda a: cf.attention(a, a, a, causal=True)))(x)
+
+    x = Q[:, None, None].clone().requires_grad_()
+    o, expected = torch.compile(function, backend=backend, fullgraph=True)(x), function(x)
+    torch.testing.assert_close(o, expected)
+    (grad,), (of_x,) = (torch.autograd.grad(each.square().sum(), x) for each in (o, expected))
+    torch.testing.assert_close(grad, of_x)
+
+
 def check_transforms():
     qkv = [torch.randn(2, 1, 3, 4, dtype=torch.float64) for _ in "qkv"]
     function = torch.func.vmap(torch.func.grad(lambda q, k, v: cf.attention(q, k, v).sum()))
@@ -218,6 +230,10 @@ def test_a_refusal_changes_nothing_for_the_next_program():
             "a call with a score or mask function",
         ),
         (lambda q: cf.attention(q, q, q, mask=UPPER), "a call with a score or mask function"),
+        (
+            torch.func.grad(lambda q: cf.attention(q, q, q).sum()),
+            "attention inside grad, vjp or jvp",
+        ),
         (
             lambda q: cf.attention(q, q, q, mask=cupy_flash.mask(UPPER.function)),
             "a score or mask function is",

@@ -519,6 +519,20 @@ def test_gradients_leave_a_vmap():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("way", [lambda f: f, torch.func.grad], ids=["results", "gradients"])
+def test_a_vmap_of_no_elements(way):
+    q, k, v = qkv(grad=False)
+    call = way(lambda q: cf.attention(q, k, v, causal=True).sum())
+    several, none = torch.vmap(call)(q[None]), torch.vmap(call)(q[None][:0])
+    assert none.shape == (0, *several.shape[1:])
+    assert none.dtype == several.dtype
+
+
+def test_functionalize():
+    q, k, v = qkv(grad=False)
+    torch.testing.assert_close(torch.func.functionalize(cf.attention)(q, k, v), cf.attention(q, k, v))
+
+
 def test_tensors_that_do_not_fit_together_are_told_apart():
     q, k, v = qkv(grad=False)
     with pytest.raises(InvalidArgumentsError, match=r"q has dtype torch\.int64"):
