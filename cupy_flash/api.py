@@ -247,7 +247,7 @@ def run_forward(
     packing : Packing, optional
         For packed sequences, whose offsets are among the arrays.
     unrounded : bool
-        Whether o keeps the accumulator dtype; CPU only.
+        Whether o keeps the accumulator dtype.
     """
     want_lse = flag(want_lse, "return_lse")
     options, run_options = split_run_options(options)

@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 # Raised with every change of kernels_cu/include/abi.cuh: cubins with another version are refused.
-ABI_VERSION = 4
+ABI_VERSION = 5

@@ -52,6 +52,9 @@
 #define CF_V_IN_REGISTERS 0
 #define CF_SHARED_BYTES 98304
 #endif
+#if !defined(CF_STORES_FLOATS)
+#define CF_STORES_FLOATS 1    // 0: dqkv cannot store float32 gradients of 16-bit inputs
+#endif
 enum class Mask { band, any };
 using Element = CF_ELEMENT;
 constexpr bool kAny = Mask::CF_MASK == Mask::any;
@@ -281,6 +284,24 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     }
 
     const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
+    const int64_t row = sequence.first_k + n_first;
+    if constexpr (!Product::kFloat && CF_STORES_FLOATS) {
+        if (p.float_gradients) {
+            // why all of shared memory: floats take twice the place of K.
+            constexpr int kRows =
+                sizeof(Storage) < sizeof(Tile<float, kBlockN, kHeadDim>) ? kBlockN / 2 : kBlockN;
+            using FloatTile = Tile<float, kRows, kHeadDim>;
+            static_assert(sizeof(Storage) >= sizeof(FloatTile) && kHeadDim >= kHeadDimV);
+            const int32_t rows = sequence.rows_k - n_first;
+            store_float_gradient<FloatTile, kThreads, kDKRowGroups, kDKColumnGroups>(
+                rows_of<float>(p.dk, work.batch, work.head, row, rows, p.shape.head_dim), smem_addr(&s), rDK,
+                static_cast<float>(p.score.scale), warp % kDKRowGroups, warp / kDKRowGroups);
+            store_float_gradient<FloatTile, kThreads, kDVRowGroups, kDVColumnGroups>(
+                rows_of<float>(p.dv, work.batch, work.head, row, rows, p.shape.head_dim_v), smem_addr(&s),
+                rDV, kept, warp % kDVRowGroups, warp / kDVRowGroups);
+            return;
+        }
+    }
     stage_gradient<KTile, kDKRowGroups, kDKColumnGroups>(smem_addr(s.k.data), rDK,
                                                          static_cast<float>(p.score.scale),
                                                          warp % kDKRowGroups, warp / kDKRowGroups);
@@ -291,7 +312,6 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     if constexpr (!kVInRegisters) stage_dv();
     // sync: what is staged is complete before any thread stores it.
     __syncthreads();
-    const int64_t row = sequence.first_k + n_first;
     store_tile<KTile, kThreads>(
         rows_of<Element>(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
         smem_addr(s.k.data));
@@ -406,12 +426,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     float factor[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) factor[m][0] = factor[m][1] = static_cast<float>(p.score.scale);
-    GlobalRows<Element> gDQ = work.rows_of_tile(p.dq, p.shape.head_dim);
-    gDQ.data = gDQ.row(warp_row) + first_column, gDQ.rows -= warp_row, gDQ.columns -= first_column;
+    const bool floats = !Product::kFloat && p.float_gradients;
+    const auto gDQ = rows_of_result<Element>(p.dq, work.batch, work.head, work.sequence.first_q + work.m_first + warp_row,
+                                             work.rows - warp_row, p.shape.head_dim, first_column, floats);
     // sync: the warps that share rows are done with those of Q, through which dQ leaves.
     if constexpr (kParts > 1) __syncthreads();
     const int staged = warp_row * QTile::kPitch + first_column * kWarpRows * int(sizeof(Element));
-    store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + staged);
+    store_warp_rows<Product>(rDQ, factor, gDQ, smem_addr(s.q.data) + staged, floats);
 }
 
 // ---- delta: 8 lanes to a row.
@@ -477,6 +498,14 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
             for (int e = 0; e < 8; e++) x[e] += y[e];
         }
         Element* to = gDQ.row(row);
+        if (!Product::kFloat && p.float_gradients) {
+            float* floats = rows_of<float>(p.dq, work.batch, work.head, work.sequence.first_q + work.m_first, work.rows,
+                                           p.shape.head_dim).row(row) + 8 * n8;
+            CF_UNROLL
+            for (int e = 0; e < 8; e++)
+                if (8 * n8 + e < gDQ.columns) st_global(floats + e, x[e] * scale);
+            continue;
+        }
         alignas(16) Element out[8];
         CF_UNROLL
         for (int e = 0; e < 8; e++) out[e] = narrow<Element>(x[e] * scale);

@@ -321,9 +321,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const int32_t rows = work.sequence.rows_k - work.first_key - warp_row;    // of the warp that exist
     const auto store = [&](const Tensor& to, int32_t columns, const auto& tile, auto& rGradient, float scale) {
         const float factor[1][2] = {{scale, scale}};
-        store_warp_rows<Block::Product>(as_tile(rGradient), factor,
-                                 {head_rows<Element>(to, work.batch, work.kv_head, row), to.row, rows, columns},
-                                 smem_addr(tile.data) + warp_row * int(sizeof tile.data / kBlockN));
+        const bool floats = p.call.float_gradients;
+        store_warp_rows<Block::Product>(
+            as_tile(rGradient), factor,
+            rows_of_result<Element>(to, work.batch, work.kv_head, row, rows, columns, 0, floats),
+            smem_addr(tile.data) + warp_row * int(sizeof tile.data / kBlockN), floats);
     };
     store(p.call.dk, shape.head_dim, s.k, rDK, static_cast<float>(p.call.score.scale));
     store(p.call.dv, shape.head_dim_v, s.v, rDV, 1.0f);

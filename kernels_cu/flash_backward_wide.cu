@@ -233,21 +233,18 @@ CF_DEVICE void go_over(int32_t first, int32_t end, Copy copy, MakeParts make_par
 
 // Accumulators of a warp's columns, times a factor, to its rows, through a tile of its own.
 template <int kM>
-CF_DEVICE void store_own(const GlobalRows<Element>& to, const float (&d)[kM][kColumns / 8][4], float factor,
+CF_DEVICE void store_own(const BackwardParams& p, const Tensor& to, int32_t batch, int32_t head, int64_t first,
+                         int32_t rows, int32_t columns, const float (&d)[kM][kColumns / 8][4], float factor,
                          const OwnTile<16 * kM>& tile) {
-    const AccumulatorWriter<OwnTile<16 * kM>> writer(smem_addr(tile.data), 0, 0);
+    const int32_t column = kColumns * (threadIdx.x / 32);
+    float factors[kM][2];
     CF_UNROLL
-    for (int m = 0; m < kM; m++) {
-        CF_UNROLL
-        for (int n = 0; n < kColumns / 8; n++) {
-            CF_UNROLL
-            for (int half = 0; half < 2; half++)
-                writer.store(d[m][n][2 * half] * factor, d[m][n][2 * half + 1] * factor, m, n, half, 0);
-        }
-    }
-    // sync: every lane's part of the rows is in shared memory before other lanes read it.
-    __syncwarp();
-    copy_staged_rows<OwnTile<16 * kM>>(smem_addr(tile.data), to);
+    for (int m = 0; m < kM; m++) factors[m][0] = factors[m][1] = factor;
+    store_warp_rows<Product, kM, kColumns / 8, OwnTile<16 * kM>>(
+        d, factors,
+        rows_of_result<Element>(to, batch, head, first, rows, smaller<int32_t>(columns, column + kColumns), column,
+                                p.float_gradients),
+        smem_addr(tile.data), p.float_gradients);
 }
 
 // why: the passes are templates so that only that of this compilation is instantiated.
@@ -334,12 +331,12 @@ CF_DEVICE void dkv(const BackwardParams& p) {
     // why again: these numbers then need no registers in the loop.
     const TileCoord at = tile_coord(opaque(blockIdx.x), cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
     const Sequence of_keys = sequence_of(p.shape, at.batch);
-    const auto own_gradients = [&](const Tensor& t, int32_t columns) {
-        const int32_t row = at.tile * kBlockN;
-        return own_rows<Element>(t, at.batch, at.head, of_keys.first_k + row, of_keys.rows_k - row, columns);
+    const int32_t row = at.tile * kBlockN, rows = of_keys.rows_k - row;
+    const auto store = [&](const Tensor& to, int32_t columns, const auto& x, float factor, const auto& tile) {
+        store_own(p, to, at.batch, at.head, of_keys.first_k + row, rows, columns, x, factor, tile);
     };
-    store_own(own_gradients(p.dk, p.shape.head_dim), rDK, scale, own.held[0]);
-    store_own(own_gradients(p.dv, p.shape.head_dim_v), rDV, 1.0f, own.held[1]);
+    store(p.dk, p.shape.head_dim, rDK, scale, own.held[0]);
+    store(p.dv, p.shape.head_dim_v, rDV, 1.0f, own.held[1]);
 }
 
 // ---- dq: a block owns queries and goes over keys.
@@ -406,9 +403,8 @@ CF_DEVICE void dq(const BackwardParams& p) {
     };
     go_over(first_tile, end_tile, copy, make_parts, finish_pair, add);
 
-    const auto gDQ = own_rows<Element>(p.dq, work.batch, work.head, sequence.first_q + m_first,
-                                       sequence.seqlen_q - m_first, p.shape.head_dim);
-    store_own(gDQ, rDQ, scale, own.held[0]);
+    store_own(p, p.dq, work.batch, work.head, sequence.first_q + m_first, sequence.seqlen_q - m_first,
+              p.shape.head_dim, rDQ, scale, own.held[0]);
 }
 
 CF_KERNEL(BackwardParams, kThreads, 1, (CF_PASS<CF_BLOCK_M, CF_BLOCK_N>))

@@ -172,10 +172,12 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Qu
     const int32_t in_tile = static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16, query = first_query + in_tile;
     const float scale = static_cast<float>(p.call.score.scale);
     const float factor[1][2] = {{scale, scale}};
-    Element* first = head_rows<Element>(p.call.dq, work.batch, work.head, work.sequence.first_q + query);
-    store_warp_rows<Product>(as_tile(rDQ), factor,
-                             {first, p.call.dq.row, work.sequence.seqlen_q - query, p.call.shape.head_dim},
-                             smem_addr(s.q[warpgroup].data) + in_tile * kHeadDim * int(sizeof(Element)));
+    const bool floats = p.call.float_gradients;
+    const auto gDQ =
+        rows_of_result<Element>(p.call.dq, work.batch, work.head, work.sequence.first_q + query,
+                                work.sequence.seqlen_q - query, p.call.shape.head_dim, 0, floats);
+    store_warp_rows<Product>(as_tile(rDQ), factor, gDQ,
+                             smem_addr(s.q[warpgroup].data) + in_tile * kHeadDim * int(sizeof(Element)), floats);
 }
 
 CF_DEVICE void dq(const HopperBackwardParams& p) {

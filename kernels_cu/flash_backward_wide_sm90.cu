@@ -162,9 +162,11 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const uint32_t staging = (warpgroup * kBlockN + warp_row) * kHalf * sizeof(Element);
     const auto store = [&](const Tensor& to, int32_t columns, const KTile& tile, auto& rGradient, float scale) {
         const float factor[1][2] = {{scale, scale}};
-        Element* first = head_rows<Element>(to, work.batch, work.kv_head, row) + column;
-        store_warp_rows<Block::Product>(as_tile(rGradient), factor, {first, to.row, rows, columns - column},
-                                        smem_addr(tile.data) + staging);
+        const bool floats = p.call.float_gradients;
+        store_warp_rows<Block::Product>(
+            as_tile(rGradient), factor,
+            rows_of_result<Element>(to, work.batch, work.kv_head, row, rows, columns, column, floats),
+            smem_addr(tile.data) + staging, floats);
     };
     store(p.call.dk, shape.head_dim, s.k, rDK, static_cast<float>(p.call.score.scale));
     store(p.call.dv, shape.head_dim_v, s.v, rDV, 1.0f);

@@ -311,9 +311,10 @@ CF_DEVICE void flash_forward(const ForwardParams& p) {
     }
     // why + 0: keys that other rows of the tile see add 0, which turns -0 into 0.
     if constexpr (kMask == Mask::any) each_element(rO, [](float& x) { x += 0.0f; });
-    Element* o_first = head_rows<Element>(p.o, saved.batch, saved.head, saved.first_q + warp_row());
-    const GlobalRows<Element> gO{o_first, p.o.row, saved.queries - warp_row(), p.shape.head_dim_v};
-    store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch);
+    const bool floats = !Product::kFloat && p.float_o;
+    const auto gO = rows_of_result<Element>(p.o, saved.batch, saved.head, saved.first_q + warp_row(),
+                                            saved.queries - warp_row(), p.shape.head_dim_v, 0, floats);
+    store_warp_rows<Product>(rO, factor, gO, smem_addr(s.q.data) + warp_row() * QTile::kPitch, floats);
 }
 
 CF_KERNEL(ForwardParams, kThreads, CF_MIN_BLOCKS, flash_forward)

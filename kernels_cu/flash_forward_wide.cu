@@ -387,12 +387,26 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
         for (int half = 0; half < 2; half++) {
             const int row = 16 * m + 8 * half + g;
             const float factor = s.factor[row];
+            if (p.float_o) {
+                if (row >= saved.queries) continue;
+                float* to = head_rows<float>(p.o, saved.batch, saved.head, saved.first_q + row);
+                CF_UNROLL
+                for (int n = 0; n < kNO; n++) {
+                    CF_UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        const int column = grouped_column<kWarps>(n, warp) + 2 * t + i;
+                        if (column < p.shape.head_dim_v) to[column] = rO[m][n][2 * half + i] * factor;
+                    }
+                }
+                continue;
+            }
             CF_UNROLL
             for (int n = 0; n < kNO; n++)
                 st_shared(sO + OTile::offset(row, grouped_column<kWarps>(n, warp) / 8) + 4 * t,
                           pack<Element>(rO[m][n][2 * half] * factor, rO[m][n][2 * half + 1] * factor));
         }
     }
+    if (p.float_o) return;
     // sync: O is visible.
     __syncthreads();
     constexpr int kRows = 8;    // of a warp, while there are any

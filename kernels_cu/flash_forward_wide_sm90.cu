@@ -25,6 +25,7 @@
 #include "hopper/named_barriers.cuh"
 #include "hopper/online_softmax.cuh"
 #include "hopper/producer.cuh"
+#include "hopper/store_floats.cuh"
 #include "hopper/tile_scheduler.cuh"
 #include "hopper/warpgroup.cuh"
 
@@ -190,9 +191,14 @@ CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkT
                      int warpgroup) {
     const WorkTile<Kernel> work = tile;    // why: there are registers again, and it is read once
     const int warp = threadIdx.x / 32 % 4, first_row = work.first_row + 16 * warp, first_column = warpgroup * (kHeadDimV / 2);
+    const bool floats = p.call.float_o;
     auto& sO = reinterpret_cast<OTile*>(s.q.data)[4 * warpgroup + warp];
     CF_UNROLL
     for (int c = 0; c < kHalf; c++) {
+        if (floats) {
+            store_floats(p.call, work, first_row, first_column + 64 * c, rO[c]);
+            continue;
+        }
         uint32_t rounded[4][4];
         to_fragments<Element>(rounded, rO[c]);
         store_warp_fragments(sO, 0, 64 * c, rounded);
@@ -203,7 +209,7 @@ CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkT
     const bool leader = elect_one();
     // why: as in hopper/epilogue.cuh.
     const bool packed = p.call.shape.packed;
-    if (packed && warp_uniform(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
+    if (!floats && packed && warp_uniform(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
         const auto place = [&](int i) -> Element* {
             const int32_t row = first_row + i;
             if (!work.exists(row)) return nullptr;
@@ -213,7 +219,7 @@ CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkT
         copy_rows(place, sO, 16, p.call.shape.head_dim_v - first_column);
         // sync: every lane has read its part before the next Q comes.
         __syncwarp();
-    } else if (leader) {
+    } else if (!floats && leader) {
         CF_UNROLL
         for (int c = 0; c < kHalf; c++)
             tma_store(p.o_map, sO.data + c * (16 * 64), first_column + 64 * c, work.rows.head(first_row),

@@ -50,11 +50,15 @@ CF_DEVICE void flash_unite(const ForwardParams& p) {
         p.score.sinks ? static_cast<const float*>(p.score.sinks)[head * p.score.sinks_head] : -kInfinity;
     const FinalRow<float> end = finalize_row(all.row_max, all.row_sum, sink);
     Element* gO = head_rows<Element>(p.o, batch, head, query);
+    float* floats = head_rows<float>(p.o, batch, head, query);
     CF_UNROLL
     for (int c = 0; c < kColumns; c++) {
         const int column = c * kThreads + threadIdx.x;
         // why + 0: see flash_forward.
-        if (column < p.shape.head_dim_v) gO[column] = narrow<Element>((o[c] + 0.0f) * end.normaliser);
+        if (column >= p.shape.head_dim_v) continue;
+        const float x = (o[c] + 0.0f) * end.normaliser;
+        if (sizeof(Element) == 2 && p.float_o) floats[column] = x;
+        else gO[column] = narrow<Element>(x);
     }
     if (threadIdx.x == 0 && p.lse.data) st_global(head_rows<float>(p.lse, batch, head, query), end.lse);
 }

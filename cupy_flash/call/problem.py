@@ -158,7 +158,7 @@ class Problem(NamedTuple):
     ragged_mask : bool
         Whether the mask is a `RaggedMask`: the (queries, keys) masks of all sequences end to end.
     unrounded : bool
-        Whether o, dq, dk and dv keep the accumulator dtype; CPU only.
+        Whether o, dq, dk and dv keep the accumulator dtype.
     wanted : tuple of str
         For "statistics", the names of its results.
     """

@@ -63,7 +63,7 @@ FUNCTION_ARRAY = np.dtype([("data", _POINTER), ("stride", "<i8", 4), ("extent", 
 FORWARD = np.dtype(
     [("q", TENSOR), ("k", TENSOR), ("v", TENSOR), ("o", TENSOR), ("lse", ROWS), ("shape", SHAPE),
      ("score", SCORE), ("next_tile", _POINTER), ("head_bits", "<i4"), ("chunks", "<i4"), ("chunk_o", TENSOR),
-     ("chunk_rows", TENSOR), ("reach", TENSOR)]
+     ("chunk_rows", TENSOR), ("reach", TENSOR), ("float_o", "<i4"), ("reserved", "<i4")]
 )  # fmt: skip
 SCALES = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8")])
 # Fields of float8 kernels after the params of a forward pass.
@@ -115,7 +115,7 @@ BACKWARD = np.dtype(
     [(name, TENSOR) for name in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dbias")]
     + [(name, ROWS) for name in ("lse", "dlse", "delta")]
     + [(name, _POINTER) for name in ("dq_accumulator", "dq_turns", "next_block")]
-    + [("dq_wave", "<i4"), ("reserved", "<i4"), ("dsinks", _POINTER), ("reach", TENSOR)]
+    + [("dq_wave", "<i4"), ("float_gradients", "<i4"), ("dsinks", _POINTER), ("reach", TENSOR)]
     + [(name, "<i4") for name in ("bias_batch", "bias_heads", "bias_rows", "bias_columns")]
     + [("shape", SHAPE), ("score", SCORE)]
 )  # fmt: skip
@@ -291,6 +291,11 @@ def _arrays(p: Problem) -> int:
     return 0 if p.function is None else max(1, len(p.function.arguments))
 
 
+def _leaves_floats(p: Problem) -> int:
+    """Whether results of 16-bit inputs are left in the dtype of sums."""
+    return int(p.unrounded and p.dtype in ("float16", "bfloat16"))
+
+
 def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`next_tile`, `chunk_o`, `chunk_rows` and `reach` are parts of the workspace."""
     parts = views.get("chunk_o")
@@ -300,6 +305,7 @@ def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
         *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
         _address(views, "next_tile"), launch.head_bits, chunks,
         *_tensor(views, "chunk_o"), *_tensor(views, "chunk_rows"), *_tensor(views, "reach"),
+        _leaves_floats(p), 0,
     )  # fmt: skip
 
 
@@ -325,7 +331,7 @@ def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
         *_broadcast(views, "dbias"),
         *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
         *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block")),
-        launch.wave, 0, _address(views, "dsinks"), *_tensor(views, "reach"),
+        launch.wave, _leaves_floats(p), _address(views, "dsinks"), *_tensor(views, "reach"),
         *(p.bias or (0, 0, 0, 0)),
         *_shape(p, views), *_score(p, views),
     )  # fmt: skip

@@ -130,7 +130,7 @@ def forward(
 ) -> tuple[Any, Any]:
     """O and LSE, not differentiable; `arrays` are named as the options of `attention`.
 
-    unrounded: keep o in the accumulator dtype, on a CPU only.
+    unrounded: keep o in the accumulator dtype.
     """
     shapes = results_of(arrays, options.layout)
     if unrounded:
@@ -167,7 +167,7 @@ def backward(
 ) -> dict[str, Any]:
     """The gradient of every array that has one, by the name of the array.
 
-    unrounded: keep the gradients of q, k and v in the accumulator dtype, on a CPU only; there are no others.
+    unrounded: keep the gradients of q, k and v in the accumulator dtype; there are no others.
     """
     inputs = {"do": do, **arrays, "o": o, "lse": lse, "dlse": dlse}
     wanted = [name for name in differentiable(options) if name in arrays]

@@ -21,6 +21,7 @@ from ..merge import merge_parts
 from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
+from ..plan.families.hopper import stores_floats
 from .call import alike, backward, forward, results_of
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
@@ -125,22 +126,22 @@ def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
 def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, options: Options) -> Any:
     """O and LSE of a part of queries over a part of keys, or of halves of parts."""
     given, longest = _with_cuts(around, arrays, cuts)
+    q, v = arrays["q"], arrays["v"]
 
     def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any]:
         o, lse = forward(given, options, longest, unrounded)
         return _wide(o), lse
 
-    o, lse = _unrounded(run, given)
-    return o, lse
-
-
-def _unrounded(run: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Run a call, on a CPU with results in the accumulator dtype; kernels on GPUs round to 16 bits."""
-    if given["q"].dtype.itemsize > 2:
-        return run(given, unrounded=False)
+    if not _has_16_bits(q) or stores_floats(q.shape[-1], v.shape[-1]):
+        return run(given, _has_16_bits(q))
     return jax.lax.platform_dependent(
         given, cpu=functools.partial(run, unrounded=True), default=functools.partial(run, unrounded=False)
     )
+
+
+def _has_16_bits(q: Any) -> bool:
+    """Whether results have fewer bits than the accumulator."""
+    return bool(q.dtype.itemsize == 2)
 
 
 def _with_cuts(
@@ -232,16 +233,8 @@ def _shares(around: _Around, step: int, arrays: tuple[Any, ...], apart: _Apart) 
     def all_of_it(arrays: Any, cuts: Any, options: Options) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse = arrays
         given, longest = _with_cuts(around, {"q": q, "k": k, "v": v, **own}, cuts)
-
-        def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, ...]:
-            inputs = {name: x for name, x in given.items() if name not in results}
-            o, lse, do, dlse = (given[name] for name in results)
-            grads = backward(inputs, o, lse, do, dlse, options, longest, unrounded)
-            return tuple(_wide(grads[name]) for name in wanted)
-
-        results = {"o": o, "lse": lse, "do": do, "dlse": dlse}
-        shares: tuple[Any, ...] = _unrounded(run, {**given, **results})
-        return shares
+        grads = backward(given, o, lse, do, dlse, options, longest, _has_16_bits(q))
+        return tuple(_wide(grads[name]) for name in wanted)
 
     def early(*given: Any) -> tuple[Any, ...]:
         q, k, v, *rest, packed = given

@@ -90,6 +90,8 @@ struct ForwardParams {
     // (batch, heads_q, tile of queries, 2 for 32 blocks of keys) of uint32: written by flash_reach, see
     // attention/reach.cuh; data null: no kernel of the call asks.
     Tensor reach;
+    int32_t float_o;    // 1: o is float though q has 16 bits, for a part that is merged with others
+    int32_t reserved;
 };
 
 // What the Hopper kernel takes: how bulk copies see q, k, v and o, with boxes of the kernel's tiles, and the
@@ -143,8 +145,9 @@ struct BackwardParams {
     uint32_t* next_block;    // blocks that have started, 0 at launch; null if dq_turns is
     // Blocks of a head that take turns in an order of their own, see hopper/dq_order.cuh: each tile has two sums and
     // two counters then, one behind the other. 0: one. Of masks without a left limit only, and with dq_turns.
-    int32_t dq_wave, reserved;
-    void* dsinks;    // (heads_q) of float (double for double inputs), may be null
+    int32_t dq_wave;
+    int32_t float_gradients;    // 1: dq, dk and dv are float though q has 16 bits, shares of a sum
+    void* dsinks;               // (heads_q) of float (double for double inputs), may be null
     // (batch, heads_q, block of keys, 2 for 32 tiles of queries) of uint32: written by flash_reach_of_keys, see
     // attention/reach.cuh; data null: no kernel of the call asks.
     Tensor reach;

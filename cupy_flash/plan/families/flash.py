@@ -182,6 +182,8 @@ def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: A
         elements = keys + slots_q * m * d + slots_do * m * v + 2 * m * n
         numbers = 4 * m if slots and kind == "16-bit" else 0  # LSE and delta of the query rows
     macros = _backward_macros(dtype, arch, cell)
+    if step == "dqkv" and (arch.capability, kind, mask, classes) in flash_tiles.ROUNDED_OWN_KEYS:
+        macros += (("CF_STORES_FLOATS", "0"),)
     shared_bytes = _ITEM[dtype] * elements + 4 * numbers
     # why only "band": scores of "any" have a loop of their own; float32 products overlap with nothing.
     under = step == "dqkv" and mask == "band" and arch.capability >= 80
@@ -358,6 +360,9 @@ def _passes(problem: Problem, arch: Arch) -> list[Variant]:
         found = [_hessian(step, dtype, widest, arch) for step in ("dq_dot", "dkv_dot")]
     else:
         steps = ("delta", "dqkv", "dq") if problem.deterministic else ("delta", "dqkv", "dq_convert")
+        if problem.unrounded:
+            rounded = (arch.capability, _kind(dtype), mask, classes)
+            classes = flash_tiles.ROUNDED_OWN_KEYS.get(rounded, classes)
         found = [backward(step, dtype, classes, mask, arch) for step in steps]
     variants = [_with_function(variant, problem.function) for variant in found if variant is not None]
     assert len(variants) == len(found), "every class has a tile"

@@ -16,7 +16,7 @@ from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 from . import f16x3, flash, simple
 from .pack_gqa import rows_of_tiles
 
-__all__ = ["NAME", "plan", "refusals", "refusals_but_strides", "variants"]
+__all__ = ["NAME", "plan", "refusals", "refusals_but_strides", "stores_floats", "variants"]
 
 NAME = "hopper"
 
@@ -314,6 +314,14 @@ def _mask(problem: Problem) -> str:
     return "spans" if problem.spans or problem.blocks else "band"
 
 
+def stores_floats(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the forward kernel can store o of 16-bit inputs as float32, for partial results.
+
+    Must match kStoresFloats in hopper/epilogue.cuh.
+    """
+    return not 128 < max(head_dim, head_dim_v) <= 256
+
+
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for the head dims and options of a problem; None if no class fits."""
     if problem.dtype == "float32":
@@ -355,7 +363,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if p.dtype == "float32":
         reasons += f16x3.refusals(p)
     elif p.result_dtype == "float32":
-        reasons += ["writes float16 and bfloat16, not float32"] * (p.dtype == FLOAT8)
+        if p.dtype == FLOAT8:
+            reasons.append("writes float16 and bfloat16, not float32")
+        elif p.direction == "forward" and not stores_floats(p.head_dim, p.head_dim_v):
+            reasons.append("stores o of head dims 129 to 256 in 16 bits, not as float32")
     if p.reproducible == "device":
         reasons.append("multiplies on tensor cores, whose order of sums depends on the architecture")
     elif p.reproducible == "batch" or (p.reproducible and p.direction == "backward"):

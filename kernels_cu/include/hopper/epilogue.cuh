@@ -3,9 +3,16 @@
 //
 // K has to define Params with o_map and call, Storage with q_ring and o(stage, warpgroup, warp), Softmax, kMask, kHeadDimV.
 #pragma once
+#include "hopper/store_floats.cuh"
 #include "hopper/tile_scheduler.cuh"
 #include "hopper/warpgroup.cuh"
 #include "tile/online_softmax.cuh"
+
+// Whether O of 16 bits may leave as floats, for partial results; `rounds_o` of plan/families/hopper.py has the same rule.
+// why not above head dim 128: the branch costs instructions in the main loop.
+template <class K, class Output>
+constexpr bool kStoresFloats =
+    sizeof(typename K::QTile::Element) == 2 && sizeof(Output) == 2 && K::QTile::kColumns <= 128;
 
 // [A2.21] for the rows of a warpgroup: O, which leaves through its part of the shared memory of Q, and LSE.
 // unit: from a score as the softmax has found it to natural units; value_unit: on O.
@@ -31,18 +38,23 @@ CF_DEVICE void epilogue(const typename K::Params& p, typename K::Storage& s, con
             st_global(head_rows<float>(p.call.lse, work.batch, head, first_q + work.rows.query(row)),
                       end.lse);
     }
-    uint32_t rounded[K::kHeadDimV / 16][4];
-    to_fragments<Output>(rounded, rO);
+    const bool floats = kStoresFloats<K, Output> && p.call.float_o;
     auto& sO = s.o(q_stage, warpgroup, warp);
-    store_warp_fragments(sO, 0, 0, rounded);
-    // sync: every lane's part of O is visible to the lanes of the warp and to the copy engine.
-    fence_proxy_async();
-    __syncwarp();
+    if (floats) {
+        store_floats(p.call, work, first_row, 0, rO);
+    } else {
+        uint32_t rounded[K::kHeadDimV / 16][4];
+        to_fragments<Output>(rounded, rO);
+        store_warp_fragments(sO, 0, 0, rounded);
+        // sync: every lane's part of O is visible to the lanes of the warp and to the copy engine.
+        fence_proxy_async();
+        __syncwarp();
+    }
     const bool leader = elect_one();
     // why: rows past the end of a packed sequence are those of the next one; elsewhere what is beyond the queries is outside
     // the tensor, and dropped. why of_warp: where lanes might part, ptxas spills.
     const bool packed = p.call.shape.packed;
-    if (packed && warp_uniform(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
+    if (!floats && packed && warp_uniform(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
         const auto place = [&](int i) -> Output* {
             const int32_t row = first_row + i;
             if (!work.exists(row)) return nullptr;
@@ -51,7 +63,7 @@ CF_DEVICE void epilogue(const typename K::Params& p, typename K::Storage& s, con
         copy_rows(place, sO, 16, p.call.shape.head_dim_v);
         // sync: every lane has read its part before the next Q comes.
         __syncwarp();
-    } else if (leader) {
+    } else if (!floats && leader) {
         store_tile(p.o_map, sO, work.rows.head(first_row), work.row_of_q(first_row), work.group,
                    packed ? 0 : work.batch);
         tma_store_commit();

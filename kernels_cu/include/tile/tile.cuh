@@ -117,6 +117,17 @@ struct GlobalRows {
     CF_DEVICE GlobalRows(Element* first, int64_t stride, int32_t rows_, int32_t columns_)
         : data(first), stride_bytes(static_cast<int32_t>(stride * int64_t(sizeof(Element)))), rows(rows_),
           columns(columns_) {}
+    CF_DEVICE GlobalRows of_rows(int32_t first) const {
+        GlobalRows of = *this;
+        of.data = row(first), of.rows -= first;
+        return of;
+    }
+    // `count` columns from `first` on.
+    CF_DEVICE GlobalRows of_columns(int32_t first, int32_t count) const {
+        GlobalRows of = *this;
+        of.data += first, of.columns = smaller(columns - first, count);
+        return of;
+    }
     // The widest copy that may begin at every row: 16 bytes, 8, 4, 2, or 1.
     CF_DEVICE int alignment() const {
         const uint32_t address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(data));

@@ -9,9 +9,11 @@ from unittest import mock
 
 import numpy as np
 
+import cupy_flash
 from cupy_flash.check import check
 from cupy_flash.check.primitives import of_driver
 from cupy_flash.device import simulator
+from cupy_flash.parallel import partial
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import decode, f16x3, f64, flash, fp8, hopper, simple
@@ -102,9 +104,15 @@ def calls(target: str) -> Iterator[Call]:
         for stored in ("same", "int8", "e4m3") if dtype in ("f32", "f64") else ("same",):
             yield _gathered(dtype, stored, forward)
         yield from (_gathered_codes(dtype, forward, kind) for kind in CODES)
-    if target == "sm_80":  # its kernels ask for no architecture
+    if target == "sm_80":  # its kernels ask for no architecture, and what stores floats for no dtype
         yield _gathered_on_read()
+        passes = {("simple_backward.cu", step) for step in ("delta", "dq", "dkv")}
+        yield _parts(simple, {("simple_forward.cu", "")}, passes)
+        passes = {("flash_backward.cu", step) for step in ("delta", "dqkv", "dq")}
+        yield _parts(flash, {("flash_forward.cu", "")}, passes)
     if target == "sm_90a":
+        passes = {("flash_backward.cu", step) for step in ("delta", "dq_convert")}
+        yield _parts(hopper, {("flash_forward_sm90.cu", "")}, passes | {("flash_backward_sm90.cu", "")})
         for dtype in ("f16", "bf16"):
             yield _hopper(dtype)
             yield _hopper_in_turns(dtype)
@@ -148,6 +156,31 @@ def _both_ways(family: families.Family, case: Case, device: Device) -> Callable[
             check_backward(case, device)
 
     return run
+
+
+def _parts(family: families.Family, forward: set[tuple[str, str]], backward: set[tuple[str, str]]) -> Call:
+    """Results of parts, left as floats: rounded they are those of a call of its own."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = (
+        rng.standard_normal((1, heads, rows, 64)).astype(np.float16)
+        for heads, rows in ((2, 70), (1, 75), (1, 75), (2, 70))
+    )
+    options: dict[str, Any] = {"causal": True, "align": "bottom_right", "reproducible": "run"}
+
+    def run() -> None:
+        with only(family):
+            o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+            whole = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+            part = partial.attention_backward(do, q, k, v, o, lse, **options)
+            pairs = [(partial.attention(q, k, v, **options)[0], o)]
+            pairs += [(getattr(part, name), getattr(whole, name)) for name in ("dq", "dk", "dv")]
+        for floats, rounded in pairs:
+            assert floats.dtype == np.float32
+            np.testing.assert_array_equal(floats.astype(np.float16), rounded)
+            assert np.mean(floats != rounded) > 0.5, "they are rounded"
+
+    kernels = frozenset((*kernel, "f16") for kernel in forward | backward)
+    return Call(f"{family.NAME}-parts-f16", run, kernels)
 
 
 def _halves() -> Call:
