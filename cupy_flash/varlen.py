@@ -58,9 +58,10 @@ def check_packing(
     int, int
         The longest lengths.
     """
-    longest_q, longest_k = (
-        longest_length(views[name], name, rows[i], longest[i]) for i, name in enumerate(_CUTS)
-    )
+    cut_q, cut_k = (views[name] for name in _CUTS)
+    longest_q = longest_k = longest_length(cut_q, _CUTS[0], rows[0], longest[0])
+    if cut_k is not cut_q or rows[1] != rows[0] or longest[1] != longest[0]:
+        longest_k = longest_length(cut_k, _CUTS[1], rows[1], longest[1])
     for used, cut, what in (("seqused_q", _CUTS[0], "queries"), ("seqused_k", _CUTS[1], "keys")):
         if used in views:
             check_counts(views, used, cut, what)
@@ -110,7 +111,8 @@ def pack(
             )
     alike = cuts[0] is cuts[1] if traced else cut_q.pointer == cut_k.pointer
     if not traced:
-        own = {name: kept(view) for name, view in own.items()}
+        own = {name: kept(view) for name, view in own.items() if not (alike and name == _CUTS[1])}
+        own.setdefault(_CUTS[1], own[_CUTS[0]])
         longest = check_packing(own, (q.shape[0], k.shape[0]), longest)
     batch, longest_q, longest_k = cut_q.shape[0] - 1, *longest
     if cut_k.shape != cut_q.shape:

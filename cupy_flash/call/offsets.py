@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .adopt import adopt
-from .arrays import CPU, ArrayView, numpy_address
+from .arrays import CPU, ArrayView
 from .checks import integer
 from .operands import cast
 from .spelling import spelled
@@ -47,14 +48,15 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
 
 
 def kept(view: ArrayView) -> ArrayView:
-    """The same numbers in memory of their own, if they are in main memory.
+    """The same numbers, contiguous int32, in memory of their own, if they are in main memory.
 
     why: another thread may write to the caller's array between the checks and the last read.
     """
     if view.device != CPU:
         return view
-    own = view.numpy().copy()
-    return view._replace(pointer=numpy_address(own), owner=own)
+    own = (ctypes.c_int32 * view.shape[0])()
+    ctypes.memmove(own, view.pointer, ctypes.sizeof(own))
+    return view._replace(pointer=ctypes.addressof(own), owner=own)
 
 
 def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -> int:

@@ -70,7 +70,7 @@ SIMPLE_TANGENT = (
 
 _STATISTICS = "simple_statistics.cu"
 SIMPLE_STATISTICS = (
-    Mistake("no LSE", _STATISTICS, "score - head.gLse[query * head.lse_row]", "score"),
+    Mistake("no LSE", _STATISTICS, "score - head.lse(query)", "score"),
     Mistake("no softcap", _STATISTICS, "head.score.apply_softcap(product)", "product"),
     Mistake("no band", _STATISTICS,
             "if (!contains(head.band.keys_of(query), key)) return -Acc(kInfinity);", ""),
@@ -424,7 +424,7 @@ FLASH_TANGENT = (
     Mistake("no slope of the softcap", _FLASH, "scale * score.head.softcap_slope(rS[0][n][e])", "scale"),
     Mistake("no mean in dotO", _FLASH, "- of_row * widen(o[column])", ""),
     Mistake("the mean of one lane", _FLASH, "sum_over_lanes<4>(mean[half])", "mean[half]"),
-    Mistake("no sinks in the mean", _FLASH, "if (sink > -kInfinity) of_row +=", "if (false) of_row +="),
+    Mistake("no sinks in the mean", _FLASH, "if (sink != -kInfinity) of_row +=", "if (false) of_row +="),
     Mistake("every block of keys taken as whole", _FLASH,
             "if (!contains(whole, tile)) mask_band", "if (false) mask_band"),
 )  # fmt: skip
