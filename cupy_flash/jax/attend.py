@@ -41,7 +41,7 @@ def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:
     """
     if scale.ndim:  # one per head
         number = jnp.ones((), scale.dtype)
-        instead = times(q, scale)
+        instead = times(q.astype(scale.dtype), scale).astype(q.dtype)  # dtypes may be kept from mixing
     else:
         usable = jnp.isfinite(scale) & (scale != 0)
         number = jax.lax.stop_gradient(jnp.where(usable, scale, 1))
