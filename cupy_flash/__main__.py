@@ -319,6 +319,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (InvalidArgumentsError, UnsupportedError, CubinNotFoundError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise

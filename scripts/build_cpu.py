@@ -25,10 +25,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--platform", action="append", metavar="NAME",
                         help=f"default: this machine; with zig any of {', '.join(ZIG_TARGETS)}")  # fmt: skip
-    parser.add_argument(
-        "--isa", action="append", help="such as v3; may repeat (default: all of the platform)"
-    )
-    parser.add_argument("--native", action="store_true", help="only the best that this CPU runs")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--isa", action="append", help="such as v3; may repeat (default: all of the platform)")
+    which.add_argument("--native", action="store_true", help="only the best that this CPU runs")
     parser.add_argument("--compiler", help="a command, or zig (default: $CXX, g++, clang++, zig)")
     parser.add_argument("--if-possible", action="store_true",
                         help="where there is no compiler, or no core for this machine, say so")  # fmt: skip
@@ -43,6 +42,10 @@ def main() -> int:
             start = time.perf_counter()
             every = libraries_of(platform)
             isas = [isa for isa in every if arguments.isa is None or isa.name in arguments.isa]
+            unknown = {*(arguments.isa or ())} - {isa.name for isa in every}
+            if every and unknown:
+                raise BuildFailed(f"{platform} has no instruction set {' or '.join(sorted(unknown))}.\n"
+                                  f"Try: --isa {every[-1].name}")  # fmt: skip
             isas = list(runnable()[:1]) if arguments.native else isas
             made = build(platform, arguments.out, compiler, isas)
             for path in made:

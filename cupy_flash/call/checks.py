@@ -30,7 +30,7 @@ def flag(value: Any, name: str) -> bool:
 
 def integer(value: Any) -> int | None:
     """The value as an int; None if it is not an integer, as booleans and arrays are not."""
-    if isinstance(value, (bool, np.ndarray)):
+    if isinstance(value, (bool, np.bool_, np.ndarray)):
         return None
     try:
         return operator.index(value)

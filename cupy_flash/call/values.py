@@ -6,6 +6,8 @@ import math
 import sys
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import InvalidArgumentsError
 from .checks import flag, integer, one_of
 from .given import Options
@@ -36,7 +38,10 @@ def finite_number(value: Any, name: str) -> float:
             hint=f"{recorded if name == 'scale' else ''}{name}.detach()",
         )
     try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        one = value
+        if isinstance(value, np.ndarray) and value.ndim:  # of which float() depends on the version of NumPy
+            one = value.item() if name == "scale" else None
+        number = math.nan if isinstance(one, (str, bytes)) else float(one)
     except (TypeError, ValueError, OverflowError):
         shape = getattr(value, "shape", ())
         if name == "scale" and isinstance(shape, tuple) and math.prod(shape) > 1:

@@ -41,7 +41,7 @@ def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:
     """
     if scale.ndim:  # one per head
         number = jnp.ones((), scale.dtype)
-        instead = times(q, scale)
+        instead = times(q.astype(scale.dtype), scale).astype(q.dtype)  # dtypes may be kept from mixing
     else:
         # why not != 0: XLA divides by a subnormal number as by 0.
         usable = jnp.isfinite(scale) & (jnp.abs(scale) >= jnp.finfo(scale.dtype).tiny)

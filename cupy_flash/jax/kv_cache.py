@@ -113,7 +113,9 @@ def attention_with_kv_cache(
         layout = "bshd" if flat.get("cu_seqlens_q") is not None else flat.get("layout", "bhsd")
         q = jnp.asarray(q)
         factor = scale_shape(flat["scale"].shape, q.shape, layout)
-        q, flat["scale"] = times(q, flat["scale"].reshape(factor)), 1.0
+        scale = flat["scale"].reshape(factor).astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
+        # why not q * scale: a program may forbid to mix dtypes (jax_numpy_dtype_promotion)
+        q, flat["scale"] = times(q.astype(scale.dtype), scale).astype(q.dtype), 1.0
     asked, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
     whole = {**flat, "cache_seqlens": cache_seqlens}

@@ -34,6 +34,11 @@ from tests.random_calls.dense import Dense
 from tests.random_calls.memory import Pages
 from tests.random_calls.trial import KINDS, Outcome, Trial, _way, draw
 
+try:
+    from numpy.lib.array_utils import byte_bounds
+except ImportError:  # NumPy 1.26
+    from numpy import byte_bounds
+
 PUBLIC = (
     *(name for name in cupy_flash.__all__ if name.startswith("attention")),
     *(f"derivatives.{name}" for name in cupy_flash.derivatives.__all__),
@@ -273,7 +278,7 @@ def test_a_byte_too_far_ends_the_process(before: bool, style: str) -> None:
     """Of any layout of rows; the first and the last byte themselves may be read."""
     memory = Pages(before=before)
     x = memory.put("x", np.arange(60, dtype=np.float16).reshape(3, 4, 5), style)
-    low, high = np.lib.array_utils.byte_bounds(x)
+    low, high = byte_bounds(x)
     np.testing.assert_array_equal(x.ravel(), np.arange(60))
     read, write = os.pipe()
     for address, there in ((low, True), (high - 1, True), (low - 1 if before else high, False)):

@@ -240,6 +240,16 @@ def test_what_is_wrong_with_a_word_names_nothing_of_the_inside(words, said, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["info", "explain", "memory"])
+def test_an_interrupt_ends_without_a_traceback(word, monkeypatch, capsys):
+    def interrupted(asked):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cupy_flash.__main__._" + word, interrupted)
+    assert main([word]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 # argparse swallows what happens at once, and nothing that happens at the end.
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 

@@ -23,6 +23,7 @@ from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import build, isa, locate, params, sources
 from cupy_flash.dispatch import memo
 from tests.cpu.core_calls import normal, results, run
+from tests.paths import ROOT
 from tests.plan_cases import BASE
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -468,6 +469,19 @@ def test_a_compiler_that_writes_no_library_is_shown(tmp_path: Path) -> None:
     silent = build.Compiler((sys.executable, "-c", ""), "c++ 1")
     with pytest.raises(build.BuildFailed, match="does not compile"):
         build.build(isa.host().platform, tmp_path, silent, isa.runnable()[:1])
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [("--isa v2 --isa v9", "has no instruction set v9"), ("--isa v2 --native", "not allowed with")],
+)
+def test_instruction_sets_that_are_none_are_refused(words: str, says: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "build_cpu.py"), "--out", str(tmp_path), *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode
+    assert says in done.stderr
+    assert "is not written for" not in done.stderr
 
 
 def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

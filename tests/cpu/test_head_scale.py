@@ -155,7 +155,7 @@ def test_naive_attention_takes_it() -> None:
 
 
 def test_an_array_of_one_number_is_a_number() -> None:
-    for scale in (np.array(0.5), np.float32(0.5)):
+    for scale in (np.array(0.5), np.float32(0.5), np.array([0.5]), np.array([[0.5]])):
         np.testing.assert_array_equal(
             cupy_flash.attention(Q, K, V, scale=scale), cupy_flash.attention(Q, K, V, scale=0.5)
         )
@@ -183,6 +183,13 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentsError, match=says) as caught:
         call()
     assert "Try: " in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"softcap": np.array([2.0])}, {"dropout": np.array([0.1]), "seed": 1}])
+def test_no_other_number_is_an_array_with_axes(options: dict[str, Any]) -> None:
+    """Whatever float() does with one: a number, a warning or an error, by the version of NumPy."""
+    with pytest.raises(InvalidArgumentsError, match=r"is array\(\[.*, not a number"):
+        cupy_flash.attention(Q, K, V, **options)
 
 
 @pytest.mark.parametrize("shape", [None, 3, "ab", [4], math.prod])

@@ -214,6 +214,30 @@ def test_nothing_needs_ranks_to_be_promoted():
             close(same, cf.dot_product_attention(q, k, v, key_value_seq_lengths=lengths))
 
 
+def test_nothing_needs_dtypes_to_be_promoted():
+    """In 16 bits, with arrays of float32 among the options, and second order."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv())
+    cuts, slopes = jnp.array([0, 4, 9], jnp.int32), jnp.linspace(0.1, 0.4, 4)
+    bias = jnp.zeros((1, 4, 9, 9))
+
+    def loss(q, scale):
+        o = cf.attention(q, k, v, causal=True, bias=bias, sinks=slopes, alibi_slopes=slopes, scale=scale)
+        rows = (x[0].swapaxes(0, 1) for x in (q, k, v))
+        packed = cf.attention_varlen(*rows, cuts, cuts, scale=scale)
+        cached = cf.attention_with_kv_cache(
+            jax.lax.stop_gradient(q), k, v, cache_seqlens=9, scale=jax.lax.stop_gradient(scale)
+        )
+        return sum(x.astype(jnp.float32).sum() for x in (o, packed, cached))
+
+    def squares(q):
+        return (cf.attention(q, k, v, scale=0.3, softcap=5.0).astype(jnp.float32) ** 2).sum()
+
+    with jax.numpy_dtype_promotion("strict"):
+        for scale in (slopes, jnp.float32(0.3)):
+            jax.grad(loss, argnums=(0, 1))(q, scale)
+        jax.jvp(jax.grad(squares), (q,), (q,))
+
+
 def scaled_by_jax(q, k, v, scale, softcap=None):
     scores = jnp.einsum("bhid,bhjd->bhij", q, jnp.repeat(k, 2, 1)) * scale
     if softcap is not None:
