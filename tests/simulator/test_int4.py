@@ -12,7 +12,7 @@ import pytest
 
 from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
-from cupy_flash.testing.kv_cache import meant
+from cupy_flash.testing.kv_cache import dequantized_int4
 from tests.checks import NUMPY, Device
 from tests.cpu.test_int4 import LENGTHS, call, wide
 from tests.public import cached, explained, int4_parts
@@ -106,7 +106,7 @@ def test_exact_where_nothing_is_rounded() -> None:
     rng = np.random.default_rng(7)
     given["v_cache"] = rng.integers(0, 256, given["v_cache"].shape).astype(np.uint8)
     given["cache_seqlens"] = np.array([1, 18, 45], np.int32)
-    values = meant(given["v_cache"], given["v_scale"], given["v_zero"])
+    values = dequantized_int4(given["v_cache"], given["v_scale"], given["v_zero"])
     for arch in ("sm_75", "sm_80"):
         with on(arch):
             o = cached(**given, window=(0, 0))
@@ -122,7 +122,7 @@ def test_every_key_and_feature_is_its_own() -> None:
     given = made({"dims": (128, 64), "groups": (32, 64), "queries": 1})
     rng = np.random.default_rng(8)
     given["k_cache"] = rng.integers(0, 256, given["k_cache"].shape).astype(np.uint8)
-    keys = meant(given["k_cache"], given["k_scale"], given["k_zero"])
+    keys = dequantized_int4(given["k_cache"], given["k_scale"], given["k_zero"])
     given["cache_seqlens"] = np.array([3, 20, 41], np.int32)
     with on("sm_80"):
         for feature in range(0, 128, 7):
@@ -171,7 +171,7 @@ def test_scales_of_any_size(name: str, dtype: str) -> None:
     exact = testing.reference_with_kv_cache(**wide(given), scale=0.05)
     with on("sm_80"):
         o, lse = cached(**given, **options, splits=1)
-    values = meant(given["v_cache"], given["v_scale"], given["v_zero"])
+    values = dequantized_int4(given["v_cache"], given["v_scale"], given["v_zero"])
     unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     # Of an element: one rounding of the result and two of a weight, half a unit of the largest of its column
     # at most, and of weights not all in one direction.
