@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import errors
-from cupy_flash.call.adopt.torch import _elsewhere
+from cupy_flash.call.adopt.torch import _unsupported_device
 from cupy_flash.quantized import int4
 from cupy_flash.torch.flash_ops import FlashOperators
 from cupy_flash.torch.ops import operator
@@ -328,7 +328,7 @@ class Elsewhere:
 
 def from_elsewhere(q):
     if isinstance(q, Elsewhere):
-        raise _elsewhere(q, "q")
+        raise _unsupported_device(q, "q")
     return adopted(q)
 
 
