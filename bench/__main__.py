@@ -96,13 +96,15 @@ COMMANDS["all"] = Command("every measurement, one after the other, then the figu
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="under 2 minutes: fewer cases and repetitions")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
-    parser.add_argument("--peers", metavar="WORDS", help="such as 'torch,jax'; '' for none")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their label")
+    parser.add_argument(
+        "--peers", metavar="WORDS", help="libraries to compare with, such as 'torch,jax'; '' for none"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose label contains TEXT")
     parser.add_argument("--results", type=Path, default=results.RESULTS, metavar="DIR",
                         help="or one FILE.csv for everything")  # fmt: skip
-    parser.add_argument("--minutes", type=float, help="begin no case after that")
-    parser.add_argument("--resume", action="store_true", help="leave out what the results already hold")
-    parser.add_argument("--threads", type=int, help="of NumPy and torch on the CPU (default: all cores)")
+    parser.add_argument("--minutes", type=float, help="start no case after this many minutes")
+    parser.add_argument("--resume", action="store_true", help="skip cases that the results already have")
+    parser.add_argument("--threads", type=int, help="CPU threads of NumPy and torch (default: all cores)")
 
 
 def main(words: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ RUN_TO_RUN = 0.02
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", help="FILE.csv, or FILE.csv@COMMIT for the rows of one commit")
-    parser.add_argument("after", help="likewise")
+    parser.add_argument("after", help="the same, for the later rows")
 
 
 def rows_of(name: str) -> dict[tuple[str, ...], list[results.Row]]:

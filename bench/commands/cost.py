@@ -12,7 +12,7 @@ from ..work import FLOAT8, Case
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", action="append", metavar="NAME", help="such as H200 or A100; may repeat")
     parser.add_argument(
-        "--count", action="store_true", help="count the kernels anew in the simulator (needs g++)"
+        "--count", action="store_true", help="count instructions again, in the simulator (needs g++)"
     )
 
 

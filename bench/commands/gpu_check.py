@@ -61,8 +61,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), metavar="DIR")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--cubins", type=Path, metavar="DIR", help="as scripts/build_cubins.py --out made it")
-    parser.add_argument("--only", default="", metavar="TEXT", help="stages with this in their name")
-    parser.add_argument("--list", action="store_true", help="print the stages and end")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only stages whose name contains TEXT")
+    parser.add_argument("--list", action="store_true", help="list the stages, and run none")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
 
 

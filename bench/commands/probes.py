@@ -68,7 +68,7 @@ PARAMS_BYTES = 1024
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was found as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
         "--cubins", type=Path, metavar="DIR", help="holds cuda12/<target> and cuda13/<target>"
     )

@@ -35,8 +35,8 @@ PRINTED = 5
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--count", type=int, help="end after so many calls")
-    parser.add_argument("--seed", type=int, help="default: another one each time; it is printed")
+    parser.add_argument("--count", type=int, help="stop after this many calls")
+    parser.add_argument("--seed", type=int, help="default: a random one, which is printed")
     parser.add_argument("--isa", action="append", metavar="NAME",
                         help="library of the CPU core, or numpy; may repeat (default: all)")  # fmt: skip
     parser.add_argument("--dtype", action="append", metavar="NAME", help="may repeat (default: all)")
@@ -45,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sanitize", choices=("address", "thread"),
                         help="compile the core with this sanitizer first")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=3, help="on a GPU, each with a stream of its own")
+    parser.add_argument("--threads", type=int, default=3, help="threads on a GPU, each with its own stream")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
 
 

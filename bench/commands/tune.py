@@ -34,15 +34,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--mask", choices=("band", "any"), default="band")
-    parser.add_argument("--all-keys", action="store_true", help="without a causal mask")
+    parser.add_argument("--all-keys", action="store_true", help="measure without a causal mask")
     parser.add_argument("--seqlen", type=int, default=8192)
-    parser.add_argument("--at-most", type=int, default=40, help="candidates")
+    parser.add_argument("--at-most", type=int, default=40, help="most candidates")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--build", type=Path, metavar="DIR", help="compile the candidates; needs no GPU")
     how.add_argument("--cubins", type=Path, metavar="DIR", help="measure what --build compiled")
-    how.add_argument("--dry-run", action="store_true", help="rank by the cost model instead")
+    how.add_argument(
+        "--dry-run", action="store_true", help="rank candidates by the cost model, and measure none"
+    )
     how.add_argument("--one", help=argparse.SUPPRESS)  # a cell: what each process measures
-    parser.add_argument("--cuda", type=int, choices=(12, 13), default=13, help="whose compiler builds")
+    parser.add_argument(
+        "--cuda", type=int, choices=(12, 13), default=13, help="CUDA major version of the compiler"
+    )
 
 
 def _plan(question: Question, cell: Cell, seqlen: int) -> Any:

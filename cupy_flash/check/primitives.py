@@ -36,10 +36,18 @@ _APPROXIMATION = 2.0**-22 + 2.0**-24
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Inputs and expected results of a primitive. why no tuple: `Place.put` would copy its arrays."""
+    """Inputs and expected results of a primitive. why no tuple: `Place.put` would copy its arrays.
 
-    given: np.ndarray  # uint32 (THREADS, up to GIVEN)
-    wanted: np.ndarray  # uint32 (THREADS, up to FOUND)
+    Attributes
+    ----------
+    given, wanted : ndarray of uint32, shapes (THREADS, up to GIVEN) and (THREADS, up to FOUND)
+        Words that each thread reads, and words that it must write.
+    approximate : bool
+        Whether results are floats that may differ in their last bits.
+    """
+
+    given: np.ndarray
+    wanted: np.ndarray
     approximate: bool = False
 
 

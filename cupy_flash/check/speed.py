@@ -15,11 +15,20 @@ __all__ = ["Timing", "speed_of"]
 
 
 class Shape(NamedTuple):
-    """Shapes of the standard calls: dense ones are causal, with as many keys as queries."""
+    """Shapes of the standard calls: dense ones are causal, with as many keys as queries.
+
+    Attributes
+    ----------
+    dtype : str
+    dense : tuple of int
+        Batch, heads, length, head dim.
+    decode : tuple of int
+        Batch, heads of q, heads of k, keys, head dim.
+    """
 
     dtype: str
-    dense: tuple[int, int, int, int]  # batch, heads, length, head_dim
-    decode: tuple[int, int, int, int, int]  # batch, heads of q, of k, keys, head_dim
+    dense: tuple[int, int, int, int]
+    decode: tuple[int, int, int, int, int]
 
 
 ON_GPU = Shape("float16", (2, 16, 4096, 128), (16, 32, 8, 4096, 128))

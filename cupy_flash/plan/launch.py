@@ -47,7 +47,15 @@ class Launch(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the workspace: a temporary array of one call, named as in abi.cuh."""
+    """A part of the workspace: a temporary array of one call, named as in abi.cuh.
+
+    Attributes
+    ----------
+    name, dtype : str
+    shape : tuple of int
+    offset : int
+        Byte offset from the start of the workspace.
+    """
 
     name: str
     dtype: str

@@ -201,7 +201,14 @@ class Program:
 
 
 class Bound(NamedTuple):
-    """A function with the arrays that it takes after j: the result of calling a `Program`."""
+    """A function with the arrays that it takes after j: the result of calling a `Program`.
+
+    Attributes
+    ----------
+    program : Program
+    arguments : tuple of array
+        One array for each parameter after j.
+    """
 
     program: Program
     arguments: tuple[Any, ...]

@@ -36,7 +36,14 @@ class Node(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """The kind of an argument, known when a function is traced: dtype and number of axes."""
+    """The kind of an argument, known when a function is traced: dtype and number of axes.
+
+    Attributes
+    ----------
+    dtype : str
+    rank : int
+        Number of axes.
+    """
 
     dtype: str
     rank: int

@@ -60,10 +60,26 @@ ROUNDINGS_PER_SCORE = 6
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors of one tensor and its budget, in the largest element and in root mean square."""
+    """Errors of one tensor and its budget, in the largest element and in root mean square.
+
+    Attributes
+    ----------
+    tensor : str
+        Name of the tensor, such as "dq".
+    mismatch : str
+        Why the values cannot be compared; empty if they can.
+    largest, rms : float
+        Largest absolute error, and root mean square of the errors.
+    largest_allowed, rms_allowed : float
+        The budgets for both.
+    largest_at : tuple of int
+        Index of the element with the largest error.
+    naive_largest, naive_rms : float
+        The same errors of naive attention in the same precision.
+    """
 
     tensor: str
-    mismatch: str  # why the values cannot be compared; empty if they can
+    mismatch: str
     largest: float = 0.0
     largest_allowed: float = 0.0
     largest_at: tuple[int, ...] = ()

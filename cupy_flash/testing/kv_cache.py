@@ -35,7 +35,17 @@ class Sequence(NamedTuple):
 
 
 class CacheReference(NamedTuple):
-    """Output, log-sum-exp, the caches after the call, and the attention problem of each sequence."""
+    """Output, log-sum-exp, the caches after the call, and the attention problem of each sequence.
+
+    Attributes
+    ----------
+    o, lse : ndarray
+        Output and log-sum-exp, in FP64.
+    k_cache, v_cache : ndarray
+        The caches after the call.
+    sequences : list of Sequence
+        The arguments of `reference_attention` for each sequence.
+    """
 
     o: np.ndarray
     lse: np.ndarray

@@ -13,7 +13,15 @@ __all__ = ["NaiveResult", "naive_same_precision"]
 
 
 class NaiveResult(NamedTuple):
-    """Outputs of `naive_same_precision`; the gradients are None without do."""
+    """Outputs of `naive_same_precision`; the gradients are None without do.
+
+    Attributes
+    ----------
+    o, lse : ndarray
+        Output and log-sum-exp.
+    dq, dk, dv, dbias, dsinks : ndarray or None
+        Gradients; dbias and dsinks are also None without bias or sinks.
+    """
 
     o: np.ndarray
     lse: np.ndarray

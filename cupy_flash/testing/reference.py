@@ -27,14 +27,30 @@ __all__ = [
 
 
 class Reference(NamedTuple):
-    """Output and log-sum-exp of `reference_attention`."""
+    """Output and log-sum-exp of `reference_attention`.
+
+    Attributes
+    ----------
+    o : ndarray
+        Output, in the layout of q.
+    lse : ndarray, shape (batch, heads_q, seqlen_q)
+        Log-sum-exp, natural logarithm.
+    """
 
     o: np.ndarray
     lse: np.ndarray
 
 
 class Gradients(NamedTuple):
-    """Gradients of `reference_backward`; dbias and dsinks are None without bias or sinks."""
+    """Gradients of `reference_backward`; dbias and dsinks are None without bias or sinks.
+
+    Attributes
+    ----------
+    dq, dk, dv : ndarray
+        Shapes of q, k, v.
+    dbias, dsinks : ndarray or None
+        Shapes of bias and sinks.
+    """
 
     dq: np.ndarray
     dk: np.ndarray

@@ -87,7 +87,19 @@ ISAS = (
 
 
 class Host(NamedTuple):
-    """The host: system ("linux", "macos"), machine ("x86_64", "aarch64"), flags and vendor of its CPU."""
+    """The operating system and CPU of this machine.
+
+    Attributes
+    ----------
+    system : str
+        "linux", "macos" or "windows".
+    machine : str
+        "x86_64" or "aarch64".
+    flags : frozenset of str
+        Instruction set extensions of the CPU, named as in /proc/cpuinfo.
+    vendor : str
+        Vendor of the CPU, such as "GenuineIntel"; "" if unknown.
+    """
 
     system: str
     machine: str

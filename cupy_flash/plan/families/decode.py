@@ -300,6 +300,7 @@ class Splits(NamedTuple):
     parts, steps, blocks, at_once : int
         Number of splits; steps of a block and number of blocks without splitting; blocks that the GPU runs at
         once.
+    cost, alone : float
         Costs with and without splitting, in steps of a block.
     """
 
