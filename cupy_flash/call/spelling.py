@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SPELLED", "kind_of", "spelled"]
+__all__ = ["SPELLED", "kind_of", "renamed", "spelled"]
 
 # Internal names of parts of compound options -> how a caller writes them.
 SPELLED = {
@@ -27,6 +29,9 @@ SPELLED = {
     **{name: f"tuning.{name}" for name in ("tile", "splits", "workspace", "check")},
 }
 
+# Names that are also English words: `renamed` changes them only before "=", and at the start of a message.
+_ENGLISH = ("bias", "causal", "dropout", "mask", "scale", "window")
+
 
 def spelled(name: str) -> str:
     """How a caller writes the array or option with this internal name."""
@@ -42,3 +47,13 @@ def kind_of(x: Any) -> str:
     name = type(x).__name__
     vowel = name[0].lower() in "aeiou" or name == "ndarray"
     return f"{'an' if vowel else 'a'} {name}"
+
+
+def renamed(text: str, words: Mapping[str, str]) -> str:
+    """A message with the names of another library, by ours."""
+    for ours, theirs in words.items():
+        if ours in _ENGLISH:
+            text = re.sub(rf"(?<![\w.]){ours}(?==)|^{ours}(?= is | has | of |'s )", theirs, text)
+        else:
+            text = re.sub(rf"(?<![\w.]){re.escape(ours)}(?!\w)", theirs, text)
+    return text

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..call.signature import Retell
+from ..call.spelling import renamed
 
 __all__ = ["OF_2", "OF_3", "by_their_names"]
 
@@ -30,22 +31,13 @@ OF_3 = {
     **{f"{x}.scale": f"{x}_descale" for x in "qkv"},
     **{f"{x}_cache.scale": f"{x}_descale" for x in "kv"},
 }
-# Names that are also English words: translated only before "=", and at the start of a message.
-_ENGLISH = ("dropout", "scale", "window")
-
-
 # A hint with an option that flash-attn does not have.
 _LAYOUT = re.compile(r'; or layout="\w+", if these arrays are \([^)]*\)')
 
 
 def _said(text: str, words: Mapping[str, str]) -> str:
     text = _LAYOUT.sub("", text)
-    for ours, theirs in words.items():
-        if ours in _ENGLISH:
-            text = re.sub(rf"(?<![\w.]){ours}(?==)|^{ours}(?= is |'s )", theirs, text)
-        else:
-            text = re.sub(rf"(?<![\w.]){re.escape(ours)}(?!\w)", theirs, text)
-    return text
+    return renamed(text, words)
 
 
 def by_their_names(words: Mapping[str, str]) -> Retell:

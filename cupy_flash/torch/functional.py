@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ..call.given import Options
 from ..call.options import PARAMETERS, RecordedFunctionOptions, RecordedRaggedFunctionOptions
 from ..call.signature import takes
+from ..call.spelling import renamed
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .blocks import has_function, ours
 from .call import NO_GRADIENTS, TENSORS, Call
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = ["attention", "attention_varlen", "scaled_dot_product_attention", "varlen_attn"]
 
 Tensor: TypeAlias = torch.Tensor
+# Names of torch's function by ours.
+_OF_TORCH = {"mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p", "causal": "is_causal"}
 _PARAMETERS = tuple(map(TENSORS.index, PARAMETERS))
 
 
@@ -285,13 +289,36 @@ def scaled_dot_product_attention(
         attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa.
         It is a ValueError; torch's own function raises RuntimeError.
     """
-    given = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
+    named = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
     o: Tensor | None
-    o, seen = repeated(query, key, value, given, enable_gqa, "sdpa")
+    o, seen = repeated(query, key, value, named, enable_gqa, "sdpa")
     if o is not None:
         return o
+    given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    if torch.compiler.is_compiling():  # which shows the original text of an error anyway
+        return _by_rules_of_torch(*given, seen)
+    try:
+        return _by_rules_of_torch(*given, seen)
+    except (InvalidArgumentsError, UnsupportedError) as error:
+        error.args = (renamed(str(error), _OF_TORCH),)
+        raise
+
+
+def _by_rules_of_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    seen: tuple[Hashable, ...] | None = None,
+) -> Tensor:
+    """`scaled_dot_product_attention` of a call that repeats none; stored under `seen` for repetitions."""
+    options = attn_mask, dropout_p, is_causal, scale, enable_gqa
     if are_ragged_rows(query):
-        return _nested_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _nested_sdpa(query, key, value, *options)
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
     align = causal_alignment(attn_mask)
     if align is None:
@@ -305,6 +332,15 @@ def scaled_dot_product_attention(
             f"attn_mask has dtype {attn_mask.dtype}, not torch.bool, torch.float32 or {query.dtype}.",
             hint="attn_mask.to(torch.bool), True where a query may attend; or attn_mask.to(query.dtype)",
         )
+    if dropout_p == 1.0:  # as torch: every weight is 0, and so is every gradient
+        return 0.0 * _by_rules_of_torch(query, key, value, attn_mask, 0.0, *options[2:])
+    features, of_value = query.shape[-1], value.shape[-1]
+    # As torch: without features scores are equal, or o has none.
+    if features == key.shape[-1] and 0 in (features, of_value):
+        if not features:
+            query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
+        padded = torch.nn.functional.pad(value, (0, 1))
+        return _by_rules_of_torch(query, key, padded, *options)[..., :of_value]
     qkv, batch = broadcast_batches(query, key, value, enable_gqa)
     where: Any = align or "top_left"
     added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool

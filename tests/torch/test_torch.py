@@ -360,6 +360,38 @@ class TestSdpa:
         ):
             torch.testing.assert_close(a, b)
 
+    @pytest.mark.parametrize(
+        ("of_query", "of_value", "options"),
+        [
+            (0, 8, {}),
+            (0, 8, {"is_causal": True, "scale": 0.5}),
+            (0, 0, {}),
+            (8, 0, {}),
+            (8, 8, {"dropout_p": 1.0}),
+        ],
+    )
+    def test_no_features_and_no_weights_are_torchs(self, of_query, of_value, options):
+        qkv = tensors((2, 4, 9, of_query), (2, 4, 5, of_query), (2, 4, 5, of_value))
+        found = []
+        for function in (cf.scaled_dot_product_attention, torch_sdpa):
+            o = function(*qkv, **options)
+            found.append((o, *torch.autograd.grad(o.square().sum(), qkv)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"dropout_p": 1.5}, r"dropout_p is 1\.5(.|\n)*Try: .*dropout_p=0\.1"),
+            ({"is_causal": 1}, r"is_causal is 1(.|\n)*Try: is_causal=True"),
+            ({"attn_mask": torch.ones(9, 4).bool()}, "attn_mask of shape"),
+            ({"attn_mask": torch.ones(9, 4).double()}, "attn_mask of shape"),
+        ],
+    )
+    def test_errors_say_what_the_caller_wrote(self, given, says):
+        with pytest.raises(InvalidArgumentsError, match=f"^{says}"):
+            cf.scaled_dot_product_attention(*tensors((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 8)), **given)
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
     def test_masks_of_float32(self, dtype):
         q, k, v = (x.to(dtype) for x in tensors((2, 4, 9, 8), (2, 4, 5, 8), (2, 4, 5, 8)))
