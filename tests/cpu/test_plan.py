@@ -75,8 +75,10 @@ def test_a_refusal_lists_every_family_and_a_way_out():
 
 
 def test_a_grid_beyond_31_bits_is_refused():
-    with pytest.raises(UnsupportedError, match=r"simple +needs a grid of 4294967296 blocks"):
-        choose(BASE._replace(batch=2**32, heads_q=1, heads_k=1, seqlen_q=1), "sm_80")
+    short = BASE._replace(heads_q=1, heads_k=1, seqlen_q=1)
+    with pytest.raises(UnsupportedError, match=r"simple +needs a grid of 2147483648 blocks"):
+        choose(short._replace(batch=2**31), "sm_80")
+    assert choose(short._replace(batch=2**31 - 1), "sm_80").launches[0].grid == (2**31 - 1, 1, 1)
 
 
 def test_splits_follow_the_cost():

@@ -61,19 +61,15 @@ def refusals(problem: Problem) -> list[str]:
     return reasons
 
 
-def keeps_reals(problem: Problem) -> list[str]:
-    """Every reason to multiply a bfloat16 problem in float32 rather than in pairs, which round weights."""
+def keeps_reals(problem: Problem) -> bool:
+    """Whether a bfloat16 problem is multiplied in float32 rather than in pairs, which round weights.
+
+    Pairs have no score functions, dropout, gradient of a bias nor second order, and statistics are of reals.
+    """
     p = problem
-    reasons = []
-    if p.cache is not None and p.cache.dtype != p.dtype:
-        reasons.append("the cache is of another dtype")
-    if p.accumulator == "float64":
-        reasons.append("sums are float64")
-    if p.function is not None or p.want_dbias or p.second_order or p.dropout:
-        reasons.append("they have no score functions, dropout, gradient of a bias nor second order")
-    if p.direction == "statistics":
-        reasons.append("statistics are of reals")
-    return reasons
+    mixed = p.cache is not None and p.cache.dtype != p.dtype
+    own = p.function is not None or p.want_dbias or p.second_order or p.dropout > 0
+    return mixed or own or p.direction == "statistics"
 
 
 def decodes(problem: Problem) -> bool:
