@@ -8,6 +8,7 @@ from cupy_flash import UnsupportedError
 from cupy_flash.plan import catalog, families
 from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import decode
+from tests.paths import KERNELS_CU
 from tests.plan_cases import BASE, CASES, golden_path, golden_text
 
 
@@ -51,6 +52,24 @@ def test_what_is_planned_is_compiled_and_fits(case, arch):
         assert launch.grid[0] < 2**31
         assert max(launch.grid[1:]) < 2**16
         assert launch.block[0] <= 1024
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_kernels_that_assume_a_positive_scale_get_one(scale, arch):
+    """They take the maximum before they multiply: their headers say so, some for all masks but "any"."""
+    served = 0
+    for case in CASES.values():
+        try:
+            launches = choose(case._replace(scale=scale), arch).launches
+        except UnsupportedError:
+            continue
+        served += 1
+        for variant in (launch.variant for launch in launches):
+            header = " ".join((KERNELS_CU / variant.source).read_text().split("#include")[0].split())
+            said = re.search(r"scale > 0( // unless| unless)?", header)
+            assert not said or (said[1] and variant.mask == "any"), variant.name
+    assert served > 30
 
 
 def test_a_higher_minor_takes_the_row_below_and_no_other_major_does():
