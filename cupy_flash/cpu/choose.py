@@ -119,7 +119,7 @@ def choose(problem: Problem) -> CpuPlan:
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)
-    if problem.dtype == "bfloat16" and not family.reasons_for_float32(problem):
+    if problem.dtype == "bfloat16" and not family.needs_float32(problem):
         tiles, decodes = family.fills_tiles(problem), family.decodes(problem)
         found = (found[0], products_of_bfloat16(found[0], tiles, decodes) or found[1])
     return CpuPlan(family.NAME, *found, functions=functions)

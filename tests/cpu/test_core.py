@@ -19,12 +19,13 @@ import pytest
 
 import cupy_flash
 from cupy_flash import CubinNotFoundError, InvalidArgumentsError
+from cupy_flash.call.problem import Codes
 from cupy_flash.cpu import choose
-from cupy_flash.cpu.core import build, isa, locate, params, sources
+from cupy_flash.cpu.core import build, family, isa, locate, params, sources
 from cupy_flash.dispatch import memo
 from tests.cpu.core_calls import normal, results, run
 from tests.paths import ROOT
-from tests.plan_cases import BASE
+from tests.plan_cases import BASE, CASES
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -61,6 +62,78 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
     short = {"kF32": "float32", "kF16": "float16", "kBf16": "bfloat16", "kF64": "float64",
              "kE4m3": "float8_e4m3fn", "kInt8": "int8", "kBool": "bool", "kCodes": "codes"}  # fmt: skip
     assert tuple(short[name.strip()] for name in names[1].split(",")) == params.TYPES
+
+
+# ---- what it computes: NumPy takes over what it refuses, so that its tests would pass without it
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_gpus_do(name: str) -> None:
+    assert not family.refusals(CASES[name])
+
+
+CACHED = CASES["decode_f16_d128_32k"]
+OF_CODES = CACHED._replace(cache=CACHED.cache._replace(codes=Codes("int4", "float16", (32, 32), True)))
+ROTATED = CACHED._replace(cache=CACHED.cache._replace(rotary=64))
+LEFT_TO_NUMPY = {
+    "nothing": (BASE._replace(seqlen_q=0), BASE, "there is nothing to compute"),
+    "no heads": (BASE._replace(heads_k=0), BASE, "there is nothing to compute"),
+    "a tile": (BASE._replace(tile=(4, 4)), BASE, "chooses its own tiles"),
+    "codes of float64": (OF_CODES._replace(dtype="float64"), OF_CODES, "not float64"),
+    "codes apart": (OF_CODES._replace(in_rows=False), CACHED._replace(in_rows=False), "next to each other"),
+    "curvature of a function": (
+        BASE._replace(direction="hvp", function=object()),
+        BASE._replace(direction="backward", function=object()),
+        "no second derivatives of score functions",
+    ),
+    "statistics of rotated keys": (
+        ROTATED._replace(direction="statistics"),
+        CACHED._replace(direction="statistics"),
+        "rotated already",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_NUMPY)
+def test_it_leaves_this_to_numpy(name: str) -> None:
+    refused, computed, reason = LEFT_TO_NUMPY[name]
+    (said,) = family.refusals(refused)
+    assert reason in said
+    assert not family.refusals(computed)
+
+
+IN_FLOAT32: dict[str, dict[str, object]] = {
+    "a cache of another dtype": {"cache": CACHED.cache._replace(dtype="int8")},
+    "a score function": {"function": object()},
+    "a gradient of bias": {"direction": "backward", "want_dbias": True},
+    "dropout": {"dropout": 0.1},
+    "tangents": {"direction": "jvp"},
+    "curvature": {"direction": "hvp"},
+    "statistics": {"direction": "statistics"},
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_what_products_of_bfloat16_do_not_compute(name: str) -> None:
+    """Only a CPU with such products would show it."""
+    assert family.needs_float32(BASE._replace(dtype="bfloat16", **IN_FLOAT32[name]))
+    cached = CACHED._replace(dtype="bfloat16", cache=CACHED.cache._replace(dtype="bfloat16"))
+    for p in (BASE._replace(dtype="bfloat16"), BASE._replace(dtype="bfloat16", direction="backward"), cached):
+        assert not family.needs_float32(p)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [((8, 8), 1), ((24, 2), 12), ((4, 1), 4)])
+def test_few_rows_of_a_key_head_are_decode(heads: tuple[int, int], rows: int) -> None:
+    """12 rows and more fill tiles of AMX; fewer are decode, if they need no bits of prompts."""
+    for queries in (1, 2, 3, 11, 12):
+        p = CACHED._replace(heads_q=heads[0], heads_k=heads[1], seqlen_q=queries)
+        few = queries * rows < 12
+        assert family.decodes(p) is few
+        assert not family.decodes(p._replace(cache=None))
+        assert not family.decodes(p._replace(reproducible="batch"))
+        assert family.fills_tiles(p) is (not few)
+        assert family.fills_tiles(p._replace(reproducible="run")) is (not few)
+        assert not family.fills_tiles(p._replace(reproducible="batch"))
 
 
 # ---- which library, and whether it may be trusted

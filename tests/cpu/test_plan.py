@@ -8,6 +8,7 @@ from cupy_flash import UnsupportedError
 from cupy_flash.plan import catalog, families
 from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import decode
+from tests.paths import KERNELS_CU
 from tests.plan_cases import BASE, CASES, golden_path, golden_text
 
 
@@ -53,6 +54,34 @@ def test_what_is_planned_is_compiled_and_fits(case, arch):
         assert launch.block[0] <= 1024
 
 
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
+@pytest.mark.parametrize("scale", [0.0, -0.125])
+def test_kernels_that_assume_a_positive_scale_get_one(scale, arch):
+    """They take the maximum before they multiply: their headers say so, some for all masks but "any"."""
+    served = 0
+    for case in CASES.values():
+        try:
+            launches = choose(case._replace(scale=scale), arch).launches
+        except UnsupportedError:
+            continue
+        served += 1
+        for variant in (launch.variant for launch in launches):
+            header = " ".join((KERNELS_CU / variant.source).read_text().split("#include")[0].split())
+            said = re.search(r"scale > 0( // unless| unless)?", header)
+            assert not said or (said[1] and variant.mask == "any"), variant.name
+    assert served > 30
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "jvp", "hvp"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_simple_kernels_have_room_for_both_head_dims(arch, direction):
+    for dims in ((16, 200), (200, 16), (64, 65), (65, 64), (300, 500), (500, 300)):
+        problem = BASE._replace(dtype="float64", head_dim=dims[0], head_dim_v=dims[1], direction=direction)
+        for variant in (launch.variant for launch in choose(problem, arch).launches):
+            if variant.kernel.startswith("simple"):
+                assert min(variant.head_dim, variant.head_dim_v) >= max(dims), variant.name
+
+
 def test_a_higher_minor_takes_the_row_below_and_no_other_major_does():
     assert catalog.architecture("sm_88").target == catalog.architecture("sm_87").target == "sm_80"
     assert catalog.architecture("sm_89").target == "sm_86"
@@ -75,8 +104,10 @@ def test_a_refusal_lists_every_family_and_a_way_out():
 
 
 def test_a_grid_beyond_31_bits_is_refused():
-    with pytest.raises(UnsupportedError, match=r"simple +needs a grid of 4294967296 blocks"):
-        choose(BASE._replace(batch=2**32, heads_q=1, heads_k=1, seqlen_q=1), "sm_80")
+    short = BASE._replace(heads_q=1, heads_k=1, seqlen_q=1)
+    with pytest.raises(UnsupportedError, match=r"simple +needs a grid of 2147483648 blocks"):
+        choose(short._replace(batch=2**31), "sm_80")
+    assert choose(short._replace(batch=2**31 - 1), "sm_80").launches[0].grid == (2**31 - 1, 1, 1)
 
 
 def test_splits_follow_the_cost():

@@ -24,7 +24,7 @@ from .progress import Watch
 from .sources import AMX, BFLOAT16
 from .worker_thread import run_in_worker
 
-__all__ = ["NAME", "Core", "decodes", "fills_tiles", "notes", "reasons_for_float32", "refusals", "workers"]
+__all__ = ["NAME", "Core", "decodes", "fills_tiles", "needs_float32", "notes", "refusals", "workers"]
 
 NAME = "core"
 PANEL_KEYS, TILE_KEYS = 144, 192  # keys of a block; with AMX
@@ -61,19 +61,15 @@ def refusals(problem: Problem) -> list[str]:
     return reasons
 
 
-def reasons_for_float32(problem: Problem) -> list[str]:
-    """Every reason to multiply a bfloat16 problem in float32 rather than in pairs, which round weights."""
+def needs_float32(problem: Problem) -> bool:
+    """Whether a bfloat16 problem is multiplied in float32 rather than in pairs, which round weights.
+
+    Pairs have no score functions, dropout, gradient of a bias nor second order, and statistics are in float32.
+    """
     p = problem
-    reasons = []
-    if p.cache is not None and p.cache.dtype != p.dtype:
-        reasons.append("the cache is of another dtype")
-    if p.accumulator == "float64":
-        reasons.append("sums are float64")
-    if p.function is not None or p.want_dbias or p.second_order or p.dropout:
-        reasons.append("they have no score functions, dropout, gradient of a bias nor second order")
-    if p.direction == "statistics":
-        reasons.append("statistics are computed in float32")
-    return reasons
+    mixed = p.cache is not None and p.cache.dtype != p.dtype
+    own = p.function is not None or p.want_dbias or p.second_order or p.dropout > 0
+    return mixed or own or p.direction == "statistics"
 
 
 def decodes(problem: Problem) -> bool:
