@@ -64,7 +64,7 @@ def refusals(problem: Problem) -> list[str]:
 def needs_float32(problem: Problem) -> bool:
     """Whether a bfloat16 problem is multiplied in float32 rather than in pairs, which round weights.
 
-    Pairs have no score functions, dropout, gradient of a bias nor second order, and statistics are in float32.
+    Pairs have no score functions, dropout, gradient of a bias, second order nor statistics.
     """
     p = problem
     mixed = p.cache is not None and p.cache.dtype != p.dtype
