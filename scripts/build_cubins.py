@@ -56,8 +56,11 @@ def _of_part(archs: list[str], only: str, part: tuple[int, int]) -> str | set[st
     """The pattern, or for several parts the set of its matching names in one part."""
     k, n = part
     targets = (target for arch in archs for target in build.native_targets(arch))
-    names = {v.name for target in targets for v in families.variants(target)}
-    return only if n == 1 else {*fnmatch.filter(sorted(names), only)[k::n]}
+    names = fnmatch.filter(sorted({v.name for target in targets for v in families.variants(target)}), only)
+    if not names:
+        hint = "'*_f16_d64_*', or the kernel of a line of python -m cupy_flash explain"
+        raise build.BuildFailed(f"no kernel for {', '.join(archs)} is named like {only!r}.\nTry: {hint}")
+    return only if n == 1 else {*names[k::n]}
 
 
 def main() -> int:

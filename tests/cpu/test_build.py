@@ -479,13 +479,23 @@ def test_native_are_the_gpus_of_this_machine(tmp_path, monkeypatch):
         sys.executable,
         str(ROOT / "scripts" / "build_cubins.py"),
         "--only",
-        "none",
+        "*primitives*",
         "--arch",
         "native",
     ]
     command += ["--out", str(tmp_path / "out"), "--list", str(tmp_path / "list")]
     subprocess.run(command, check=True, capture_output=True)
     assert (tmp_path / "list").read_text().split() == ["cuda12/sm_86", "cuda12/sm_90a"]
+
+
+@pytest.mark.parametrize("part", ["0/1", "0/2"])
+def test_a_pattern_that_names_no_kernel_is_refused(part, tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "build_cubins.py"), "--arch", "sm_80", "--part", part]
+    done = subprocess.run(
+        [*command, "--only", "typo*", "--out", str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "no kernel for sm_80 is named like 'typo*'.\n  Try: " in done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in of nvidia-smi is a shell script")
