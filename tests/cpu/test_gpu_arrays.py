@@ -65,7 +65,7 @@ def test_one_length_needs_no_memory_and_no_kernel(kind, cuda, located):
 @pytest.mark.parametrize("kind", [on_gpu_1, Foreign])
 def test_one_length_beyond_the_cache_is_refused_where_asked(kind, cuda, located):
     q, cache = kind(SMALL), kind(CACHE)
-    with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens is 129; .* room for 128(.|\n)*Try: "):
+    with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens is 129; .* capacity is 128(.|\n)*Try: "):
         cached(q, cache, cache, cache_seqlens=129, check=True)
 
 
@@ -76,7 +76,7 @@ def test_lengths_of_a_foreign_array_are_read_where_asked(cuda, located):
         if length == 128:
             cached(q, cache, cache, **given)
         else:
-            with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens\[0\] is 129; .* room for 128"):
+            with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens\[0\] is 129; .* capacity is 128"):
                 cached(q, cache, cache, **given)
 
 

@@ -169,7 +169,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any]]] = {
     "keys": (r"scale has shape \(4, 9\)", lambda: cupy_flash.attention(Q, K, V, scale=np.ones((4, 9)))),
     "dtype": ("scale has dtype float32, not float64", lambda: cupy_flash.attention(
         Q, K, V, scale=np.ones(4, np.float32))),
-    "codes": ("q has codes", lambda: cupy_flash.attention(
+    "codes": ("q is a QuantizedArray", lambda: cupy_flash.attention(
         *[QuantizedArray(x.astype(np.uint8), np.ones(x.shape[1], np.float32)) for x in (Q, K, V)],
         scale=np.ones(4, np.float32))),
     "derivatives": (r"takes one number(.|\n)*Try: q \* scale", lambda: cupy_flash.derivatives.jvp(

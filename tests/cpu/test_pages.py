@@ -325,7 +325,7 @@ def test_keys_of_entries_outside_the_pool_are_hidden(value: int, page: int) -> N
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an entry outside": ({"block_table": np.full((5, 9), 99, np.int32)}, r"block_table\[0, 0\] is 99"),
-    "longer than the table": ({"seqused_k": np.full(5, 145, np.int32)}, "room for 144"),
+    "longer than the table": ({"seqused_k": np.full(5, 145, np.int32)}, "capacity is 144"),
     "longer than claimed": ({"max_seqlen_k": 100}, r"cache_seqlens\[1\] is 130; the capacity is 100 keys"),
     "offsets that fall": ({"cu_seqlens_q": np.array([0, 9, 3, 4, 5, 6], np.int32)}, "never fall"),
     "offsets of another batch": ({"cu_seqlens_q": offsets((1, 2))}, "for a batch of 2"),

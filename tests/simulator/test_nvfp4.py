@@ -204,7 +204,7 @@ def test_refused_by_name() -> None:
     given = made({})
     given["k_block_scale"] = np.repeat(given["k_block_scale"], 2, -1)[..., ::2]
     given.pop("layout")
-    with pytest.raises(UnsupportedError, match="those of a key next to each other"):
+    with pytest.raises(UnsupportedError, match="those of a key contiguous"):
         explained(given, arch="sm_90a")
 
 
