@@ -21,7 +21,6 @@ from ..merge import merge_parts
 from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
-from ..plan.families.hopper import stores_floats
 from .call import alike, backward, forward, results_of
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
@@ -126,17 +125,8 @@ def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
 def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, options: Options) -> Any:
     """O and LSE of a part of queries over a part of keys, or of halves of parts."""
     given, longest = _with_cuts(around, arrays, cuts)
-    q, v = arrays["q"], arrays["v"]
-
-    def run(given: dict[str, Any], unrounded: bool) -> tuple[Any, Any]:
-        o, lse = forward(given, options, longest, unrounded)
-        return _wide(o), lse
-
-    if not _has_16_bits(q) or stores_floats(q.shape[-1], v.shape[-1]):
-        return run(given, _has_16_bits(q))
-    return jax.lax.platform_dependent(
-        given, cpu=functools.partial(run, unrounded=True), default=functools.partial(run, unrounded=False)
-    )
+    o, lse = forward(given, options, longest, _has_16_bits(arrays["q"]))
+    return _wide(o), lse
 
 
 def _has_16_bits(q: Any) -> bool:

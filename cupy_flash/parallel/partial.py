@@ -1,19 +1,15 @@
 """Attention over a part of the keys, whose results are then combined with those over other parts.
 
 Partial results keep the accumulator dtype: rounding each to 16 bits would make the error of the
-combined result up to 1.4 times that of one call. On GPUs only o of the head dims that
-`hopper.stores_floats` leaves out is rounded.
+combined result up to 1.4 times that of one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..api import Gradients, adopted, run_backward, run_forward
-from ..call.arrays import CPU, ArrayView
 from ..call.given import split
-from ..plan.families import hopper
 from ..varlen import pack, split_packed
 
 __all__ = ["attention", "attention_backward", "attention_varlen", "attention_varlen_backward"]
@@ -23,7 +19,7 @@ def attention(q: Any, k: Any, v: Any, **options: Any) -> Any:
     """O and LSE, as in `api.attention`."""
     arrays, values = split(options)
     raw = adopted(q=q, k=k, v=v, **arrays)
-    return run_forward(raw, values, True, unrounded=_keeps_o(raw))
+    return run_forward(raw, values, True, unrounded=True)
 
 
 def attention_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> Gradients[Any]:
@@ -38,7 +34,7 @@ def attention_varlen(q: Any, k: Any, v: Any, *cuts: Any, **options: Any) -> Any:
     arrays, values, packing = split_packed(options)
     raw = adopted(q=q, k=k, v=v, **arrays)
     packed = pack(raw, (cuts[0], cuts[1]), *packing)
-    return run_forward(raw, values, True, None, packed, unrounded=_keeps_o(raw))
+    return run_forward(raw, values, True, None, packed, unrounded=True)
 
 
 def attention_varlen_backward(
@@ -48,9 +44,3 @@ def attention_varlen_backward(
     arrays, values, packing = split_packed(options)
     raw = adopted(do=do, q=q, k=k, v=v, o=o, lse=lse, **arrays)
     return run_backward(raw, values, pack(raw, (cuts[0], cuts[1]), *packing), unrounded=True)
-
-
-def _keeps_o(raw: Mapping[str, ArrayView]) -> bool:
-    """Whether o of a part keeps the accumulator dtype."""
-    q, v = raw["q"], raw["v"]
-    return q.device == CPU or hopper.stores_floats(q.shape[-1], v.shape[-1])

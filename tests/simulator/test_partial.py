@@ -33,6 +33,8 @@ KINDS = (
     Kind("sm_80", "flash_unite", "float16", (64, 57), {"reproducible": "batch"}),
     Kind("sm_90a", "flash_forward_sm90", "bfloat16", (64, 56), {}),
     Kind("sm_90a", "flash_forward_sm90", "float16", (128, 128), {"softcap": 9.0}),
+    Kind("sm_90a", "flash_forward_sm90", "float16", (256, 248), {}),
+    Kind("sm_90a", "flash_forward_sm90", "bfloat16", (192, 128), {"softcap": 9.0}),
     Kind("sm_90a", "flash_forward_wide_sm90", "float16", (512, 504), {}),
     Kind("sm_61", "simple_forward", "float16", (40, 33), {"dropout": 0.3, "seed": 5}),
 )
@@ -77,16 +79,14 @@ def test_floats_round_to_the_whole_call(kind: Kind, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(lse, lse_of_whole)
 
 
-def test_hopper_leaves_o_that_it_cannot_store_as_floats_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_heads_on_hopper_take_a_variant_that_stores_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulator:sm_90a")
-    kind = Kind("sm_90a", "flash_forward_sm90", "float16", (136, 72), {})
-    qkv = _random(kind, (20, 30), (1, 1), 1)
-    assert kind.kernel in str(cupy_flash.explain(*qkv))
-    floats, _ = partial.attention(*qkv)
-    o = cupy_flash.attention(*qkv)
-    assert floats.dtype == np.float32
-    assert np.mean(floats != floats.astype(np.float16)) > 0.5, "they are rounded"
-    np.testing.assert_allclose(floats, o.astype(np.float32), atol=1e-3)
+    q, k, v = _random(KINDS[6], (20, 30), (1, 1), 1)
+    for attention, kernel in ((cupy_flash.attention, "flash_forward_sm90_f16_d256"),
+                              (partial.attention, "flash_forward_sm90_floats_f16_d256")):  # fmt: skip
+        memo.forget()
+        attention(q, k, v)
+        assert next(name for name in memo.kernels() if name.startswith("flash_forward")).startswith(kernel)
 
 
 @pytest.mark.parametrize("kind", BACKWARD, ids=lambda kind: f"{kind.kernel} {kind.arch} {kind.head_dims}")

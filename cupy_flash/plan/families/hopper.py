@@ -16,7 +16,7 @@ from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
 from . import f16x3, flash, simple
 from .pack_gqa import rows_of_tiles
 
-__all__ = ["NAME", "plan", "refusals", "refusals_but_strides", "stores_floats", "variants"]
+__all__ = ["NAME", "plan", "refusals", "refusals_but_strides", "variants"]
 
 NAME = "hopper"
 
@@ -66,6 +66,10 @@ _FP8 = {
     (256, 256): (((128, 128), (128, 64)), 1),
 }
 
+# Up to so many columns the forward kernel can store o as float32, too, for partial results.
+# why not above: the branch costs instructions in the main loop.
+_MOST_WITH_FLOATS = 128
+
 # The same for the backward pass, where a block owns keys.
 # why these: at head dim 128, dK and dV of 64 keys fill half of a consumer's registers; of the wider classes
 # only (192, 128) fits. As many queries as registers allow: more queries read fewer operands.
@@ -101,8 +105,9 @@ def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, i
     return next(fitting, None)
 
 
-def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
-    """The forward kernel of these classes."""
+def _forward(dtype: str, classes: tuple[int, int], mask: str, unrounded: bool = False) -> Variant:
+    """The forward kernel of these classes; above 128 columns a variant of its own leaves o unrounded."""
+    floats = unrounded and max(classes) > _MOST_WITH_FLOATS
     cell = _SPANS[classes] if mask == "spans" else _FORWARD[classes][_MASKS.index(mask)]
     (d, v), (m, n, turns) = classes, cell
     # 1024 bytes: the barriers; the tiles before them are aligned to as much.
@@ -113,7 +118,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     shapes = Counter({f"64x{n}x16": 2 * (d // 16)}) + Counter({f"64x{v}x16": 2 * (n // 16)})
     return Variant(
         "flash_forward_sm90.cu",
-        "",
+        "floats" if floats else "",
         "ForwardParams",
         dtype,
         *classes,
@@ -125,6 +130,7 @@ def _forward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
             ("CF_STAGES", str(_STAGES)),
             ("CF_Q_STAGES", str(q_stages)),
             ("CF_TURNS", str(int(turns))),
+            *((("CF_STORES_FLOATS", "1"),) if floats else ()),
         ),
         products=tuple(sorted(shapes.items())),
         boxes=(Box("q", 64, d, True), Box("k", n, d), Box("v", n, v), Box("o", 16, v, True)),
@@ -282,10 +288,17 @@ def _dq_convert(of: Variant, arch: Arch) -> Variant:
     return replace(found, tile=(of.tile[0], of.tile[0]))
 
 
+def _every_forward(dtype: str, table: Iterable[tuple[int, int]], mask: str) -> Iterator[Variant]:
+    for classes in table:
+        yield _forward(dtype, classes, mask)
+        if max(classes) > _MOST_WITH_FLOATS:
+            yield _forward(dtype, classes, mask, unrounded=True)
+
+
 def variants(arch: Arch) -> Iterator[Variant]:
     """The variants compiled for an architecture."""
     for dtype, mask in product(_DTYPES, _MASKS):
-        yield from (_forward(dtype, classes, mask) for classes in _FORWARD)
+        yield from _every_forward(dtype, _FORWARD, mask)
         for classes in _BACKWARD:
             made = _backward(dtype, classes, mask)
             yield made
@@ -299,7 +312,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
     for mask in _MASKS:
         yield from (_forward_fp8(classes, mask) for classes in _FP8)
     for dtype in _DTYPES:
-        yield from (_forward(dtype, classes, "spans") for classes in _SPANS)
+        yield from _every_forward(dtype, _SPANS, "spans")
         yield from (_backward(dtype, classes, "spans") for classes in _BACKWARD_SPANS)
     yield from f16x3.variants()
     yield from (_reach(tile) for tile in sorted({cell[:2] for cell in _SPANS.values()}))
@@ -314,14 +327,6 @@ def _mask(problem: Problem) -> str:
     return "spans" if problem.spans or problem.blocks else "band"
 
 
-def stores_floats(head_dim: int, head_dim_v: int) -> bool:
-    """Whether the forward kernel can store o of 16-bit inputs as float32, for partial results.
-
-    Must match kStoresFloats in hopper/epilogue.cuh.
-    """
-    return not 128 < max(head_dim, head_dim_v) <= 256
-
-
 def _chosen(problem: Problem) -> Variant | None:
     """The kernel for the head dims and options of a problem; None if no class fits."""
     if problem.dtype == "float32":
@@ -331,10 +336,10 @@ def _chosen(problem: Problem) -> Variant | None:
         classes = _classes(_FP8, problem)
         return _forward_fp8(classes, "band" if mask == "spans" else mask) if classes else None
     if problem.direction == "forward":
-        table = _SPANS if mask == "spans" else _FORWARD
-        makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((table, _forward),)
-        if not _classes(table, problem):
-            makers, mask = ((_FORWARD_WIDE, _forward_wide),), "band"  # `refusals` refuses other kinds
+        if classes := _classes(_SPANS if mask == "spans" else _FORWARD, problem):
+            return _forward(SHORT[problem.dtype], classes, mask, problem.unrounded)
+        makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((_FORWARD_WIDE, _forward_wide),)
+        mask = "band"  # `refusals` refuses other kinds
     elif mask == "spans" and _classes(_BACKWARD_SPANS, problem):
         makers = ((_BACKWARD_SPANS, _backward),)
     else:
@@ -362,11 +367,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"multiplies float16, bfloat16, float32 and {FLOAT8}, not {p.dtype}")
     if p.dtype == "float32":
         reasons += f16x3.refusals(p)
-    elif p.result_dtype == "float32":
-        if p.dtype == FLOAT8:
-            reasons.append("writes float16 and bfloat16, not float32")
-        elif p.direction == "forward" and not stores_floats(p.head_dim, p.head_dim_v):
-            reasons.append("stores o of head dims 129 to 256 in 16 bits, not as float32")
+    elif p.dtype == FLOAT8 and p.result_dtype == "float32":
+        reasons.append("writes float16 and bfloat16, not float32")
     if p.reproducible == "device":
         reasons.append("multiplies on tensor cores, whose order of sums depends on the architecture")
     elif p.reproducible == "batch" or (p.reproducible and p.direction == "backward"):

@@ -8,11 +8,14 @@
 #include "hopper/warpgroup.cuh"
 #include "tile/online_softmax.cuh"
 
-// Whether O of 16 bits may leave as floats, for partial results; `rounds_o` of plan/families/hopper.py has the same rule.
-// why not above head dim 128: the branch costs instructions in the main loop.
+// Whether O of 16 bits may leave as floats, for partial results.
+// why not above head dim 128, but in variants of their own: the branch costs instructions in the main loop.
+#if !defined(CF_STORES_FLOATS)
+#define CF_STORES_FLOATS 0    // 1: such a variant
+#endif
 template <class K, class Output>
-constexpr bool kStoresFloats =
-    sizeof(typename K::QTile::Element) == 2 && sizeof(Output) == 2 && K::QTile::kColumns <= 128;
+constexpr bool kStoresFloats = (CF_STORES_FLOATS || K::QTile::kColumns <= 128) &&
+                               sizeof(typename K::QTile::Element) == 2 && sizeof(Output) == 2;
 
 // [A2.21] for the rows of a warpgroup: O, which leaves through its part of the shared memory of Q, and LSE.
 // unit: from a score as the softmax has found it to natural units; value_unit: on O.

@@ -21,7 +21,7 @@ from cupy_flash.testing import reference_with_kv_cache
 from cupy_flash.testing.kv_cache import rotate
 from tests import float8_cases, kv_cases
 from tests.block_cases import BlockCase
-from tests.cases import Case
+from tests.cases import Case, numpy_dtype
 from tests.checks import Device, check_backward, check_forward, only, run_both
 from tests.cpu import test_second_order
 from tests.float8_cases import Float8Case
@@ -117,6 +117,7 @@ def calls(target: str) -> Iterator[Call]:
             yield _hopper(dtype)
             yield _hopper_in_turns(dtype)
             yield _hopper_wide(dtype)
+            yield _hopper_wide_parts(dtype)
             yield _wide(dtype, hopper, "flash_forward_wide_sm90.cu", 576)
             yield _hopper_spans(dtype)
             yield _hopper_latents(dtype)
@@ -156,6 +157,21 @@ def _both_ways(family: families.Family, case: Case, device: Device) -> Callable[
             check_backward(case, device)
 
     return run
+
+
+def _hopper_wide_parts(dtype: str) -> Call:
+    """O of a part as float32, by the variants for wide heads that store it; rounded it is that of a call."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 75, 256)).astype(numpy_dtype(_NUMPY[dtype]))
+
+    def run() -> None:
+        with only(hopper):
+            floats, _ = partial.attention(q, k, v, causal=True)
+            o = cupy_flash.attention(q, k, v, causal=True)
+        np.testing.assert_array_equal(floats.astype(o.dtype), o)
+        assert np.mean(floats != o.astype(np.float32)) > 0.5, "they are rounded"
+
+    steps = {("flash_forward_sm90.cu", step, dtype) for step in ("", "floats")}
+    return Call(f"hopper-wide-parts-{dtype}", run, frozenset(steps))
 
 
 def _parts(family: families.Family, forward: set[tuple[str, str]], backward: set[tuple[str, str]]) -> Call:
