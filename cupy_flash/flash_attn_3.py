@@ -46,7 +46,7 @@ def _refuse(hints: dict[str, str], **given: Any) -> None:
     """Refuse unsupported arguments that are given, that is, neither None nor 0."""
     for name, value in given.items():
         if value is not None and not (isinstance(value, int) and value == 0):
-            raise UnsupportedError(f"{name} is not taken.", hint=hints[name])
+            raise UnsupportedError(f"{name} is not supported.", hint=hints[name])
 
 
 _HINTS = {

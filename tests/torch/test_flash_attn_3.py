@@ -319,7 +319,7 @@ def test_what_is_not_taken_raises_by_name(call, name, value):
             **{name: value},
         ),
     }
-    with pytest.raises(UnsupportedError, match=f"{name} is not taken"):
+    with pytest.raises(UnsupportedError, match=f"{name} is not supported"):
         calls[call]()
 
 
