@@ -1,7 +1,6 @@
 // The scheduler of a block: which thread runs next, barriers, waits, and when asynchronous operations
 // complete.
 #include <algorithm>
-#include <sys/mman.h>
 #include "core.h"
 #include "cost.h"
 
@@ -9,6 +8,8 @@ uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 namespace sim {
+
+constexpr size_t kStackBytes = 256 * 1024;
 
 Block block;
 alignas(4096) unsigned char shared[kMostRanks * kWindow];
@@ -260,11 +261,12 @@ void cluster_wait(Site site) {
 
 // ---- the life of a thread
 
-// Fibers that blocks share, in sets: a new one is 0.8 MB that ThreadSanitizer clears. A fiber keeps its clock, so a
-// block looks as if it came after the last one of its set, and no race between these two is told. why several sets:
-// blocks that follow one another differ. why the launch counts: those that share one differ from launch to launch.
+// Fibers that blocks share, in sets: a new one is 0.8 MB that ThreadSanitizer clears, and 1 MB for its stack. A fiber
+// keeps its clock, so a block looks as if it came after the last one of its set, and no race between these two is
+// told. why several sets: blocks that follow one another differ. why the launch counts: those that share one differ
+// from launch to launch. why with their stacks: what another fiber left on a stack would look like a race.
 struct Fibers {
-    std::vector<void*> of_thread;
+    std::vector<Context> of_thread;
     bool taken = false;
 };
 #if defined(__SANITIZE_THREAD__)
@@ -280,17 +282,27 @@ static Fibers* free_set(size_t threads) {
     return nullptr;
 }
 
+static Context new_fiber() {
+    Context fiber;
+    fiber.make(kStackBytes);
+    fiber.tsan = __tsan_create_fiber(__tsan_switch_to_fiber_no_sync);
+    return fiber;
+}
+
 static void give_fiber(Thread& t) {
-    if (t.fiber_is_own) __tsan_destroy_fiber(t.tsan);
-    t.fiber_is_own = !block.fibers;
-    const auto create = [] { return __tsan_create_fiber(__tsan_switch_to_fiber_no_sync); };
     if (t.fiber_is_own) {
-        t.tsan = create();
-        return;
+        __tsan_destroy_fiber(t.tsan);
+        t.free();
     }
-    std::vector<void*>& of_thread = block.fibers->of_thread;
-    if (size_t(t.id) == of_thread.size()) of_thread.push_back(create());
-    t.tsan = of_thread[size_t(t.id)];
+    Context& context = t;
+    if (block.fibers) {
+        std::vector<Context>& of_thread = block.fibers->of_thread;
+        if (size_t(t.id) == of_thread.size()) of_thread.push_back(new_fiber());
+        context = of_thread[size_t(t.id)];
+    } else {
+        context = new_fiber();
+    }
+    t.fiber_is_own = !block.fibers;
 }
 #endif
 
@@ -343,11 +355,10 @@ void take_fibers() {
 
 void start_thread(Thread& t) {
 #if defined(__SANITIZE_THREAD__)
-    // why: stale shadow of a reused stack would give false races.
-    mmap(t.stack, t.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-         0);
     give_fiber(t);
     t.quiet = false;
+#else
+    if (!t.stack) t.make(kStackBytes);
 #endif
     t.start(thread_main, t.id);
     t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;

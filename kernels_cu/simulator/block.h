@@ -117,7 +117,6 @@ inline constexpr size_t kWindow = 1 << 18;    // bytes from the shared memory of
 // why no member may point into the object itself: a block that does not run is kept elsewhere, byte for byte.
 struct Block {
     Thread threads[kMaxThreads];
-    int made = 0;                       // threads that have a stack
     int size = 0, ranks = 1;            // threads of a block; blocks of the cluster
     int live = 0, alive[kMostRanks];    // threads that have not exited: of all, of a block
     size_t shared_bytes = 0;            // of a block

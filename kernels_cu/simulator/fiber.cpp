@@ -94,6 +94,8 @@ void Context::make(size_t bytes) {
     stack += 4096;
 }
 
+void Context::free() { munmap(stack - 4096, size + 4096); }
+
 void Context::start(void (*entry)(), int colour) {
     sp = first_frame(stack + size - colour % 16 * 256, entry);
     fake = nullptr;

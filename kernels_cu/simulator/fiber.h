@@ -15,7 +15,8 @@ struct Context {    // also stands for the launching thread, which has no stack 
     void* tsan = nullptr;    // ThreadSanitizer's fiber
     bool fiber_is_own = false;
 
-    void make(size_t bytes);
+    void make(size_t bytes);    // allocates the stack
+    void free();
     // `colour` staggers the stack tops, else all stacks meet in the same cache sets.
     void start(void (*entry)(), int colour = 0);
 };

@@ -9,8 +9,6 @@
 
 namespace sim {
 
-constexpr size_t kStackBytes = 256 * 1024;
-
 // Of the blocks of a cluster, so many bytes each.
 static void poison_shared(size_t bytes, int ranks) {
 #if defined(__SANITIZE_THREAD__)
@@ -35,10 +33,6 @@ static void start_block(uint3 index, size_t shared_bytes, int ranks) {
     b.live = b.total();
     for (int& threads : b.alive) threads = b.size;
     b.shared_bytes = shared_bytes;
-    for (; b.made < b.total(); b.made++) {
-        b.threads[b.made].id = b.made;
-        b.threads[b.made].make(kStackBytes);
-    }
     poison_shared(shared_bytes, ranks);
     memset(b.ready, 0, sizeof b.ready);
     b.warps = 0;
@@ -54,6 +48,7 @@ static void start_block(uint3 index, size_t shared_bytes, int ranks) {
     b.unfenced_barriers.clear();
     take_fibers();
     for (int i = 0; i < b.total(); i++) {
+        b.threads[i].id = i;
         b.threads[i].rank = i / b.size;
         start_thread(b.threads[i]);
     }
