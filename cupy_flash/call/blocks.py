@@ -50,19 +50,12 @@ class BlockMask(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The sizes of a `BlockMask`, as part of a `Problem`.
+    """The sizes of a `BlockMask`, as part of a `Problem`."""
 
-    Attributes
-    ----------
-    queries, keys : int
-        Queries and keys per block.
-    partial : int
-        Number of distinct partial blocks.
-    """
-
+    # Queries and keys per block.
     queries: int
     keys: int
-    partial: int
+    partial: int  # number of distinct partial blocks
 
     def summary(self) -> str:
         """A short description for messages."""

@@ -54,21 +54,11 @@ def in_dtype(x: Any, dtype: Any) -> Any:
 
 
 class HeadScale(NamedTuple):
-    """A scale per head of q.
+    """A scale per head of q."""
 
-    Attributes
-    ----------
-    factor : array
-        The scale, reshaped to broadcast over q, in the accumulator dtype.
-    shape : tuple of int
-        Shape as given.
-    library : str
-        Library of the array.
-    """
-
-    factor: Any
-    shape: tuple[int, ...]
-    library: str
+    factor: Any  # array: the scale, reshaped to broadcast over q, in the accumulator dtype
+    shape: tuple[int, ...]  # shape as given
+    library: str  # library of the array
 
     @classmethod
     def of(cls, scale: Any, q: Any, layout: str) -> HeadScale | None:

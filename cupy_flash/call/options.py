@@ -52,33 +52,18 @@ __all__ = [
 
 
 class Option(NamedTuple):
-    """Everything declared about an option, except its name and type.
-
-    Attributes
-    ----------
-    default : object
-    kind : str
-        The type as shown in docstrings.
-    text : str
-        The description shown in docstrings.
-    array : bool
-        Whether the option is an array, not a plain value.
-    axes : tuple of str
-        The axes of the array, out of batch, heads, queries and keys; empty if not declared. The batch axis
-        may be left out. An array with a keys axis broadcasts: axes may have length 1, and leading ones may be
-        missing.
-    gradient : bool
-        Whether the array has a gradient.
-    parts : tuple of str
-        Names of the arrays that a compound option is split into; empty if it is one array or a value.
-    """
+    """Everything declared about an option, except its name and type."""
 
     default: Any
-    kind: str
-    text: str
-    array: bool = False
+    kind: str  # the type as shown in docstrings
+    text: str  # the description shown in docstrings
+    array: bool = False  # whether the option is an array, not a plain value
+    # The axes of the array, out of batch, heads, queries and keys; empty if not declared. The batch axis
+    # may be left out. An array with a keys axis broadcasts: axes may have length 1, and leading ones may be
+    # missing.
     axes: tuple[str, ...] = ()
-    gradient: bool = False
+    gradient: bool = False  # whether the array has a gradient
+    # Names of the arrays that a compound option is split into; empty if it is one array or a value.
     parts: tuple[str, ...] = ()
 
 

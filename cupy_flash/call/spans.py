@@ -13,21 +13,11 @@ __all__ = ["Intervals", "check_spans", "span_operand"]
 
 
 class Intervals(NamedTuple):
-    """The form of `Spans`, as part of a `Problem`; `cupy_flash.spans` describes both forms.
+    """The form of `Spans`, as part of a `Problem`; `cupy_flash.spans` describes both forms."""
 
-    Attributes
-    ----------
-    by_query : bool
-        Whether each query has intervals of keys; else each key has intervals of queries.
-    intervals : {1, 2}
-        Number of intervals per query or key.
-    limit : int
-        The largest allowed bound: the number of keys, or of queries.
-    """
-
-    by_query: bool
-    intervals: int
-    limit: int
+    by_query: bool  # whether each query has intervals of keys; else each key has intervals of queries
+    intervals: int  # {1, 2}: number of intervals per query or key
+    limit: int  # the largest allowed bound: the number of keys, or of queries
 
     def summary(self) -> str:
         """A short description for messages."""

@@ -36,44 +36,24 @@ _APPROXIMATION = 2.0**-22 + 2.0**-24
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Inputs and expected results of a primitive. why no tuple: `Place.put` would copy its arrays.
+    """Inputs and expected results of a primitive. why no tuple: `Place.put` would copy its arrays."""
 
-    Attributes
-    ----------
-    given, wanted : ndarray of uint32, shapes (THREADS, up to GIVEN) and (THREADS, up to FOUND)
-        Words that each thread reads, and words that it must write.
-    approximate : bool
-        Whether results are floats that may differ in their last bits.
-    """
-
+    # ndarray of uint32, shapes (THREADS, up to GIVEN) and (THREADS, up to FOUND): words that each thread
+    # reads, and words that it must write.
     given: np.ndarray
     wanted: np.ndarray
-    approximate: bool = False
+    approximate: bool = False  # whether results are floats that may differ in their last bits
 
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """One primitive, as a case of a check.
+    """One primitive, as a case of a check."""
 
-    Attributes
-    ----------
-    number : int
-        Its number in the kernel.
-    title : str
-        PTX name with types.
-    numbers : callable
-        Makes `Numbers` from a random generator.
-    since : int
-        Compute capability x 10 of the oldest architecture whose kernels use it.
-    only : tuple of int
-        If not empty, the only compute capabilities x 10 that have it.
-    """
-
-    number: int
-    title: str
-    numbers: Callable[[np.random.Generator], Numbers]
-    since: int = 0
-    only: tuple[int, ...] = ()
+    number: int  # its number in the kernel
+    title: str  # PTX name with types
+    numbers: Callable[[np.random.Generator], Numbers]  # makes `Numbers` from a random generator
+    since: int = 0  # compute capability x 10 of the oldest architecture whose kernels use it
+    only: tuple[int, ...] = ()  # if not empty, the only compute capabilities x 10 that have it
     kind: str = "primitive"
 
     def __str__(self) -> str:

@@ -20,26 +20,14 @@ __all__ = ["CpuPlan", "choose", "override", "products_of_bfloat16"]
 
 
 class CpuPlan(NamedTuple):
-    """The chosen implementation of a problem on the CPU.
+    """The chosen implementation of a problem on the CPU."""
 
-    Attributes
-    ----------
-    family : {"core", "numpy"}
-    isa : Isa or None
-        Instruction set of the core; None for NumPy.
-    library : Library or None
-        Library of the core; None for NumPy.
-    refused : tuple of (str, str)
-        Preferred families that do not support the problem, each with a reason.
-    functions : Library or None
-        The core's library of score functions; None for a problem without one.
-    """
-
-    family: str
-    isa: Isa | None = None
-    library: Library | None = None
+    family: str  # {"core", "numpy"}
+    isa: Isa | None = None  # instruction set of the core; None for NumPy
+    library: Library | None = None  # library of the core; None for NumPy
+    # Preferred families that do not support the problem, each with a reason.
     refused: tuple[tuple[str, str], ...] = ()
-    functions: Library | None = None
+    functions: Library | None = None  # the core's library of score functions; None for a problem without one
 
 
 def override() -> str:

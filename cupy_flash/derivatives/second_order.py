@@ -139,20 +139,11 @@ _FIRST, _FORWARD = 0.25, 2 / 7
 
 
 class DerivativeCall(NamedTuple):
-    """A checked call of a directional derivative.
-
-    Attributes
-    ----------
-    problem : Problem
-    views : dict of str to ArrayView
-        Views of the arrays, in the axes that the passes use.
-    directions : int or None
-        Number of directions; None without an axis of directions.
-    """
+    """A checked call of a directional derivative."""
 
     problem: Problem
-    views: Views
-    directions: int | None
+    views: Views  # views of the arrays, in the axes that the passes use
+    directions: int | None  # number of directions; None without an axis of directions
 
 
 def new_results(asked: DerivativeCall, like: Views) -> Views:

@@ -27,25 +27,13 @@ NOT_STARTED = 3  # status of driver and runtime in a child forked from a process
 
 
 class Device(NamedTuple):
-    """A GPU of this machine.
+    """A GPU of this machine."""
 
-    Attributes
-    ----------
-    ordinal : int
-        CUDA device number.
-    name : str
-    arch : str
-        E.g. "sm_86".
-    multiprocessors : int
-    memory_bytes : int
-        Total global memory.
-    """
-
-    ordinal: int
+    ordinal: int  # CUDA device number
     name: str
-    arch: str
+    arch: str  # e.g. "sm_86"
     multiprocessors: int
-    memory_bytes: int
+    memory_bytes: int  # total global memory
 
 
 class GpuDriver(Driver, Protocol):

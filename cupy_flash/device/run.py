@@ -62,15 +62,9 @@ class Kernel(Protocol):
 
 
 class Workspace(Protocol):
-    """Memory for one call; it may be reused once the work enqueued before its release is done.
+    """Memory for one call; it may be reused once the work enqueued before its release is done."""
 
-    Attributes
-    ----------
-    pointer : int
-        Address, 256-byte aligned; 0 for a workspace of 0 bytes.
-    """
-
-    pointer: int
+    pointer: int  # address, 256-byte aligned; 0 for a workspace of 0 bytes
 
 
 class Driver(Protocol):

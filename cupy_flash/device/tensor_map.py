@@ -25,29 +25,14 @@ _NOT_INTERLEAVED, _PROMOTE_TO_L2_256B, _ZEROS_OUTSIDE = 0, 3, 0
 
 
 class TensorMap(NamedTuple):
-    """The contents of a tensor map.
+    """The contents of a tensor map."""
 
-    Attributes
-    ----------
-    pointer : int
-        Address of the first element, a multiple of 16.
-    dtype : str
-    shape : tuple of int
-        Extents, the contiguous axis first; up to five.
-    strides : tuple of int
-        Bytes, one for every axis but the first; multiples of 16.
-    box : tuple of int
-        Extents of the tile that one copy moves, each up to 256.
-    swizzle : {0, 32, 64, 128}
-        Width of the swizzle pattern in bytes.
-    """
-
-    pointer: int
+    pointer: int  # address of the first element, a multiple of 16
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int = 128
+    shape: tuple[int, ...]  # extents, the contiguous axis first; up to five
+    strides: tuple[int, ...]  # bytes, one for every axis but the first; multiples of 16
+    box: tuple[int, ...]  # extents of the tile that one copy moves, each up to 256
+    swizzle: int = 128  # {0, 32, 64, 128}: width of the swizzle pattern in bytes
 
     def check(self) -> None:
         """Raise ValueError with the reasons, which the driver's error does not give."""

@@ -201,17 +201,10 @@ class Program:
 
 
 class Bound(NamedTuple):
-    """A function with the arrays that it takes after j: the result of calling a `Program`.
-
-    Attributes
-    ----------
-    program : Program
-    arguments : tuple of array
-        One array for each parameter after j.
-    """
+    """A function with the arrays that it takes after j: the result of calling a `Program`."""
 
     program: Program
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # one array for each parameter after j
 
 
 @functools.lru_cache(maxsize=256)

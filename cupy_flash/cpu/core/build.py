@@ -40,18 +40,11 @@ _WAYS = "pip install ziglang, or a g++ of 12 on"
 
 
 class Compiler(NamedTuple):
-    """A compiler of the core.
-
-    Attributes
-    ----------
-    command : tuple of str
-    version : str
-    zig : bool
-        Whether it is zig, which compiles for any platform; the others compile for this one only.
-    """
+    """A compiler of the core."""
 
     command: tuple[str, ...]
     version: str
+    # Whether it is zig, which compiles for any platform; the others compile for this one only.
     zig: bool = False
 
 

@@ -27,21 +27,12 @@ _SAMPLES, _GOLDEN = 128, 0.6180339887498949
 
 
 class Rows(NamedTuple):
-    """A numbering of the rows of tiles, and its cost.
+    """A numbering of the rows of tiles, and its cost."""
 
-    Attributes
-    ----------
-    head_bits : int
-        Row r is query r >> head_bits and head r % 2**head_bits of a group; 0: a tile has rows of one head.
-    tiles : int
-        Tiles of the whole problem; for packed sequences an upper bound.
-    cost : float
-        Time in key blocks, as returned by `cost`.
-    """
-
+    # Row r is query r >> head_bits and head r % 2**head_bits of a group; 0: a tile has rows of one head.
     head_bits: int
-    tiles: int
-    cost: float
+    tiles: int  # tiles of the whole problem; for packed sequences an upper bound
+    cost: float  # time in key blocks, as returned by `cost`
 
 
 def bits_of(group: int) -> int:
