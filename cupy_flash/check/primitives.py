@@ -15,6 +15,7 @@ import numpy as np
 
 from ..call.adopt import adopt
 from ..device.run import Driver
+from ..device.tensor_map import TensorMap
 from ..dispatch.backends import driver_of
 from ..errors import UnsupportedError
 from ..plan.catalog import architecture
@@ -79,7 +80,7 @@ class Primitive:
         map_ = bytes(128)
         if primitives.capability(row.targets[-1]) == 90:
             box = ((GIVEN, THREADS), (4 * GIVEN,), (GIVEN, THREADS // 2))
-            map_ = kernel.encode_tensor_map(view.pointer, "int32", *box, 4 * GIVEN)
+            map_ = kernel.encode_tensor_map(TensorMap("int32", *box, 4 * GIVEN), view.pointer)
         # layout: as struct CheckParams of the kernel
         params = map_ + struct.pack("<QQi", view.pointer, found.pointer, self.number)
         params += bytes(-len(params) % 64)
