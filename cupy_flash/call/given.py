@@ -45,15 +45,10 @@ _DEFAULTS = Options()
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
-    """Split options into the arrays that are not None and the values.
+    """Split options of `DenseOptions` into the arrays that are not None and the values.
 
     Arrays of a compound option are named after its parts; bound arrays of functions are ``bound[0]`` and so
     on. The value ``score`` is one program for the score function and all mask functions.
-
-    Parameters
-    ----------
-    given : mapping of str to object
-        Options of `DenseOptions`.
     """
     if not given:  # the common case
         return {}, _DEFAULTS

@@ -20,15 +20,7 @@ __all__ = ["HeadScale", "in_dtype", "scale_shape", "scaled_over_cache", "times"]
 
 
 def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The shape that broadcasts a scale of shape (heads,) or (batch, heads) over q.
-
-    Parameters
-    ----------
-    shape, q : tuple of int
-        Shapes of scale and q as given.
-    layout : {"bhsd", "bshd"}
-        Layout of q; packed rows are "bshd".
-    """
+    """The shape that broadcasts a scale (heads,) or (batch, heads) over q; packed rows are "bshd"."""
     of_heads = len(q) - (2 if one_of(layout, ("bshd",)) else 3)  # `check_options` refuses other layouts
     axes: tuple[int, ...] = ()
     if of_heads >= 0 and shape == (q[of_heads],):

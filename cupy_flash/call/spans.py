@@ -26,15 +26,7 @@ class Intervals(NamedTuple):
 
 
 def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:
-    """Check spans, add their (batch, heads, queries or keys, bounds) view to `views`, and return their form.
-
-    Parameters
-    ----------
-    raw, views : dict of str to ArrayView
-        As in `describe`.
-    full : (int, int, int, int)
-        Extents of batch, heads of q, queries and keys.
-    """
+    """Check spans, add their (batch, heads, queries or keys, bounds) view, and return their form."""
     view = raw.get("spans")
     if view is None:
         return None
@@ -58,15 +50,7 @@ def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> I
 
 
 def check_spans(spans: Intervals | None, raw: Mapping[str, ArrayView]) -> None:
-    """Refuse bounds out of range, for arrays in main memory, where reading is free.
-
-    Parameters
-    ----------
-    spans : Intervals or None
-        `Problem.spans`.
-    raw : mapping of str to ArrayView
-        The caller's arrays, or the views that `describe` makes.
-    """
+    """Refuse bounds out of range, for arrays in main memory, where reading is free."""
     if spans is None or raw["spans"].device != CPU:
         return
     bounds = raw["spans"].numpy()

@@ -36,15 +36,7 @@ def override() -> str:
 
 
 def core(part: str = "") -> tuple[Isa, Library] | str:
-    """Find the best library of a part (of `sources.PARTS`) for this CPU, or say why there is none.
-
-    Raises
-    ------
-    InvalidArgumentsError
-        CUPY_FLASH_CPU has an unknown value, or one that this CPU does not support.
-    CubinNotFoundError
-        A library is damaged, stale or of another version, or the selected one is missing.
-    """
+    """Find the best library of a part (of `sources.PARTS`) for this CPU, or say why there is none."""
     wanted = override()
     isas = chosen(wanted)
     for way, of_way in PRODUCTS.items():
@@ -116,10 +108,7 @@ def choose(problem: Problem) -> CpuPlan:
 def products_of_bfloat16(isa: Isa, tiles: bool = True, decodes: bool = False) -> Library | None:
     """The library that multiplies bfloat16 by AMX or in pairs, if this CPU supports it; None for floats.
 
-    Parameters
-    ----------
-    tiles, decodes : bool
-        Results of `family.fills_tiles` and `family.decodes`.
+    `tiles` and `decodes` are results of `family.fills_tiles` and `family.decodes`.
     """
     wanted = override()
     if tiles and not wanted.endswith((FLOATS, PAIRS)) and multiplies(isa, AMX):

@@ -314,13 +314,7 @@ def _not_found(
 
 
 def available(*, verify: bool = False) -> list[CubinSet]:
-    """Every set of cubins on this machine, in the order of `locate`.
-
-    Parameters
-    ----------
-    verify : bool
-        Also read every file and compare its SHA-256.
-    """
+    """Every set of cubins here, in the order of `locate`; `verify` reads and compares every file."""
     found = []
     for origin in _origins():
         for file in _manifests(origin):

@@ -78,17 +78,7 @@ def installed(cuda: int) -> bool:
 
 
 class Compiler:
-    """The NVRTC of one CUDA major; thread-safe.
-
-    Parameters
-    ----------
-    cuda : {12, 13}
-
-    Raises
-    ------
-    UnsupportedError
-        The wheels are missing or of another version; the message has pip's command.
-    """
+    """The NVRTC of CUDA 12 or 13; thread-safe. If the wheels are missing, the error has pip's command."""
 
     def __init__(self, cuda: int) -> None:
         self.toolkit = toolkit = TOOLKITS[cuda]

@@ -113,13 +113,7 @@ def disassembler() -> Path | None:
 
 
 def disassemble(cubin: Path) -> Listing:
-    """Disassemble a cubin.
-
-    Raises
-    ------
-    UnsupportedError
-        There is no nvdisasm.
-    """
+    """Disassemble a cubin by nvdisasm."""
     tool = disassembler()
     if tool is None:
         raise UnsupportedError(
@@ -178,11 +172,6 @@ def overwritten(listing: Listing) -> list[str]:
     """Find every instruction that writes a register which a wgmma in flight reads or accumulates in.
 
     It follows all paths through the code, as `_states` describes.
-
-    Returns
-    -------
-    list of str
-        Faults; empty if there are none.
     """
     code = listing.instructions
     found: dict[tuple[int, int], str] = {}

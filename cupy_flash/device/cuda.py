@@ -191,15 +191,7 @@ def clear(pointer: int, nbytes: int, device: int, stream: int) -> None:
 
 
 class Kernel:
-    """A loaded entry point on one device. `launch` may be called from several threads.
-
-    Parameters
-    ----------
-    cubin : Cubin
-    function : int
-        CUfunction handle.
-    device : int
-    """
+    """A loaded CUfunction on one device. `launch` may be called from several threads."""
 
     __slots__ = ("_context", "_current", "_function", "_launch", "cubin", "device")
 
@@ -262,13 +254,5 @@ _loader = gpu.Loader(arch, driver_version, _load, _refusals)
 
 
 def load(variant: Variant, device: int) -> Kernel:
-    """Locate and load a variant, once per device; later calls only look it up.
-
-    Raises
-    ------
-    CubinNotFoundError
-        As in `cubins.locate.locate`, or the driver cannot load the file.
-    UnsupportedError
-        There is no driver or GPU.
-    """
+    """Locate and load a variant, once per device; later calls only look it up."""
     return _loader(variant, device)

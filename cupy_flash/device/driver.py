@@ -51,13 +51,7 @@ def installed_cupys() -> tuple[str, ...]:
 
 @functools.cache
 def _cupy() -> Any:
-    """Import cupy, and check that it can run kernels here.
-
-    Raises
-    ------
-    UnsupportedError
-        CuPy is missing, broken or of the wrong CUDA major, or there is no driver or no GPU.
-    """
+    """Import cupy, and check that it can run kernels here; each problem has an error of its own."""
     try:
         import cupy
     except ModuleNotFoundError as error:
@@ -171,17 +165,10 @@ _recorded: list[Any] = []
 
 
 def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = None) -> Workspace:
-    """Allocate workspace for work on a stream.
+    """Allocate workspace for work on a stream of a library; by default on CuPy's current one.
 
-    Parameters
-    ----------
-    nbytes : int
-    device : int
-    library : str
-        The library whose stream the kernels run on. why: a pool reuses memory in the order of its own
-        library's stream, so that work on torch's stream must use torch's pool.
-    stream : int, optional
-        Handle of that stream; default is CuPy's current one.
+    why from its library's pool: a pool reuses memory in the order of its own library's stream, so that work
+    on torch's stream must use torch's pool.
     """
     if not nbytes:
         return Workspace(0, None)
@@ -250,14 +237,7 @@ def _void(nbytes: int) -> np.dtype[Any]:
 
 
 class Kernel:
-    """A loaded entry point on one device. `launch` may be called from several threads.
-
-    Parameters
-    ----------
-    cubin : Cubin
-    function : cupy.cuda.Function
-    device : int
-    """
+    """A loaded entry point on one device. `launch` may be called from several threads."""
 
     __slots__ = ("_cupy", "_function", "cubin", "device")
 
@@ -315,13 +295,5 @@ _loader = gpu.Loader(arch, driver_version, _load, _refusals)
 
 
 def load(variant: Variant, device: int) -> Kernel:
-    """Locate and load a variant, once per device; later calls only look it up.
-
-    Raises
-    ------
-    CubinNotFoundError
-        As in `cubins.locate.locate`, or the driver cannot load the file.
-    UnsupportedError
-        There is no CuPy, driver or GPU.
-    """
+    """Locate and load a variant, once per device; later calls only look it up."""
     return _loader(variant, device)

@@ -136,15 +136,8 @@ class _Step(NamedTuple):
 class Program:
     """The launches of a plan for arrays of known shapes and strides. It may run in several threads.
 
-    Parameters
-    ----------
-    plan : Plan
-    problem : Problem
-        The problem that the plan was chosen for.
-    kernels : sequence of Kernel
-        One loaded kernel per launch of the plan.
-    views : mapping of str to ArrayView
-        Inputs and outputs by their names in abi.cuh; only shapes, strides and dtypes are used.
+    There is one loaded kernel per launch. Views are inputs and outputs by their names in abi.cuh; only
+    shapes, strides and dtypes are used.
     """
 
     __slots__ = ("_kernels", "_parts", "_steps", "_structs", "_zeroed")

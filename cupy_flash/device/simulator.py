@@ -148,18 +148,7 @@ def _readable(report: str) -> str:
 
 
 def encode_tensor_map(tensor: TensorMap, pointer: int) -> bytes:
-    """Encode a tensor map for the simulated bulk copies.
-
-    Returns
-    -------
-    bytes
-        128 bytes, in the layout that the simulator reads.
-
-    Raises
-    ------
-    ValueError
-        The CUDA driver would refuse the tensor, too.
-    """
+    """Encode a tensor map as the simulator reads it; ValueError where the CUDA driver would refuse it."""
     tensor.check(pointer)
     size, rank = ITEM[tensor.dtype], len(tensor.shape)
     # layout: as struct Map of kernels_cu/simulator/bulk.cpp
@@ -190,14 +179,7 @@ def _core(path: Path) -> ctypes.CDLL:
 
 
 class Kernel:
-    """A variant built for this CPU; a launch returns when its work is done.
-
-    Parameters
-    ----------
-    variant : Buildable
-    library : Path, optional
-        The library, if it has been built.
-    """
+    """A variant built for this CPU; a launch returns when its work is done."""
 
     _lock = threading.Lock()  # the simulator runs one block at a time
     encode_tensor_map = staticmethod(encode_tensor_map)

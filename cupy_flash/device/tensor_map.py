@@ -62,13 +62,7 @@ LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """Load the CUDA driver library.
-
-    Raises
-    ------
-    UnsupportedError
-        There is none, or it is too old for tensor maps.
-    """
+    """Load the CUDA driver library, which must know tensor maps."""
     hint = "an NVIDIA driver of version 525 or newer"
     try:
         library = ctypes.CDLL(LIBRARY)
@@ -99,17 +93,8 @@ def has_context() -> bool:
 def encode(tensor: TensorMap, pointer: int) -> bytes:
     """Encode the tensor map of an array at this address; the last 4096 are cached.
 
-    Returns
-    -------
-    bytes
-        The 128 bytes of a CUtensorMap, which a params struct holds at a multiple of 64.
-
-    Raises
-    ------
-    ValueError
-        The driver cannot encode the tensor.
-    UnsupportedError
-        The driver has no tensor maps.
+    It has 128 bytes, which a params struct holds at a multiple of 64. ValueError if the driver cannot encode
+    it.
     """
     tensor.check(pointer)
     rank = len(tensor.shape)

@@ -134,15 +134,7 @@ class Backend(ABC):
     def run_at(self, numbers: dict[str, int], keep: object, library: str, stream: int | None = None) -> None:
         """Run a call that is known only by the addresses of `addressed` and `abi.SEED`.
 
-        Parameters
-        ----------
-        numbers : dict of str to int
-        keep : object
-            Object that keeps the arrays alive.
-        library : str
-            Library of the arrays.
-        stream : int, optional
-            As in `run`.
+        `keep` keeps its arrays, of this library, alive; `stream` is as in `run`.
         """
         raise NotImplementedError
 
@@ -285,15 +277,8 @@ def ready(
 ) -> Backend:
     """Choose, locate and load the kernels of a problem; every refusal of a backend happens here.
 
-    Parameters
-    ----------
-    problem : Problem
-    views : mapping of str to ArrayView
-        Inputs and outputs by the names of abi.cuh; addresses are not used.
-    driver : Driver or None
-        As returned by `driver_of`.
-    seen : tuple of BackendView, optional
-        How the views derive from the call's arrays; default: views and arrays are the same.
+    Views are inputs and outputs by the names of abi.cuh; addresses are not used. `seen` says how they derive
+    from the call's arrays; by default both are the same.
     """
     problem = problem._replace(seed=0)
     if seen is None:

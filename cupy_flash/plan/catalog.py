@@ -100,11 +100,6 @@ def architecture(name: str) -> Arch:
     """The table row for an architecture such as "sm_86" or "sm_90a".
 
     A minor version without a row uses the highest row of its major below it.
-
-    Raises
-    ------
-    UnsupportedError
-        No kernel is compiled for the architecture.
     """
     digits = name.removeprefix("sm_").rstrip("af")
     row = _row(int(digits)) if digits.isdigit() else None

@@ -85,14 +85,7 @@ class Body:
 
 
 class Graph(Body):
-    """A traced function.
-
-    Attributes
-    ----------
-    nodes : tuple of Node
-    outputs : tuple of int
-        Numbers of the output nodes: the score; for a derivative several.
-    """
+    """A traced function; outputs are numbers of nodes: the score, for a derivative several."""
 
     __slots__ = ("nodes", "outputs")
 

@@ -49,13 +49,7 @@ class Compiler(NamedTuple):
 
 
 def compiler_of(name: str | None = None) -> Compiler:
-    """The first available compiler of $CXX, g++, clang++ and the ziglang wheel.
-
-    Parameters
-    ----------
-    name : str, optional
-        A command, or "zig" for the wheel.
-    """
+    """The first available compiler of $CXX, g++, clang++ and the ziglang wheel; or a command, or "zig"."""
     wanted = [name] if name else [os.environ.get("CXX", "").strip(), "g++", "clang++", "zig"]
     for one in filter(None, wanted):
         if one == "zig":
