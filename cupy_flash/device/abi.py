@@ -163,6 +163,8 @@ SEED = Late("seed")
 LENGTH = Late("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
 # The value of a field of a struct.
 Field: TypeAlias = int | float | Late
+# Values by the names of fields; a field that is a struct has several.
+Own: TypeAlias = dict[str, Field | tuple[Field, ...]]
 
 
 def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
@@ -180,9 +182,7 @@ def _address(views: Views, name: str) -> Field:
     return Late(name) if name in views else 0
 
 
-def _filled(
-    layout: np.dtype[Any], views: Views, own: Mapping[str, Field | tuple[Field, ...]]
-) -> tuple[Field, ...]:
+def _filled(layout: np.dtype[Any], views: Views, own: Own) -> tuple[Field, ...]:
     """The values of a struct in order: those in `own`, and for other fields the view of the field's name."""
     assert layout.fields is not None
     fields: list[Field] = []
@@ -215,7 +215,7 @@ def dropout_threshold(dropout: float) -> int:
 def _score(p: Problem, views: Views) -> tuple[Field, ...]:
     slopes, sinks = views.get("alibi_slopes"), views.get("sinks")
     alibi_batch, alibi_head = (0, 0) if slopes is None else slopes.broadcast().strides
-    own = {name: _broadcast(views, name) for name in ("bias", "mask", "spans", "blocks")}
+    own: Own = {name: _broadcast(views, name) for name in ("bias", "mask", "spans", "blocks")}
     own |= {
         "scale": p.scale,
         "softcap": p.softcap or 0.0,
@@ -261,7 +261,7 @@ def _leaves_floats(p: Problem) -> int:
 def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`next_tile`, `chunk_o`, `chunk_rows` and `reach` are parts of the workspace."""
     parts = views.get("chunk_o")
-    own = {
+    own: Own = {
         "shape": _shape(p, views),
         "score": _score(p, views),
         "head_bits": launch.head_bits,
@@ -284,7 +284,7 @@ def _f16x3_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...
 def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`delta` to `next_block` and `reach` are parts of the workspace."""
     extents = p.bias or (0, 0, 0, 0)
-    own = {
+    own: Own = {
         **dict(zip(("bias_batch", "bias_heads", "bias_rows", "bias_columns"), extents, strict=True)),
         "d_o": _strided(views, "do", 4),
         "dbias": _broadcast(views, "dbias"),
@@ -322,7 +322,7 @@ def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]
 def _second_order(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """Fields of a derivative in one direction; `delta_dot` is a part of the workspace."""
     sinks = views.get("sinks_dot")
-    own = {
+    own: Own = {
         "bias_dot": _broadcast(views, "bias_dot"),
         "sinks_dot_head": 0 if sinks is None else sinks.strides[0],
         "call": _backward(p, views, launch),
@@ -375,7 +375,7 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
 def _decode(p: Problem, views: Views, _launch: Launch) -> tuple[Field, ...]:
     """`turned_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
     parts, sums = ("chunk_o", "chunk_rows") if "chunk_o" in views else ("partial_o", "partial_lse")
-    own = {
+    own: Own = {
         "k_new": _strided(views, "k", 4),
         "v_new": _strided(views, "v", 4),
         "partial_o": _address(views, parts),
