@@ -42,36 +42,13 @@ Tensor: TypeAlias = torch.Tensor
 Window: TypeAlias = tuple[int | None, int | None]
 
 
-def _refuse(hints: dict[str, str], **given: Any) -> None:
-    """Refuse unsupported arguments that are given, that is, neither None nor 0."""
-    for name, value in given.items():
-        if value is not None and not (isinstance(value, int) and value == 0):
-            raise UnsupportedError(f"{name} is not supported.", hint=hints[name])
-
-
-_HINTS = {
-    "attention_chunk": "attention_chunk=0; flash_attn_varlen_func with a sequence for each chunk",
-}
-
-
-def _options(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    return_lse: bool,
-    reproducible: second.Mode | None,
-) -> dict[str, Any]:
-    """Our options for theirs."""
-    return {
-        "scale": softmax_scale,
-        "causal": causal,
-        "window": second.window_of(window_size),
-        "align": "bottom_right",
-        "softcap": softcap or None,
-        "return_lse": return_lse,
-        "reproducible": reproducible,
-    }
+def _refuse_chunks(attention_chunk: int) -> None:
+    """Refuse chunks of keys."""
+    if attention_chunk:
+        raise UnsupportedError(
+            "attention_chunk is not supported.",
+            hint="attention_chunk=0; flash_attn_varlen_func with a sequence for each chunk",
+        )
 
 
 def _with_qv(
@@ -186,11 +163,12 @@ def flash_attn_func(
         As in `cupy_flash.attention`; UnsupportedError for attention_chunk.
     """
     check_tensors(("q", "k", "v"), q=q, k=k, v=v)
-    _refuse(_HINTS, attention_chunk=attention_chunk)
+    _refuse_chunks(attention_chunk)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
-    mode = second.mode_of(deterministic, reproducible)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, mode)
+    options = second.options_of(
+        softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, reproducible
+    )
     if q.dtype == torch.float8_e4m3fn:
         return api.attention(*_quantized(q, k, v, scales), layout="bshd", **options)
     return attention(q, k, v, layout="bshd", **options)
@@ -304,11 +282,12 @@ def flash_attn_varlen_func(
         As in `cupy_flash.attention_varlen`; UnsupportedError for attention_chunk.
     """
     check_tensors(("q", "k", "v"), q=q, k=k, v=v)
-    _refuse(_HINTS, attention_chunk=attention_chunk)
+    _refuse_chunks(attention_chunk)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, softmax_scale = _with_qv(q, k, v, qv, softmax_scale)
-    mode = second.mode_of(deterministic, reproducible)
-    options = _options(softmax_scale, causal, window_size, softcap, return_attn_probs, mode)
+    options = second.options_of(
+        softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, reproducible
+    )
     options.update(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     options.update(seqused_q=seqused_q, seqused_k=seqused_k)
     if q.dtype == torch.float8_e4m3fn:
@@ -436,7 +415,7 @@ def flash_attn_with_kvcache(
     InvalidArgumentsError, UnsupportedError, CubinNotFoundError
         As in `cupy_flash.attention_with_kv_cache`; UnsupportedError for unsupported arguments.
     """
-    _refuse(_HINTS, attention_chunk=attention_chunk)
+    _refuse_chunks(attention_chunk)
     check_tensors(("q", "k_cache", "v_cache"), q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv)
     if qv is not None and q.dtype == torch.float8_e4m3fn:
         raise UnsupportedError("qv is not supported with q of float8.", hint="no tensor of 8 bits")

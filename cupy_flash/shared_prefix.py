@@ -30,21 +30,13 @@ __all__ = ["Prefix", "over_keys"]
 
 
 class Prefix(NamedTuple):
-    """The keys and values that all sequences begin with.
+    """The keys and values that all sequences begin with."""
 
-    Attributes
-    ----------
-    k, v : array, shape (1, prefix, heads_k, head_dim)
-    layout : {"bhsd", "bshd"}
-        Layout of the queries and of the own keys.
-    packed : bool
-        Whether queries are packed.
-    """
-
+    # array, shape (1, prefix, heads_k, head_dim).
     k: Any
     v: Any
-    layout: str
-    packed: bool
+    layout: str  # {"bhsd", "bshd"}: layout of the queries and of the own keys
+    packed: bool  # whether queries are packed
 
     @classmethod
     def of_cache(cls, q: Any, k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> Prefix | None:

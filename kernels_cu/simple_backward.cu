@@ -43,17 +43,6 @@
 #endif
 using Head = GradientHead<Element>;
 
-// The rows of a block from `first` on, in the dtype of the gradient.
-template <class Tiles, class Sums>
-CF_DEVICE void store_gradient(const BackwardParams& p, const Sums& sums, Acc factor, const Tensor& to,
-                              const TileCoord& work, int64_t first, int32_t rows, int32_t columns) {
-    const auto store_as = [&](auto* data) { Tiles::store_rows(sums, factor, to, data, rows, columns); };
-    if constexpr (sizeof(Element) == 2) {
-        if (p.float_gradients) return store_as(head_rows<float>(to, work.batch, work.head, first));
-    }
-    store_as(head_rows<Element>(to, work.batch, work.head, first));
-}
-
 // ---- delta: one warp per row at a time.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta(const BackwardParams& p) {
     const TileCoord work = tile_coord(blockIdx.x, cdiv(p.shape.seqlen_q, kBlockM), p.shape.heads_q);
@@ -105,8 +94,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
         Tiles::put_weights(rS, s);
         Tiles::add_weighted_rows(rDQ, head.gK.from(n_first), s);
     }
-    store_gradient<Tiles>(p, rDQ, head.score.scale, p.dq, work, head.sequence.first_q + m_first,
-                          head.sequence.seqlen_q - m_first, p.shape.head_dim);
+    store_result<Tiles>(p.float_gradients, rDQ, head.score.scale, p.dq, work, head.sequence.first_q + m_first,
+                        head.sequence.seqlen_q - m_first, p.shape.head_dim);
 }
 
 // ---- dkv: a block owns key rows of one head of k and v and visits query tiles of all heads that read it.
@@ -153,8 +142,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) 
     }
     const int64_t row = sequence.first_k + n_first;
     const int32_t rows = sequence.rows_k - n_first;
-    store_gradient<Tiles>(p, rDK, static_cast<Acc>(p.score.scale), p.dk, work, row, rows, p.shape.head_dim);
-    store_gradient<Tiles>(p, rDV, Acc(1), p.dv, work, row, rows, p.shape.head_dim_v);
+    store_result<Tiles>(p.float_gradients, rDK, static_cast<Acc>(p.score.scale), p.dk, work, row, rows,
+                        p.shape.head_dim);
+    store_result<Tiles>(p.float_gradients, rDV, Acc(1), p.dv, work, row, rows, p.shape.head_dim_v);
 }
 
 // ---- dbias

@@ -117,14 +117,8 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
         lse[r] = row.lse;
     }
     const Acc kept_scale = dropout.active() ? static_cast<Acc>(p.score.dropout_scale) : 1;
-    const auto store_as = [&](auto* data) {
-        Tiles::store_rows(rO, kept_scale, p.o, data, sequence.seqlen_q - m_first, p.shape.head_dim_v);
-    };
-    const int64_t first_row = sequence.first_q + m_first;
-    if constexpr (sizeof(Element) == 2) {
-        if (p.float_o) store_as(head_rows<float>(p.o, work.batch, head, first_row));
-    }
-    if (sizeof(Element) != 2 || !p.float_o) store_as(head_rows<Element>(p.o, work.batch, head, first_row));
+    store_result<Tiles>(p.float_o, rO, kept_scale, p.o, work, sequence.first_q + m_first,
+                        sequence.seqlen_q - m_first, p.shape.head_dim_v);
 
     // [A1.13]
     if (p.lse.data && Tiles::lane() == 0) {

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_flash import BlockMask
 from tests.cases import Case
-from tests.public import with_mask
+from tests.masked_case import MaskedCase
 
 
 def as_mask(blocks: BlockMask, queries: int, keys: int) -> np.ndarray:
@@ -42,7 +42,7 @@ def random_blocks(
 
 
 @dataclass(frozen=True)
-class BlockCase:
+class BlockCase(MaskedCase):
     """A case, and blocks of it.
 
     Attributes
@@ -51,18 +51,11 @@ class BlockCase:
         Axes before those of blocks, as of `cases.BROADCASTS`: "", "h", "1h", "b1", "bh".
     """
 
-    case: Case
     sizes: tuple[int, int] = (16, 16)
     lead: str = ""
 
     def __str__(self) -> str:
         return f"{self.sizes[0]}x{self.sizes[1]}{self.lead} {self.case}"
-
-    def __getattr__(self, name: str) -> object:
-        """A field of the case: functional tests take either."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.case, name)
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Those of the case, and blocks."""
@@ -73,20 +66,13 @@ class BlockCase:
         blocks = random_blocks(draw, tuple(lead[axis] for axis in axes), case.lengths, self.sizes)
         return made | {"table": blocks.table, "bits": blocks.bits}
 
-    def blocks(self, arrays: dict[str, np.ndarray]) -> BlockMask:
-        """Those among the inputs."""
+    def mask_of(self, arrays: dict[str, np.ndarray]) -> BlockMask:
+        """The blocks among the inputs."""
         return BlockMask(arrays["table"], np.ascontiguousarray(arrays["bits"]))
 
-    def options(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
-        """Those of the case, and blocks."""
-        return with_mask(self.case.options(arrays), self.blocks(arrays))
-
-    def with_mask(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
-        """The same as a mask."""
-        mask = as_mask(self.blocks(arrays), *self.case.lengths)
-        if "mask" in arrays:
-            mask = mask & arrays["mask"]
-        return self.case.options(arrays) | {"mask": mask}
+    def as_mask(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """The pairs that they keep."""
+        return as_mask(self.mask_of(arrays), *self.case.lengths)
 
 
 def crossed(plain: list[dict[str, object]]) -> list[BlockCase]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupy_flash import Spans
 from tests.cases import Case
-from tests.public import with_mask
+from tests.masked_case import MaskedCase
 
 
 def as_mask(spans: np.ndarray | Spans, queries: int, keys: int) -> np.ndarray:
@@ -41,7 +41,7 @@ def random_spans(
 
 
 @dataclass(frozen=True)
-class SpanCase:
+class SpanCase(MaskedCase):
     """A case, and spans of it.
 
     Attributes
@@ -50,7 +50,6 @@ class SpanCase:
         Axes before those of pairs, as of `cases.BROADCASTS`: "", "h", "1h", "b1", "bh".
     """
 
-    case: Case
     by_query: bool = False
     intervals: int = 1
     lead: str = ""
@@ -58,12 +57,6 @@ class SpanCase:
     def __str__(self) -> str:
         kind = f"{'query' if self.by_query else 'key'}{self.intervals}{self.lead}"
         return f"{kind} {self.case}"
-
-    def __getattr__(self, name: str) -> object:
-        """A field of the case: functional tests take either."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.case, name)
 
     def inputs(self) -> dict[str, np.ndarray]:
         """Those of the case, and spans."""
@@ -74,16 +67,13 @@ class SpanCase:
         spans = random_spans(draw, lead, rows, along, self.intervals)
         return made | {"spans": spans[..., :, None, :] if self.by_query else spans[..., None, :, :]}
 
-    def options(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
-        """Those of the case, and spans."""
-        return with_mask(self.case.options(arrays), Spans(arrays["spans"]))
+    def mask_of(self, arrays: dict[str, np.ndarray]) -> Spans:
+        """The spans among the inputs."""
+        return Spans(arrays["spans"])
 
-    def with_mask(self, arrays: dict[str, np.ndarray]) -> dict[str, object]:
-        """The same as a mask."""
-        mask = as_mask(arrays["spans"], *self.case.lengths)
-        if "mask" in arrays:
-            mask = mask & arrays["mask"]
-        return self.case.options(arrays) | {"mask": mask}
+    def as_mask(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """The pairs that they keep."""
+        return as_mask(arrays["spans"], *self.case.lengths)
 
 
 def crossed(plain: list[dict[str, object]]) -> list[SpanCase]:

@@ -28,34 +28,16 @@ CPU = ("cpu", 0)
 
 
 class ArrayView(NamedTuple):
-    """An array of any library, described without that library's types.
+    """An array of any library, described without that library's types."""
 
-    Attributes
-    ----------
-    pointer : int
-        Address of element (0, ..., 0).
-    shape, strides : tuple of int
-        Strides in elements; 0 on a broadcast axis.
-    dtype : str
-        NumPy's name of the dtype; "bfloat16" and "float8_e4m3fn" as in ml_dtypes.
-    device : (str, int)
-        ("cpu", 0) or ("cuda", ordinal).
-    library : str
-        "numpy", "cupy", "torch", "jax" or "dlpack".
-    readonly : bool
-        Whether the owner forbids writing.
-    owner : object
-        Keeps the memory alive.
-    """
-
-    pointer: int
+    pointer: int  # address of element (0, ..., 0)
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    device: tuple[str, int]
-    library: str
-    readonly: bool
-    owner: Any
+    strides: tuple[int, ...]  # in elements; 0 on a broadcast axis
+    dtype: str  # NumPy's name of the dtype; "bfloat16" and "float8_e4m3fn" as in ml_dtypes
+    device: tuple[str, int]  # ("cpu", 0) or ("cuda", ordinal)
+    library: str  # "numpy", "cupy", "torch", "jax" or "dlpack"
+    readonly: bool  # whether the owner forbids writing
+    owner: Any  # keeps the memory alive
 
     @property
     def item_bytes(self) -> int:

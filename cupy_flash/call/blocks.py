@@ -50,19 +50,12 @@ class BlockMask(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The sizes of a `BlockMask`, as part of a `Problem`.
+    """The sizes of a `BlockMask`, as part of a `Problem`."""
 
-    Attributes
-    ----------
-    queries, keys : int
-        Queries and keys per block.
-    partial : int
-        Number of distinct partial blocks.
-    """
-
+    # Queries and keys per block.
     queries: int
     keys: int
-    partial: int
+    partial: int  # number of distinct partial blocks
 
     def summary(self) -> str:
         """A short description for messages."""
@@ -78,15 +71,7 @@ def foreign_blocks(given: Any) -> InvalidArgumentsError:
 
 
 def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Blocks | None:
-    """Check a block mask, add the 4-axis view of its table to `views`, and return its sizes.
-
-    Parameters
-    ----------
-    raw, views : dict of str to ArrayView
-        As in `describe`.
-    full : (int, int, int, int)
-        Extents of batch, heads of q, queries and keys.
-    """
+    """Check a block mask, add the 4-axis view of its table to `views`, and return its sizes."""
     table, bits = raw.get("blocks"), raw.get("block_bits")
     if table is None and bits is None:
         return None
@@ -125,15 +110,7 @@ def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) ->
 
 
 def check_blocks(blocks: Blocks | None, raw: Mapping[str, ArrayView]) -> None:
-    """Refuse table entries without a block in `bits`, for arrays in main memory, where reading is free.
-
-    Parameters
-    ----------
-    blocks : Blocks or None
-        `Problem.blocks`.
-    raw : mapping of str to ArrayView
-        The caller's arrays, or the views that `describe` makes.
-    """
+    """Refuse table entries without a block in `bits`, for arrays in main memory, where reading is free."""
     if blocks is None or raw["blocks"].device != CPU:
         return
     table = raw["blocks"].numpy()

@@ -14,13 +14,7 @@ __all__ = ["flag", "integer", "one_of", "pair"]
 
 
 def flag(value: Any, name: str) -> bool:
-    """The value as a bool.
-
-    Raises
-    ------
-    InvalidArgumentsError
-        It is not a bool: the truth value of another type would be a guess.
-    """
+    """The value as a bool; other types are refused, as their truth value would be a guess."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     owner, dot, field = name.rpartition(".")
@@ -44,13 +38,7 @@ def one_of(value: Any, names: Container[str]) -> bool:
 
 
 def pair(window: Any) -> tuple[Any, Any]:
-    """The two bounds of a window, unchecked; None means open on both sides.
-
-    Raises
-    ------
-    InvalidArgumentsError
-        It is not a pair.
-    """
+    """The two bounds of a window, unchecked; None means open on both sides."""
     if window is None:
         return None, None
     if isinstance(window, (tuple, list)) and len(window) == 2:

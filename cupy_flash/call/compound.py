@@ -211,13 +211,7 @@ def _both(one: Any, other: Any) -> Any:
 
 
 def mask_parts(given: Any) -> dict[str, Any]:
-    """The arrays of a mask, by the names of MASK_PARTS; mask functions are left out.
-
-    Raises
-    ------
-    UnsupportedError
-        Two of a kind that cannot be combined.
-    """
+    """The arrays of a mask, by the names of MASK_PARTS; mask functions are left out."""
     parts: dict[str, Any] = {}
     for mask in masks_of(given):
         if isinstance(mask, (Program, Bound)):
@@ -241,13 +235,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
 
 
 def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]]:
-    """One program for the score function and all mask functions of a call, and its arguments.
-
-    Raises
-    ------
-    InvalidArgumentsError
-        A mask function as score, a score function as mask, or a score of another type.
-    """
+    """One program for the score function and all mask functions of a call, and its arguments."""
     program, arguments = None, ()
     if score is not None:
         program, arguments = _bound(score)

@@ -44,20 +44,7 @@ def learned_by(score: Program | None) -> tuple[str, ...]:
 
 
 def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
-    """Check a score function and its arguments, add the arguments to `views`, and trace the function.
-
-    Parameters
-    ----------
-    score : Program or None
-        As the caller gave it.
-    raw, views : dict of str to ArrayView
-        As in `describe`.
-
-    Raises
-    ------
-    InvalidArgumentsError
-        It is not a score function, an argument is not supported, or tracing fails.
-    """
+    """Check a score function and its arguments, add the arguments to `views`, and trace the function."""
     given = argument_views(raw)
     if score is None:
         if given:
@@ -73,17 +60,9 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
 def check_integers(
     function: Body | None, sizes: tuple[int, int, int, int], bits: int, views: Mapping[str, ArrayView]
 ) -> None:
-    """Refuse a function whose integers would overflow; it reads arguments only in main memory.
+    """Refuse a function whose integers would overflow in `bits`; it reads arguments only in main memory.
 
-    Parameters
-    ----------
-    function : Body or None
-    sizes : (int, int, int, int)
-        Extents of batch, heads of q, queries and keys.
-    bits : int
-        Width of the integers that the backend computes with.
-    views : mapping of str to ArrayView
-        The call's arrays, with the arguments.
+    `sizes` are the extents of batch, heads of q, queries and keys.
     """
     if not isinstance(function, Graph):
         return

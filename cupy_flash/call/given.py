@@ -45,15 +45,10 @@ _DEFAULTS = Options()
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
-    """Split options into the arrays that are not None and the values.
+    """Split options of `DenseOptions` into the arrays that are not None and the values.
 
     Arrays of a compound option are named after its parts; bound arrays of functions are ``bound[0]`` and so
     on. The value ``score`` is one program for the score function and all mask functions.
-
-    Parameters
-    ----------
-    given : mapping of str to object
-        Options of `DenseOptions`.
     """
     if not given:  # the common case
         return {}, _DEFAULTS
@@ -78,32 +73,15 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options]:
 
 
 class CacheCall(NamedTuple):
-    """The values of a call over a KV cache that are not in `Options`.
+    """The values of a call over a KV cache that are not in `Options`."""
 
-    Attributes
-    ----------
-    interleaved : bool
-        Whether rotation pairs features 2i and 2i + 1.
-    unrotated : bool
-        Whether the cache holds unrotated keys, which are rotated on read.
-    rotates_last : bool
-        Whether the last features are rotated instead of the first.
-    splits : int, optional
-        Number of splits of the keys (split-K).
-    longest : int, optional
-        max_seqlen_q: queries of the longest packed sequence.
-    most_keys : int, optional
-        max_seqlen_k: upper bound of the capacity of a sequence.
-    single_keys : bool
-        Whether table entries are single keys: the cache is viewed by `pages_of_one_key`.
-    """
-
-    interleaved: bool = False
-    unrotated: bool = False
-    rotates_last: bool = False
-    splits: int | None = None
-    longest: int | None = None
-    most_keys: int | None = None
+    interleaved: bool = False  # whether rotation pairs features 2i and 2i + 1
+    unrotated: bool = False  # whether the cache holds unrotated keys, which are rotated on read
+    rotates_last: bool = False  # whether the last features are rotated instead of the first
+    splits: int | None = None  # number of splits of the keys (split-K)
+    longest: int | None = None  # max_seqlen_q: queries of the longest packed sequence
+    most_keys: int | None = None  # max_seqlen_k: upper bound of the capacity of a sequence
+    # Whether table entries are single keys: the cache is viewed by `pages_of_one_key`.
     single_keys: bool = False
 
 
@@ -128,19 +106,10 @@ def split_of_cache(given: Mapping[str, Any]) -> tuple[dict[str, Any], Options, C
 
 
 class Packing(NamedTuple):
-    """Sizes of packed sequences.
+    """Sizes of packed sequences."""
 
-    Attributes
-    ----------
-    batch : int
-        Number of sequences.
-    seqlen_q, seqlen_k : int
-        Longest lengths; over a cache seqlen_k is 0.
-    alike : bool
-        Whether queries and keys have the same offsets, and neither has rows not in use.
-    """
-
-    batch: int
+    batch: int  # number of sequences
+    # Longest lengths; over a cache seqlen_k is 0.
     seqlen_q: int
     seqlen_k: int
-    alike: bool
+    alike: bool  # whether queries and keys have the same offsets, and neither has rows not in use

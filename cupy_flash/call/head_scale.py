@@ -20,15 +20,7 @@ __all__ = ["HeadScale", "in_dtype", "scale_shape", "scaled_over_cache", "times"]
 
 
 def scale_shape(shape: tuple[int, ...], q: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The shape that broadcasts a scale of shape (heads,) or (batch, heads) over q.
-
-    Parameters
-    ----------
-    shape, q : tuple of int
-        Shapes of scale and q as given.
-    layout : {"bhsd", "bshd"}
-        Layout of q; packed rows are "bshd".
-    """
+    """The shape that broadcasts a scale (heads,) or (batch, heads) over q; packed rows are "bshd"."""
     of_heads = len(q) - (2 if one_of(layout, ("bshd",)) else 3)  # `check_options` refuses other layouts
     axes: tuple[int, ...] = ()
     if of_heads >= 0 and shape == (q[of_heads],):
@@ -54,21 +46,11 @@ def in_dtype(x: Any, dtype: Any) -> Any:
 
 
 class HeadScale(NamedTuple):
-    """A scale per head of q.
+    """A scale per head of q."""
 
-    Attributes
-    ----------
-    factor : array
-        The scale, reshaped to broadcast over q, in the accumulator dtype.
-    shape : tuple of int
-        Shape as given.
-    library : str
-        Library of the array.
-    """
-
-    factor: Any
-    shape: tuple[int, ...]
-    library: str
+    factor: Any  # array: the scale, reshaped to broadcast over q, in the accumulator dtype
+    shape: tuple[int, ...]  # shape as given
+    library: str  # library of the array
 
     @classmethod
     def of(cls, scale: Any, q: Any, layout: str) -> HeadScale | None:

@@ -11,17 +11,10 @@ __all__ = ["Band", "resolve_band"]
 
 
 class Band(NamedTuple):
-    """Query i sees key j if ``i + offset - left <= j <= i + offset + right``; None is open.
+    """Query i sees key j if ``i + offset - left <= j <= i + offset + right``; None is open."""
 
-    Attributes
-    ----------
-    offset : int
-        Query i is at key position i + offset.
-    left, right : int or None
-        Keys seen before and after that position, inclusive.
-    """
-
-    offset: int = 0
+    offset: int = 0  # query i is at key position i + offset
+    # Keys seen before and after that position, inclusive.
     left: int | None = None
     right: int | None = None
 

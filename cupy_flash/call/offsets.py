@@ -114,15 +114,7 @@ def check_counts(views: Mapping[str, ArrayView], name: str, cut: str, what: str)
 
 
 def flat_mask(raw: dict[str, ArrayView], queries: Any, keys: Any) -> None:
-    """Check a ragged mask, and add the start of each sequence's mask to `raw`.
-
-    Parameters
-    ----------
-    raw : dict of str to ArrayView
-        Arrays with ragged_mask; mask_starts is added.
-    queries, keys : array of int
-        Numbers in use, per sequence.
-    """
+    """Check a ragged mask for these numbers in use, and add the start of each sequence's mask to `raw`."""
     view = raw["ragged_mask"]
     if view.device != CPU:
         raise UnsupportedError(

@@ -32,12 +32,9 @@ __all__ = [
     "Option",
     "PackedGradientOptions",
     "PackedOptions",
-    "RecordedFunctionOptions",
     "RecordedOptions",
-    "RecordedPackedFunctionOptions",
     "RecordedPackedOptions",
     "RecordedPrefixOptions",
-    "RecordedRaggedFunctionOptions",
     "RecordedRaggedOptions",
     "RingGradientOptions",
     "RingOptions",
@@ -52,33 +49,18 @@ __all__ = [
 
 
 class Option(NamedTuple):
-    """Everything declared about an option, except its name and type.
-
-    Attributes
-    ----------
-    default : object
-    kind : str
-        The type as shown in docstrings.
-    text : str
-        The description shown in docstrings.
-    array : bool
-        Whether the option is an array, not a plain value.
-    axes : tuple of str
-        The axes of the array, out of batch, heads, queries and keys; empty if not declared. The batch axis
-        may be left out. An array with a keys axis broadcasts: axes may have length 1, and leading ones may be
-        missing.
-    gradient : bool
-        Whether the array has a gradient.
-    parts : tuple of str
-        Names of the arrays that a compound option is split into; empty if it is one array or a value.
-    """
+    """Everything declared about an option, except its name and type."""
 
     default: Any
-    kind: str
-    text: str
-    array: bool = False
+    kind: str  # the type as shown in docstrings
+    text: str  # the description shown in docstrings
+    array: bool = False  # whether the option is an array, not a plain value
+    # The axes of the array, out of batch, heads, queries and keys; empty if not declared. The batch axis
+    # may be left out. An array with a keys axis broadcasts: axes may have length 1, and leading ones may be
+    # missing.
     axes: tuple[str, ...] = ()
-    gradient: bool = False
+    gradient: bool = False  # whether the array has a gradient
+    # Names of the arrays that a compound option is split into; empty if it is one array or a value.
     parts: tuple[str, ...] = ()
 
 
@@ -135,7 +117,9 @@ class _Scores(TypedDict, total=False):
     ]
 
 
-class _Alibi(TypedDict, total=False):
+class _Rows(TypedDict, total=False):
+    """Arrays with one number per head."""
+
     alibi_slopes: Annotated[
         Any,
         _array(
@@ -144,9 +128,6 @@ class _Alibi(TypedDict, total=False):
             ("batch", "heads"),
         ),
     ]
-
-
-class _Sinks(TypedDict, total=False):
     sinks: Annotated[
         Any,
         _array(
@@ -156,10 +137,6 @@ class _Sinks(TypedDict, total=False):
             gradient=True,
         ),
     ]
-
-
-class _Rows(_Alibi, _Sinks, total=False):
-    """Arrays with one number per head."""
 
 
 class _Mask(TypedDict, total=False):
@@ -542,28 +519,16 @@ class PackedGradientOptions(
     """Options of `attention_varlen_backward`."""
 
 
-class RecordedOptions(_Whole, _Layout, _Precision, _Reproducible, total=False):
+class RecordedOptions(_Function, _Whole, _Layout, _Precision, _Reproducible, total=False):
     """Options of dense attention with gradients recorded by torch or JAX."""
 
 
-class RecordedFunctionOptions(_Function, RecordedOptions, total=False):
-    """`RecordedOptions` and score functions."""
-
-
-class RecordedPackedOptions(_Packing, _Whole, _Precision, _Reproducible, total=False):
+class RecordedPackedOptions(_Function, _Packing, _Whole, _Precision, _Reproducible, total=False):
     """Options of packed attention with gradients recorded by torch or JAX."""
 
 
-class RecordedPackedFunctionOptions(_Function, RecordedPackedOptions, total=False):
-    """`RecordedPackedOptions` and score functions."""
-
-
-class RecordedRaggedOptions(_Ragged, RecordedPackedOptions, total=False):
+class RecordedRaggedOptions(_Function, _Ragged, _Packing, _Whole, _Precision, _Reproducible, total=False):
     """`RecordedPackedOptions` and ragged queries and masks."""
-
-
-class RecordedRaggedFunctionOptions(_Function, RecordedRaggedOptions, total=False):
-    """`RecordedRaggedOptions` and score functions."""
 
 
 class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, total=False):
@@ -589,20 +554,18 @@ class RecordedPrefixOptions(_Causal, _Scores, _Layout, _Precision, _Reproducible
     """Options of attention over a shared prefix with gradients recorded."""
 
 
-class RingOptions(
-    _Aligned, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, _Parts, total=False
+class ShardOptions(
+    _Aligned, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, total=False
 ):
+    """Options of ring attention inside JAX's shard_map."""
+
+
+class RingOptions(ShardOptions, _Parts, total=False):
     """Options of `ring_attention`."""
 
 
 class RingGradientOptions(_LseGradient, RingOptions, total=False):
     """Options of the backward pass of `ring_attention`."""
-
-
-class ShardOptions(
-    _Aligned, _Mask, _Scores, _Rows, _Dropout, _Seed, _Layout, _Precision, _Reproducible, total=False
-):
-    """Options of ring attention inside JAX's shard_map."""
 
 
 class BandOptions(_Aligned, total=False):

@@ -13,76 +13,35 @@ __all__ = ["Cache", "Codes", "Problem"]
 
 
 class Codes(NamedTuple):
-    """The 4-bit format of a cache.
+    """The 4-bit format of a cache."""
 
-    Attributes
-    ----------
-    kind : str
-        "int4" or "nvfp4".
-    scale_dtype : str
-        Dtype of scales and zeros; for "nvfp4" "uint8", the bits of its block scales.
-    groups : (int, int)
-        Features per scale and zero, for keys and for values.
-    same_strides : bool
-        Whether scales and zeros have the same strides, with the groups of a key contiguous.
-    """
-
-    kind: str
-    scale_dtype: str
-    groups: tuple[int, int]
-    same_strides: bool
+    kind: str  # "int4" or "nvfp4"
+    scale_dtype: str  # dtype of scales and zeros; for "nvfp4" "uint8", the bits of its block scales
+    groups: tuple[int, int]  # features per scale and zero, for keys and for values
+    same_strides: bool  # whether scales and zeros have the same strides, with the groups of a key contiguous
 
 
 class Cache(NamedTuple):
-    """The layout and format of a KV cache, and what a call appends and rotates.
+    """The layout and format of a KV cache, and what a call appends and rotates."""
 
-    Attributes
-    ----------
-    dtype : str
-        Dtype of the stored keys and values: that of q, "int8", "float8_e4m3fn", or "int4" or "nvfp4", two
-        codes to a byte.
-    page : int
-        Keys per page; 0 if each sequence has one contiguous slot.
-    appended : int
-        New keys per sequence, or of all sequences together if they are packed.
-    rotary : int
-        Number of rotated features; 0 without rotation.
-    interleaved : bool
-        Whether rotation pairs features 2i and 2i + 1 instead of i and i + rotary / 2.
-    splits : int or None
-        Number of splits of the keys (split-K) asked for; None leaves it to the planner.
-    indexed : bool
-        Whether the call gives the slot of each sequence.
-    packed : bool
-        Whether new keys are packed: all sequences end to end, with offsets.
-    leftpad : bool
-        Whether the call gives the left padding of each sequence.
-    rotary_seqlens : bool
-        Whether the call gives the position at which the rotation of each sequence starts.
-    unrotated : bool
-        Whether keys are stored unrotated and rotated on read.
-    codes : Codes or None
-        The format of "int4" and "nvfp4"; None for other dtypes.
-    latent : bool
-        Whether values are the first columns of the keys, in the same memory (MLA).
-    first_rotated : int
-        Index of the first rotated feature.
-    """
-
+    # Dtype of the stored keys and values: that of q, "int8", "float8_e4m3fn", or "int4" or "nvfp4", two
+    # codes to a byte.
     dtype: str
-    page: int = 0
-    appended: int = 0
-    rotary: int = 0
-    interleaved: bool = False
+    page: int = 0  # keys per page; 0 if each sequence has one contiguous slot
+    appended: int = 0  # new keys per sequence, or of all sequences together if they are packed
+    rotary: int = 0  # number of rotated features; 0 without rotation
+    interleaved: bool = False  # whether rotation pairs features 2i and 2i + 1 instead of i and i + rotary / 2
+    # Number of splits of the keys (split-K) asked for; None leaves it to the planner.
     splits: int | None = None
-    indexed: bool = False
-    packed: bool = False
-    leftpad: bool = False
+    indexed: bool = False  # whether the call gives the slot of each sequence
+    packed: bool = False  # whether new keys are packed: all sequences end to end, with offsets
+    leftpad: bool = False  # whether the call gives the left padding of each sequence
+    # Whether the call gives the position at which the rotation of each sequence starts.
     rotary_seqlens: bool = False
-    unrotated: bool = False
-    codes: Codes | None = None
-    latent: bool = False
-    first_rotated: int = 0
+    unrotated: bool = False  # whether keys are stored unrotated and rotated on read
+    codes: Codes | None = None  # the format of "int4" and "nvfp4"; None for other dtypes
+    latent: bool = False  # whether values are the first columns of the keys, in the same memory (MLA)
+    first_rotated: int = 0  # index of the first rotated feature
 
     def summary(self) -> str:
         """A short description for messages."""
@@ -103,68 +62,13 @@ class Cache(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A checked call: everything that can change the plan, without the data.
+    """A checked call: everything that can change the plan, without the data."""
 
-    Attributes
-    ----------
-    direction : {"forward", "backward", "decode", "jvp", "hvp", "statistics"}
-        "decode" is the forward pass over a KV cache; "jvp" and "hvp" are the directional derivatives of the
-        forward and of the backward pass.
-    dtype : str
-        Dtype of q, k, v and o.
-    precision : {"ieee", "tf32x3", "tf32"} or None
-        For float32; None leaves the choice to the planner.
-    batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v : int
-    scale : float
-    softcap : float or None
-    offset, left, right
-        The band, see `masks.Band`.
-    offset_from_end : bool
-        Whether align is "bottom_right" by the lengths of each sequence: packed sequences and caches.
-    mask, bias : tuple of 4 int, or None
-        Shapes over (batch, heads, queries, keys), 1 where broadcast; None if not given.
-    spans : Intervals or None
-    blocks : Blocks or None
-    function : Body or None
-        The traced score function and mask functions, applied between softcap and bias.
-    learned_elements : int
-        Elements of all learned arguments of the function, for the backward pass; else 0.
-    bias_dtype : str or None
-    per_head : tuple of str
-        Names of the given options that have one number per head.
-    dropout : float
-    seed : int
-    want_lse, want_dbias, deterministic, packed : bool
-    tile : (int, int) or None
-        Queries and keys of a tile, if the call asks for one.
-    rows_q, rows_k : int
-        Rows of q, and of k, in all packed sequences together; 0 if not packed.
-    sequence : int
-        Number of the packed sequence that this problem was taken from; dropout counts it as the batch.
-    in_rows : bool
-        Whether the last axis of every tensor is contiguous and consecutive rows are less than 2 GiB apart.
-    aligned : bool
-        Whether, in addition, all rows start on 16-byte boundaries.
-    boxes : bool
-        Whether a TMA tensor map can hold the strides of every tensor.
-    cache : Cache or None
-        For "decode" and "statistics" over a cache; seqlen_k is then the capacity of a sequence.
-    of_float8 : str or None
-        Dtype of o if q, k and v are float8_e4m3fn; else None.
-    reproducible : {"batch", "prefill", "device"} or None
-        The guarantee about bits beyond "run". Gradients are then deterministic too.
-    used_q : bool
-        Whether the call gives the number of queries in use per packed sequence (seqused_q).
-    ragged_mask : bool
-        Whether the mask is a `RaggedMask`: the (queries, keys) masks of all sequences end to end.
-    unrounded : bool
-        Whether o, dq, dk and dv keep the accumulator dtype.
-    wanted : tuple of str
-        For "statistics", the names of its results.
-    """
-
+    # {"forward", "backward", "decode", "jvp", "hvp", "statistics"}: "decode" is the forward pass over a KV
+    # cache; "jvp" and "hvp" are the directional derivatives of the forward and of the backward pass.
     direction: str
-    dtype: str
+    dtype: str  # dtype of q, k, v and o
+    # {"ieee", "tf32x3", "tf32"} or None: for float32; None leaves the choice to the planner.
     precision: str | None
     batch: int
     heads_q: int
@@ -175,38 +79,52 @@ class Problem(NamedTuple):
     head_dim_v: int
     scale: float
     softcap: float | None = None
+    # The band, see `masks.Band`.
     offset: int = 0
     left: int | None = None
     right: int | None = None
+    # Whether align is "bottom_right" by the lengths of each sequence: packed sequences and caches.
     offset_from_end: bool = False
+    # Shapes over (batch, heads, queries, keys), 1 where broadcast; None if not given.
     mask: tuple[int, ...] | None = None
     spans: Intervals | None = None
     blocks: Blocks | None = None
+    # The traced score function and mask functions, applied between softcap and bias.
     function: Body | None = None
+    # Elements of all learned arguments of the function, for the backward pass; else 0.
     learned_elements: int = 0
+    # Shapes over (batch, heads, queries, keys), 1 where broadcast; None if not given.
     bias: tuple[int, ...] | None = None
     bias_dtype: str | None = None
-    per_head: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()  # names of the given options that have one number per head
     dropout: float = 0.0
     seed: int = 0
     want_lse: bool = True
     want_dbias: bool = False
     deterministic: bool = False
     packed: bool = False
-    tile: tuple[int, int] | None = None
+    tile: tuple[int, int] | None = None  # queries and keys of a tile, if the call asks for one
+    # Rows of q, and of k, in all packed sequences together; 0 if not packed.
     rows_q: int = 0
     rows_k: int = 0
+    # Number of the packed sequence that this problem was taken from; dropout counts it as the batch.
     sequence: int = 0
+    # Whether the last axis of every tensor is contiguous and consecutive rows are less than 2 GiB apart.
     in_rows: bool = True
-    aligned: bool = True
-    boxes: bool = True
+    aligned: bool = True  # whether, in addition, all rows start on 16-byte boundaries
+    boxes: bool = True  # whether a TMA tensor map can hold the strides of every tensor
+    # For "decode" and "statistics" over a cache; seqlen_k is then the capacity of a sequence.
     cache: Cache | None = None
-    of_float8: str | None = None
+    of_float8: str | None = None  # dtype of o if q, k and v are float8_e4m3fn; else None
+    # {"batch", "prefill", "device"} or None: the guarantee about bits beyond "run". Gradients are then
+    # deterministic too.
     reproducible: str | None = None
+    # Whether the call gives the number of queries in use per packed sequence (seqused_q).
     used_q: bool = False
+    # Whether the mask is a `RaggedMask`: the (queries, keys) masks of all sequences end to end.
     ragged_mask: bool = False
-    unrounded: bool = False
-    wanted: tuple[str, ...] = ()
+    unrounded: bool = False  # whether o, dq, dk and dv keep the accumulator dtype
+    wanted: tuple[str, ...] = ()  # for "statistics", the names of its results
 
     @property
     def result_dtype(self) -> str:

@@ -107,13 +107,7 @@ def _bar_class() -> Any:
 
 @contextmanager
 def reporting(given: Any) -> Iterator[Tell | None]:
-    """Yield the callback for a running call, or None; report 1.0 at the end unless the call failed.
-
-    Parameters
-    ----------
-    given : object
-        The value of CALLBACK.
-    """
+    """Yield the callback for a running call, or None; report 1.0 at the end unless the call failed."""
     if given is None:
         yield None
         return

@@ -13,20 +13,7 @@ MODES = ("run", "batch", "prefill", "device")
 
 
 def check_reproducible(mode: Any, *, dropout: float, tile: Any) -> None:
-    """Refuse unknown modes, and options under which a row depends on more than its own inputs.
-
-    Parameters
-    ----------
-    mode : object
-        As the caller passed it.
-    dropout : float
-    tile : object
-        As the caller passed it.
-
-    Raises
-    ------
-    InvalidArgumentsError, UnsupportedError
-    """
+    """Refuse unknown modes, and options under which a row depends on more than its own inputs."""
     if mode is None:
         return
     if not one_of(mode, MODES):

@@ -13,21 +13,11 @@ __all__ = ["Intervals", "check_spans", "span_operand"]
 
 
 class Intervals(NamedTuple):
-    """The form of `Spans`, as part of a `Problem`; `cupy_flash.spans` describes both forms.
+    """The form of `Spans`, as part of a `Problem`; `cupy_flash.spans` describes both forms."""
 
-    Attributes
-    ----------
-    by_query : bool
-        Whether each query has intervals of keys; else each key has intervals of queries.
-    intervals : {1, 2}
-        Number of intervals per query or key.
-    limit : int
-        The largest allowed bound: the number of keys, or of queries.
-    """
-
-    by_query: bool
-    intervals: int
-    limit: int
+    by_query: bool  # whether each query has intervals of keys; else each key has intervals of queries
+    intervals: int  # {1, 2}: number of intervals per query or key
+    limit: int  # the largest allowed bound: the number of keys, or of queries
 
     def summary(self) -> str:
         """A short description for messages."""
@@ -36,15 +26,7 @@ class Intervals(NamedTuple):
 
 
 def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:
-    """Check spans, add their (batch, heads, queries or keys, bounds) view to `views`, and return their form.
-
-    Parameters
-    ----------
-    raw, views : dict of str to ArrayView
-        As in `describe`.
-    full : (int, int, int, int)
-        Extents of batch, heads of q, queries and keys.
-    """
+    """Check spans, add their (batch, heads, queries or keys, bounds) view, and return their form."""
     view = raw.get("spans")
     if view is None:
         return None
@@ -68,15 +50,7 @@ def span_operand(raw: Views, views: Views, full: tuple[int, int, int, int]) -> I
 
 
 def check_spans(spans: Intervals | None, raw: Mapping[str, ArrayView]) -> None:
-    """Refuse bounds out of range, for arrays in main memory, where reading is free.
-
-    Parameters
-    ----------
-    spans : Intervals or None
-        `Problem.spans`.
-    raw : mapping of str to ArrayView
-        The caller's arrays, or the views that `describe` makes.
-    """
+    """Refuse bounds out of range, for arrays in main memory, where reading is free."""
     if spans is None or raw["spans"].device != CPU:
         return
     bounds = raw["spans"].numpy()

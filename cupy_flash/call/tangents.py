@@ -14,19 +14,9 @@ TANGENTS = DERIVATIVES
 
 
 def check_tangents(raw: Views, tangents: Views) -> int | None:
-    """Check that tangents match the arrays of a call; return the number of directions.
+    """Check that tangents match the arrays of a call; return the length of their axis of directions, or None.
 
-    Parameters
-    ----------
-    raw : dict of str to ArrayView
-        The arrays as the caller gave them.
-    tangents : dict of str to ArrayView
-        By the names in TANGENTS; also "do" and "dlse" if o and lse are given.
-
-    Returns
-    -------
-    int or None
-        Length of the leading axis of directions; None without that axis.
+    Tangents have the names in TANGENTS; "do" and "dlse" are among them if o and lse are given.
     """
     table = table_of({**raw, **tangents})
     if not tangents:
@@ -97,17 +87,7 @@ def shape_of_results(count: int | None, shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def directions_of(views: Views, count: int | None, layout: str, rank: int) -> list[Views]:
-    """Views of the tangents and results of each direction, in the axes that the passes use.
-
-    Parameters
-    ----------
-    views : dict of str to ArrayView
-        By the names that the passes use.
-    count : int or None
-        As returned by `check_tangents`.
-    layout, rank
-        Layout and rank of q.
-    """
+    """Views of the tangents and results of each direction, in the axes that the passes use."""
     each = [views] if count is None else [{k: _nth(x, n) for k, x in views.items()} for n in range(count)]
     return [{name: tangent_operand(name, x, layout, rank) for name, x in one.items()} for one in each]
 

@@ -89,17 +89,10 @@ def checked_seed(seed: Any) -> int:
 
 
 class RunOptions(NamedTuple):
-    """The values that do not affect how a call is prepared: one `Prepared` serves all of them.
-
-    Attributes
-    ----------
-    seed : int
-    progress : object
-        The value of `progress.CALLBACK`.
-    """
+    """The values that do not affect how a call is prepared: one `Prepared` serves all of them."""
 
     seed: int = 0
-    progress: Any = None
+    progress: Any = None  # the value of `progress.CALLBACK`
 
 
 # For calls without seed and progress.

@@ -24,55 +24,25 @@ E2M1 = np.array([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cached:
-    """A case that calls attention_with_kv_cache.
+    """A case that calls attention_with_kv_cache."""
 
-    Attributes
-    ----------
-    kind : str
-        Kind of the case in the report.
-    dtype : str
-        Dtype of q.
-    stored : {"same", "int8", "float8", "int4", "nvfp4"}
-        Dtype of the cache; "same" is that of q.
-    heads, head_dims : (int, int)
-        Heads of q and of k; head dims of k and of v.
-    queries : int
-        Queries per sequence.
-    room : int
-        Capacity of a sequence, in keys.
-    lengths : tuple of int
-        Keys in use of each sequence, before the call.
-    page : int
-        Keys per page; 0 for a cache without pages.
-    new : int
-        Keys to append.
-    rotary : int
-        Features to rotate: the first ones, but for latents the last ones, which are not values.
-    prefix : int
-        Keys of a shared prefix before those of the cache, which has no pages then.
-    latent : bool
-        Whether values are the first columns of keys.
-    sinks : bool
-        Whether the call has attention sinks.
-    options : dict
-        All other options.
-    """
-
-    kind: str = "decode"
-    dtype: str = "float16"
+    kind: str = "decode"  # kind of the case in the report
+    dtype: str = "float16"  # dtype of q
+    # {"same", "int8", "float8", "int4", "nvfp4"}: dtype of the cache; "same" is that of q.
     stored: str = "same"
+    # Heads of q and of k; head dims of k and of v.
     heads: tuple[int, int] = (8, 2)
     head_dims: tuple[int, int] = (128, 128)
-    queries: int = 1
-    room: int = 320
-    lengths: tuple[int, ...] = (0, 37, 318)
-    page: int = 0
-    new: int = 0
-    rotary: int = 0
-    prefix: int = 0
-    latent: bool = False
-    sinks: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    queries: int = 1  # queries per sequence
+    room: int = 320  # capacity of a sequence, in keys
+    lengths: tuple[int, ...] = (0, 37, 318)  # keys in use of each sequence, before the call
+    page: int = 0  # keys per page; 0 for a cache without pages
+    new: int = 0  # keys to append
+    rotary: int = 0  # features to rotate: the first ones, but for latents the last ones, which are not values
+    prefix: int = 0  # keys of a shared prefix before those of the cache, which has no pages then
+    latent: bool = False  # whether values are the first columns of keys
+    sinks: bool = False  # whether the call has attention sinks
+    options: dict[str, Any] = field(default_factory=dict)  # all other options
 
     def __str__(self) -> str:
         dims = "/".join(map(str, dict.fromkeys(self.head_dims)))

@@ -67,30 +67,17 @@ def named(options: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dense:
-    """A case that calls attention, and attention_backward if kind is "backward".
+    """A case that calls attention, and attention_backward if kind is "backward"."""
 
-    Attributes
-    ----------
-    kind : {"forward", "backward"}
-    dtype : str
-        Dtype of q, k and v.
-    heads, lengths : (int, int)
-        Heads and lengths of q and of k.
-    head_dims : (int, int)
-        Head dims of q and of v.
-    arrays : tuple of str
-        Array options: any of bias, mask, spans, blocks, score, mask function, sinks, alibi_slopes.
-    options : dict
-        All other options.
-    """
-
-    kind: str = "forward"
-    dtype: str = "float16"
+    kind: str = "forward"  # {"forward", "backward"}
+    dtype: str = "float16"  # dtype of q, k and v
+    # Heads and lengths of q and of k.
     heads: tuple[int, int] = (4, 2)
     lengths: tuple[int, int] = (200, 200)
-    head_dims: tuple[int, int] = (64, 64)
+    head_dims: tuple[int, int] = (64, 64)  # head dims of q and of v
+    # Array options: any of bias, mask, spans, blocks, score, mask function, sinks, alibi_slopes.
     arrays: tuple[str, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # all other options
 
     def __str__(self) -> str:
         dims = "/".join(map(str, dict.fromkeys(self.head_dims)))
@@ -172,19 +159,13 @@ def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """A case that calls attention_varlen, and attention_varlen_backward if kind is "backward".
+    """A case that calls attention_varlen, and attention_varlen_backward if kind is "backward"."""
 
-    Attributes
-    ----------
-    kind, dtype, heads, head_dims, options
-        As in `Dense`.
-    lengths : ((int, ...), (int, ...))
-        Numbers of queries and of keys, for each sequence.
-    """
-
+    # As in `Dense`, but for the lengths.
     kind: str = "forward"
     dtype: str = "float16"
     heads: tuple[int, int] = (4, 2)
+    # Numbers of queries and of keys, for each sequence.
     lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((70, 1, 0, 129), (70, 1, 0, 129))
     head_dims: tuple[int, int] = (64, 64)
     options: dict[str, Any] = field(default_factory=dict)

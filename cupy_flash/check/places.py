@@ -21,29 +21,14 @@ FLOAT8 = "float8_e4m3fn"  # passed as uint8 bits, which every library has
 
 
 class Place(NamedTuple):
-    """Arrays of one library on one device.
-
-    Attributes
-    ----------
-    library : str
-    title : str
-        Short description of the device for messages.
-    on_gpu : bool
-        Whether CUDA kernels compute: on a GPU, or in the simulator.
-    array : callable
-        Copies a NumPy array to the device.
-    synchronize : callable
-        Waits until all enqueued work is done.
-    ordinal : int, optional
-        CUDA device number; None without a GPU.
-    """
+    """Arrays of one library on one device."""
 
     library: str
-    title: str
-    on_gpu: bool
-    array: Callable[[np.ndarray], Any]
-    synchronize: Callable[[], None]
-    ordinal: int | None = None
+    title: str  # short description of the device for messages
+    on_gpu: bool  # whether CUDA kernels compute: on a GPU, or in the simulator
+    array: Callable[[np.ndarray], Any]  # copies a NumPy array to the device
+    synchronize: Callable[[], None]  # waits until all enqueued work is done
+    ordinal: int | None = None  # CUDA device number; None without a GPU
 
     def put(self, x: Any) -> Any:
         """Copy arrays to the device, also in tuples and mappings; return other values unchanged."""

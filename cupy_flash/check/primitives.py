@@ -15,6 +15,7 @@ import numpy as np
 
 from ..call.adopt import adopt
 from ..device.run import Driver
+from ..device.tensor_map import TensorMap
 from ..dispatch.backends import driver_of
 from ..errors import UnsupportedError
 from ..plan.catalog import architecture
@@ -36,44 +37,24 @@ _APPROXIMATION = 2.0**-22 + 2.0**-24
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Inputs and expected results of a primitive. why no tuple: `Place.put` would copy its arrays.
+    """Inputs and expected results of a primitive. why no tuple: `Place.put` would copy its arrays."""
 
-    Attributes
-    ----------
-    given, wanted : ndarray of uint32, shapes (THREADS, up to GIVEN) and (THREADS, up to FOUND)
-        Words that each thread reads, and words that it must write.
-    approximate : bool
-        Whether results are floats that may differ in their last bits.
-    """
-
+    # ndarray of uint32, shapes (THREADS, up to GIVEN) and (THREADS, up to FOUND): words that each thread
+    # reads, and words that it must write.
     given: np.ndarray
     wanted: np.ndarray
-    approximate: bool = False
+    approximate: bool = False  # whether results are floats that may differ in their last bits
 
 
 @dataclass(frozen=True, eq=False)
 class Primitive:
-    """One primitive, as a case of a check.
+    """One primitive, as a case of a check."""
 
-    Attributes
-    ----------
-    number : int
-        Its number in the kernel.
-    title : str
-        PTX name with types.
-    numbers : callable
-        Makes `Numbers` from a random generator.
-    since : int
-        Compute capability x 10 of the oldest architecture whose kernels use it.
-    only : tuple of int
-        If not empty, the only compute capabilities x 10 that have it.
-    """
-
-    number: int
-    title: str
-    numbers: Callable[[np.random.Generator], Numbers]
-    since: int = 0
-    only: tuple[int, ...] = ()
+    number: int  # its number in the kernel
+    title: str  # PTX name with types
+    numbers: Callable[[np.random.Generator], Numbers]  # makes `Numbers` from a random generator
+    since: int = 0  # compute capability x 10 of the oldest architecture whose kernels use it
+    only: tuple[int, ...] = ()  # if not empty, the only compute capabilities x 10 that have it
     kind: str = "primitive"
 
     def __str__(self) -> str:
@@ -99,7 +80,7 @@ class Primitive:
         map_ = bytes(128)
         if primitives.capability(row.targets[-1]) == 90:
             box = ((GIVEN, THREADS), (4 * GIVEN,), (GIVEN, THREADS // 2))
-            map_ = kernel.encode_tensor_map(view.pointer, "int32", *box, 4 * GIVEN)
+            map_ = kernel.encode_tensor_map(TensorMap("int32", *box, 4 * GIVEN), view.pointer)
         # layout: as struct CheckParams of the kernel
         params = map_ + struct.pack("<QQi", view.pointer, found.pointer, self.number)
         params += bytes(-len(params) % 64)

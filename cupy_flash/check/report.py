@@ -38,36 +38,17 @@ def without_paths(text: str) -> str:
 
 
 class Found(NamedTuple):
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes
-    ----------
-    facts : dict
-        Result of `info.facts`.
-    where : str
-        Short description of the device; "" if nothing was checked.
-    gpu : dict or None
-        The checked GPU, a row of the facts; None for the CPU.
-    notes : tuple of str
-        Sentences about devices that were not checked, and compiled kernels.
-    problems : tuple of str
-        Problems of the installation.
-    outcomes : tuple of Outcome
-    timings : tuple of Timing
-    seed : int
-    seconds : float
-        Time of the cases.
-    """
-
-    facts: dict[str, Any]
-    where: str
-    gpu: dict[str, Any] | None
-    notes: tuple[str, ...]
-    problems: tuple[str, ...]
+    facts: dict[str, Any]  # result of `info.facts`
+    where: str  # short description of the device; "" if nothing was checked
+    gpu: dict[str, Any] | None  # the checked GPU, a row of the facts; None for the CPU
+    notes: tuple[str, ...]  # sentences about devices that were not checked, and compiled kernels
+    problems: tuple[str, ...]  # problems of the installation
     outcomes: tuple[Outcome, ...]
     timings: tuple[Timing, ...]
     seed: int
-    seconds: float
+    seconds: float  # time of the cases
 
     @property
     def status(self) -> int:

@@ -22,30 +22,17 @@ RIGHT, WRONG, REFUSED, LEFT_OUT = STATES = ("right", "wrong", "refused", "left o
 
 
 class Outcome(NamedTuple):
-    """The result of a case.
-
-    Attributes
-    ----------
-    case : str
-    kind : str
-        One of "primitive", "forward", "backward", "decode", "second order".
-    state : str
-        One of `STATES`: "right" is within the error budget, "wrong" is over it or raised an error, "refused"
-        by the library, "left out" because its arrays could not be made or the device is lost.
-    used : float or None
-        The largest share of the error budget that a result uses; None if nothing was compared.
-    kernels : tuple of str
-        Names of the kernels that computed it.
-    says : str
-        Why it is not right; "" if it is.
-    """
+    """The result of a case."""
 
     case: str
-    kind: str
+    kind: str  # one of "primitive", "forward", "backward", "decode", "second order"
+    # One of `STATES`: "right" is within the error budget, "wrong" is over it or raised an error, "refused"
+    # by the library, "left out" because its arrays could not be made or the device is lost.
     state: str
+    # The largest share of the error budget that a result uses; None if nothing was compared.
     used: float | None = None
-    kernels: tuple[str, ...] = ()
-    says: str = ""
+    kernels: tuple[str, ...] = ()  # names of the kernels that computed it
+    says: str = ""  # why it is not right; "" if it is
 
 
 def run_cases(

@@ -15,20 +15,11 @@ __all__ = ["Timing", "speed_of"]
 
 
 class Shape(NamedTuple):
-    """Shapes of the standard calls: dense ones are causal, with as many keys as queries.
-
-    Attributes
-    ----------
-    dtype : str
-    dense : tuple of int
-        Batch, heads, length, head dim.
-    decode : tuple of int
-        Batch, heads of q, heads of k, keys, head dim.
-    """
+    """Shapes of the standard calls: dense ones are causal, with as many keys as queries."""
 
     dtype: str
-    dense: tuple[int, int, int, int]
-    decode: tuple[int, int, int, int, int]
+    dense: tuple[int, int, int, int]  # batch, heads, length, head dim
+    decode: tuple[int, int, int, int, int]  # batch, heads of q, heads of k, keys, head dim
 
 
 ON_GPU = Shape("float16", (2, 16, 4096, 128), (16, 32, 8, 4096, 128))
@@ -37,26 +28,14 @@ SIMULATED = Shape("float16", (1, 1, 64, 64), (1, 8, 1, 64, 64))
 
 
 class Timing(NamedTuple):
-    """The time of a call.
-
-    Attributes
-    ----------
-    call : str
-    ms : float or None
-        Milliseconds per back-to-back call; None if ours raised an error.
-    torch_ms : float or None
-        The same for torch, in the same run; None without torch, or if it raised an error.
-    says : str
-        Why a time is missing; "" if none is.
-    failed : bool
-        Whether ours raised an error other than UnsupportedError or a lack of memory.
-    """
+    """The time of a call."""
 
     call: str
-    ms: float | None
+    ms: float | None  # milliseconds per back-to-back call; None if ours raised an error
+    # The same for torch, in the same run; None without torch, or if it raised an error.
     torch_ms: float | None = None
-    says: str = ""
-    failed: bool = False
+    says: str = ""  # why a time is missing; "" if none is
+    failed: bool = False  # whether ours raised an error other than UnsupportedError or a lack of memory
 
     @property
     def ratio(self) -> float | None:

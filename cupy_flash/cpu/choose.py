@@ -20,26 +20,14 @@ __all__ = ["CpuPlan", "choose", "override", "products_of_bfloat16"]
 
 
 class CpuPlan(NamedTuple):
-    """The chosen implementation of a problem on the CPU.
+    """The chosen implementation of a problem on the CPU."""
 
-    Attributes
-    ----------
-    family : {"core", "numpy"}
-    isa : Isa or None
-        Instruction set of the core; None for NumPy.
-    library : Library or None
-        Library of the core; None for NumPy.
-    refused : tuple of (str, str)
-        Preferred families that do not support the problem, each with a reason.
-    functions : Library or None
-        The core's library of score functions; None for a problem without one.
-    """
-
-    family: str
-    isa: Isa | None = None
-    library: Library | None = None
+    family: str  # {"core", "numpy"}
+    isa: Isa | None = None  # instruction set of the core; None for NumPy
+    library: Library | None = None  # library of the core; None for NumPy
+    # Preferred families that do not support the problem, each with a reason.
     refused: tuple[tuple[str, str], ...] = ()
-    functions: Library | None = None
+    functions: Library | None = None  # the core's library of score functions; None for a problem without one
 
 
 def override() -> str:
@@ -48,15 +36,7 @@ def override() -> str:
 
 
 def core(part: str = "") -> tuple[Isa, Library] | str:
-    """Find the best library of a part (of `sources.PARTS`) for this CPU, or say why there is none.
-
-    Raises
-    ------
-    InvalidArgumentsError
-        CUPY_FLASH_CPU has an unknown value, or one that this CPU does not support.
-    CubinNotFoundError
-        A library is damaged, stale or of another version, or the selected one is missing.
-    """
+    """Find the best library of a part (of `sources.PARTS`) for this CPU, or say why there is none."""
     wanted = override()
     isas = chosen(wanted)
     for way, of_way in PRODUCTS.items():
@@ -128,10 +108,7 @@ def choose(problem: Problem) -> CpuPlan:
 def products_of_bfloat16(isa: Isa, tiles: bool = True, decodes: bool = False) -> Library | None:
     """The library that multiplies bfloat16 by AMX or in pairs, if this CPU supports it; None for floats.
 
-    Parameters
-    ----------
-    tiles, decodes : bool
-        Results of `family.fills_tiles` and `family.decodes`.
+    `tiles` and `decodes` are results of `family.fills_tiles` and `family.decodes`.
     """
     wanted = override()
     if tiles and not wanted.endswith((FLOATS, PAIRS)) and multiplies(isa, AMX):

@@ -44,31 +44,16 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class Sequence(NamedTuple):
-    """One sequence of the batch, and the location of its keys in the cache.
+    """One sequence of the batch, and the location of its keys in the cache."""
 
-    Attributes
-    ----------
-    batch : int
-        Index in the batch.
-    slots : array of int
-        Slot or page of the cache, one for each `page` keys.
-    hidden : array of bool, or None
-        True for keys with a table entry outside the cache; None if there are none.
-    start, length : int
-        Number of keys without and with those that this call appends.
-    page : int
-        Keys per page, or the capacity of a slot.
-    first : int
-        Left padding: index of the first key that is visible.
-    """
-
-    batch: int
-    slots: Array
-    hidden: Array | None
+    batch: int  # index in the batch
+    slots: Array  # slot or page of the cache, one for each `page` keys
+    hidden: Array | None  # True for keys with a table entry outside the cache; None if there are none
+    # Number of keys without and with those that this call appends.
     start: int
     length: int
-    page: int
-    first: int
+    page: int  # keys per page, or the capacity of a slot
+    first: int  # left padding: index of the first key that is visible
 
 
 def decode(problem: Problem, arrays: dict[str, Array]) -> None:

@@ -22,13 +22,7 @@ VisibleKeys = Callable[[], Array]
 
 
 class TileFunction:
-    """The score function of a problem, over tiles (batch, key heads, group, m, n).
-
-    Parameters
-    ----------
-    problem : Problem
-    arguments : sequence of array
-    """
+    """The score function of a problem with its arguments, over tiles (batch, key heads, group, m, n)."""
 
     def __init__(self, problem: Problem, arguments: list[Array]) -> None:
         assert isinstance(problem.function, Graph)

@@ -67,16 +67,9 @@ def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
 
 
 class _Sums:
-    """Results of one direction that are sums over heads.
+    """Results of one direction that are sums over heads; None if the problem does not ask for them.
 
-    Attributes
-    ----------
-    dots : dict of str to array
-        Result of `grouped_direction`.
-    dbias : array by key head, or None
-        In the accumulator's dtype; None if the problem does not ask for it.
-    dsinks : array (batch, key heads, group), or None
-        In float64; None without sinks.
+    `dbias` is by key head, in the accumulator's dtype; `dsinks` (batch, key heads, group) in float64.
     """
 
     def __init__(self, scores: Scores, dots: dict[str, Array]) -> None:
@@ -132,16 +125,7 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
 
 
 class _BoxSums:
-    """The accumulators of one box and one direction.
-
-    Parameters
-    ----------
-    direction : Direction
-    box : Box
-    k, v : array (batch, key heads, keys, d)
-        Operands; k after `finite_rows`.
-    sums : _Sums
-    """
+    """The accumulators of one box and one direction; k and v are operands, k after `finite_rows`."""
 
     def __init__(self, direction: Direction, box: tiles.Box, k: Array, v: Array, sums: _Sums) -> None:
         self.direction, self.box, self.k, self.sums = direction, box, k, sums

@@ -20,15 +20,7 @@ __all__ = ["SECONDS", "Count", "count", "counting", "pairs"]
 
 
 class Count:
-    """Counts finished pairs, and reports progress.
-
-    Parameters
-    ----------
-    total : int
-        Pairs of the call.
-    tell : callable
-        Called with the finished share, 0 to 1.
-    """
+    """Counts finished pairs of a call, of `total`, and reports the finished share, 0 to 1, to `tell`."""
 
     def __init__(self, total: int, tell: Callable[[float], Any]) -> None:
         self._total, self._tell = max(total, 1), tell

@@ -20,17 +20,11 @@ TOLERANCE = 64
 
 
 class RowLse(NamedTuple):
-    """LSE in two parts, so that log(sum) is not rounded away; weights are exp(S - high) * unit.
+    """LSE in two parts, so that log(sum) is not rounded away; weights are exp(S - high) * unit."""
 
-    Attributes
-    ----------
-    high : array
-        LSE, but the largest score in rows with an LSE far from 0, and inf in rows without a visible key.
-    unit : array or None
-        1 / sum of exp(S - high) in rows with an LSE far from 0, 1 in others; None if it is 1 everywhere.
-    """
-
+    # LSE, but the largest score in rows with an LSE far from 0, and inf in rows without a visible key.
     high: Array
+    # 1 / sum of exp(S - high) in rows with an LSE far from 0, 1 in others; None if it is 1 everywhere.
     unit: Array | None
 
     def exp(self, s: Array) -> Array:

@@ -54,11 +54,7 @@ def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
 class Scores:
     """Turns products of Q and K into scores, for tiles (batch, key heads, group, m, n).
 
-    Parameters
-    ----------
-    problem : Problem
-    arrays : mapping of str to array
-        mask, bias, spans, blocks, block_bits, alibi_slopes and bound[...], if the problem has them.
+    Of the arrays it reads mask, bias, spans, blocks, block_bits, alibi_slopes and bound[...].
     """
 
     def __init__(self, problem: Problem, arrays: Mapping[str, Array]) -> None:

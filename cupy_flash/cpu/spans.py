@@ -19,13 +19,9 @@ CELL = 64
 
 
 class TileSpans:
-    """The spans of a problem, for tiles.
+    """The spans of a problem, for tiles: the bounds of `describe`, by key head.
 
-    Parameters
-    ----------
-    problem : Problem
-    bounds : array of int32 (1 or batch, key heads or 1, group or 1, queries or keys, bounds)
-        The bounds of `describe`, by key head.
+    They are (1 or batch, key heads or 1, group or 1, queries or keys, bounds).
     """
 
     def __init__(self, problem: Problem, bounds: Array) -> None:

@@ -49,14 +49,9 @@ def _limited(library: Any) -> _Limited:
 class BlasLimit:
     """Limits every BLAS library of the process to one thread while any call of ours runs.
 
-    why: the products of tiles are short, and idle BLAS threads spin between them: on a busy machine that
-    took ten times as long as one thread. Callers may overlap: the first one lowers the limit, and the last
-    one restores it. OpenMP's limit is per thread, so that each caller restores its own.
-
-    Parameters
-    ----------
-    libraries : list of threadpoolctl.LibController, optional
-        Default: all loaded ones; without threadpoolctl none.
+    why: the products of tiles are short, and idle BLAS threads spin between them: on a busy machine that took
+    ten times as long as one thread. Callers may overlap: the first one lowers the limit, and the last one
+    restores it. OpenMP's limit is per thread, so that each caller restores its own.
     """
 
     def __init__(self, libraries: list[Any] | None = None) -> None:
@@ -128,11 +123,6 @@ def allowed(library: str = "") -> int:
     For tensors of torch that is ``torch.set_num_threads``; for other arrays the limit of the BLAS, so that
     ``OPENBLAS_NUM_THREADS``, ``OMP_NUM_THREADS`` and threadpoolctl.threadpool_limits work as they do for
     NumPy.
-
-    Parameters
-    ----------
-    library : str, optional
-        The library of the arrays.
     """
     peer: int = sys.modules["torch"].get_num_threads() if library == "torch" else _blas.threads()
     return min(available_cores(), peer)
@@ -143,13 +133,6 @@ def team(library: str, count: int) -> int:
 
     why torch's threads: they spin for milliseconds after each of its operations, on the cores that ours need.
     why only with torch's thread count: OpenMP would end or start threads at each call otherwise.
-
-    Parameters
-    ----------
-    library : str
-        The library of the arrays.
-    count : int
-        Number of threads of the call.
     """
     if library != "torch" or _forked or count != sys.modules["torch"].get_num_threads():
         return 0

@@ -15,31 +15,20 @@ KEYS = 512
 
 
 class Box(NamedTuple):
-    """One key head of one sequence, the unit of work: a slice of the batch and a slice of the heads.
+    """One key head of one sequence, the unit of work: a slice of the batch and a slice of the heads."""
 
-    Attributes
-    ----------
-    batch, head : slice
-        Of length 1: the sequence, and its key head.
-    """
-
+    # Of length 1: the sequence, and its key head.
     batch: slice
     head: slice
 
 
 class Block(NamedTuple):
-    """A block of the score matrix: a half-open range of queries and one of keys.
+    """A block of the score matrix: a half-open range of queries and one of keys."""
 
-    Attributes
-    ----------
-    i0, i1 : int
-        First query, and the end of the queries.
-    j0, j1 : int
-        First key, and the end of the keys.
-    """
-
+    # First query, and the end of the queries.
     i0: int
     i1: int
+    # First key, and the end of the keys.
     j0: int
     j1: int
 

@@ -33,17 +33,10 @@ _SAVE_SECONDS = 5.0  # between two writes of the manifest: the work that a kille
 
 
 class Built(NamedTuple):
-    """The cubins of one target.
-
-    Attributes
-    ----------
-    folder : Path
-    compiled : dict of str to float
-        Variants compiled by this build, with the CPU seconds of each.
-    """
+    """The cubins of one target."""
 
     folder: Path
-    compiled: dict[str, float]
+    compiled: dict[str, float]  # variants compiled by this build, with the CPU seconds of each
 
 
 def targets(cuda: int) -> tuple[str, ...]:

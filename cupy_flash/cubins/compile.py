@@ -19,22 +19,12 @@ _WGMMA_WARNING = re.compile(r"^.*C75\d\d.*$", re.MULTILINE)
 
 
 class Resources(NamedTuple):
-    """Resources of one kernel, as ptxas reports them; bytes are per thread, shared bytes per block.
-
-    Attributes
-    ----------
-    registers : int
-        Registers per thread.
-    stack_bytes, spill_bytes : int
-        Stack frame, and spilled bytes, per thread.
-    static_shared_bytes : int
-        Shared memory per block, without the dynamic part.
-    """
+    """Resources of one kernel, as ptxas reports them; bytes are per thread, shared bytes per block."""
 
     registers: int
     stack_bytes: int
     spill_bytes: int
-    static_shared_bytes: int
+    static_shared_bytes: int  # without the dynamic part
 
     @classmethod
     def of(cls, log: str) -> Resources:

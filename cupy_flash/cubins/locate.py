@@ -27,80 +27,41 @@ PACKAGES = {13: "cupy-flash-cuda13x", 12: "cupy-flash-cuda12x"}
 
 
 class Cubin(NamedTuple):
-    """A verified file with the code of one variant.
-
-    Attributes
-    ----------
-    path : Path
-    sha256 : str
-    registers, spills, shared_bytes : int
-        Registers and spilled bytes per thread, bytes of shared memory per block.
-    abi : int
-        Version of the params structs.
-    set : {"cuda12", "cuda13"}
-    origin : str
-        The place where it was found, for messages.
-    target : str
-        Target of the compilation, e.g. "sm_80"; its minor version may be lower than the GPU's.
-    """
+    """A verified file with the code of one variant."""
 
     path: Path
     sha256: str
+    # Registers and spilled bytes per thread, bytes of shared memory per block.
     registers: int
     spills: int
     shared_bytes: int
-    abi: int
-    set: str
-    origin: str
-    target: str
+    abi: int  # version of the params structs
+    set: str  # {"cuda12", "cuda13"}
+    origin: str  # the place where it was found, for messages
+    target: str  # target of the compilation, e.g. "sm_80"; its minor version may be lower than the GPU's
 
 
 class CubinSet(NamedTuple):
-    """The cubins of one target in one place, as `available` lists them.
-
-    Attributes
-    ----------
-    origin : str
-    path : Path
-    set : {"cuda12", "cuda13"}
-    target : str
-    kernels, bytes : int
-        Number of cubins, and their total size.
-    problem : str
-        Why the set cannot be used; empty if it can.
-    """
+    """The cubins of one target in one place, as `available` lists them."""
 
     origin: str
     path: Path
-    set: str
+    set: str  # {"cuda12", "cuda13"}
     target: str
+    # Number of cubins, and their total size.
     kernels: int
     bytes: int
-    problem: str
+    problem: str  # why the set cannot be used; empty if it can
 
 
 class _Origin(NamedTuple):
-    """A place with cubins.
+    """A place with cubins."""
 
-    Attributes
-    ----------
-    name : str
-        Name in messages.
-    root : Path
-        Holds cuda12/<target> and cuda13/<target>.
-    repair : str
-        The command that repairs it, a format string with {cuda} and {target}.
-    from_sources : bool
-        Compiled from the sources on this machine, which may have changed since.
-    private : bool
-        Must be writable by its owner only.
-    """
-
-    name: str
-    root: Path
-    repair: str
-    from_sources: bool = False
-    private: bool = False
+    name: str  # name in messages
+    root: Path  # holds cuda12/<target> and cuda13/<target>
+    repair: str  # the command that repairs it, a format string with {cuda} and {target}
+    from_sources: bool = False  # compiled from the sources on this machine, which may have changed since
+    private: bool = False  # must be writable by its owner only
 
     def folder(self, cuda: int, target: str) -> Path:
         """Where the cubins of a target are."""
@@ -353,13 +314,7 @@ def _not_found(
 
 
 def available(*, verify: bool = False) -> list[CubinSet]:
-    """Every set of cubins on this machine, in the order of `locate`.
-
-    Parameters
-    ----------
-    verify : bool
-        Also read every file and compare its SHA-256.
-    """
+    """Every set of cubins here, in the order of `locate`; `verify` reads and compares every file."""
     found = []
     for origin in _origins():
         for file in _manifests(origin):

@@ -18,24 +18,14 @@ __all__ = ["TOOLKITS", "CompileError", "Compiler", "Toolkit", "installed"]
 
 
 class Toolkit(NamedTuple):
-    """The wheels of one CUDA major, and the paths of their files in site-packages.
+    """The wheels of one CUDA major, and the paths of their files in site-packages."""
 
-    Attributes
-    ----------
-    version : (int, int)
-        The version that NVRTC must report. why: another version compiles to different bytes.
-        (why not cuda-pathfinder: where both majors are installed, it finds only that of CUDA 13.)
-    requirements : (str, str)
-        Requirements for pip, of the library and of the headers.
-    extra : str
-        The extra of cupy-flash that installs them.
-    library, windows_library, include : str
-        Paths inside site-packages.
-    """
-
+    # The version that NVRTC must report. why: another version compiles to different bytes. (why not
+    # cuda-pathfinder: where both majors are installed, it finds only that of CUDA 13.)
     version: tuple[int, int]
-    requirements: tuple[str, str]
-    extra: str
+    requirements: tuple[str, str]  # requirements for pip, of the library and of the headers
+    extra: str  # the extra of cupy-flash that installs them
+    # Paths inside site-packages.
     library: str
     windows_library: str
     include: str
@@ -88,17 +78,7 @@ def installed(cuda: int) -> bool:
 
 
 class Compiler:
-    """The NVRTC of one CUDA major; thread-safe.
-
-    Parameters
-    ----------
-    cuda : {12, 13}
-
-    Raises
-    ------
-    UnsupportedError
-        The wheels are missing or of another version; the message has pip's command.
-    """
+    """The NVRTC of CUDA 12 or 13; thread-safe. If the wheels are missing, the error has pip's command."""
 
     def __init__(self, cuda: int) -> None:
         self.toolkit = toolkit = TOOLKITS[cuda]

@@ -29,15 +29,7 @@ def policy(new: str) -> str:
 
 
 def locate_or_compile(variant: Variant, arch: str, driver_version: int | None) -> locate.Cubin:
-    """Locate a cubin; compile a missing kernel of a score function, if the policy allows it.
-
-    Raises
-    ------
-    CubinNotFoundError
-        As in `locate.locate`.
-    UnsupportedError, BuildFailed
-        There is no compiler, or it fails.
-    """
+    """Locate a cubin; compile a missing kernel of a score function, if the policy allows it."""
     try:
         return locate.locate(variant, arch, driver_version)
     except CubinNotFoundError:

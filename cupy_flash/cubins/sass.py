@@ -35,20 +35,11 @@ _MOST_GROUPS = 8
 
 
 class Instruction(NamedTuple):
-    """One line of SASS.
-
-    Attributes
-    ----------
-    address : int
-    guard : str
-        Predicate, such as "@!P0"; "" if there is none.
-    name, form : str
-        E.g. "HGMMA" and ".64x128x16.F32.BF16".
-    operands : tuple of str
-    """
+    """One line of SASS."""
 
     address: int
-    guard: str
+    guard: str  # predicate, such as "@!P0"; "" if there is none
+    # E.g. "HGMMA" and ".64x128x16.F32.BF16".
     name: str
     form: str
     operands: tuple[str, ...]
@@ -59,17 +50,10 @@ class Instruction(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """The code of a cubin, which holds one kernel.
-
-    Attributes
-    ----------
-    instructions : tuple of Instruction
-    labels : dict of str to int
-        Index of the instruction that follows each label.
-    """
+    """The code of a cubin, which holds one kernel."""
 
     instructions: tuple[Instruction, ...]
-    labels: dict[str, int]
+    labels: dict[str, int]  # index of the instruction that follows each label
 
     @classmethod
     def of(cls, text: str) -> Listing:
@@ -129,13 +113,7 @@ def disassembler() -> Path | None:
 
 
 def disassemble(cubin: Path) -> Listing:
-    """Disassemble a cubin.
-
-    Raises
-    ------
-    UnsupportedError
-        There is no nvdisasm.
-    """
+    """Disassemble a cubin by nvdisasm."""
     tool = disassembler()
     if tool is None:
         raise UnsupportedError(
@@ -194,11 +172,6 @@ def overwritten(listing: Listing) -> list[str]:
     """Find every instruction that writes a register which a wgmma in flight reads or accumulates in.
 
     It follows all paths through the code, as `_states` describes.
-
-    Returns
-    -------
-    list of str
-        Faults; empty if there are none.
     """
     code = listing.instructions
     found: dict[tuple[int, int], str] = {}
@@ -385,27 +358,17 @@ COPIES = ("LDG", "LDGSTS")
 
 
 class Iteration(NamedTuple):
-    """One iteration of a loop.
+    """One iteration of a loop."""
 
-    Attributes
-    ----------
-    instructions, products, barriers : int
-        Counts: all instructions, mma.sync products, and block barriers.
-    stretches : tuple of int
-        Instructions between one product and the next, around the loop, the longest first. A warp issues in
-        order, so that its tensor core idles during them, unless another warp has products to issue.
-    exponentials : int
-        The most exponentials between one product and the next.
-    doubles : int
-        FP64 arithmetic instructions other than products.
-    """
-
+    # Counts: all instructions, mma.sync products, and block barriers.
     instructions: int
     products: int
     barriers: int
+    # Instructions between one product and the next, around the loop, the longest first. A warp issues in
+    # order, so that its tensor core idles during them, unless another warp has products to issue.
     stretches: tuple[int, ...]
-    exponentials: int
-    doubles: int
+    exponentials: int  # the most exponentials between one product and the next
+    doubles: int  # FP64 arithmetic instructions other than products
 
 
 def iteration(listing: Listing, accesses: Collection[str] = _ACCESSES) -> Iteration | None:

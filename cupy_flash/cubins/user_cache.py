@@ -16,13 +16,7 @@ from .build import build, native_targets
 __all__ = ["function_into_cache", "into_user_cache"]
 
 
-def into_user_cache(
-    archs: Sequence[str],
-    cudas: Sequence[int] = (12, 13),
-    *,
-    jobs: int | None = None,
-    progress: bool = True,
-) -> list[Path]:
+def into_user_cache(archs: Sequence[str], cudas: Sequence[int] = (12, 13)) -> list[Path]:
     """Compile the shipped sources into the user's cache, where `cubins.locate.locate` finds them.
 
     Parameters
@@ -31,8 +25,6 @@ def into_user_cache(
         E.g. ``["sm_86"]``.
     cudas : sequence of {12, 13}
         Acceptable CUDA majors, best first; the first one with an installed compiler is used.
-    jobs, progress
-        As in `build`.
 
     Returns
     -------
@@ -51,7 +43,7 @@ def into_user_cache(
     store = locate.user_cache()
     with writing(store):
         locate.make_private(store)
-    return [x.folder for x in build(_cuda(cudas), archs, store, jobs=jobs, progress=progress)]
+    return [x.folder for x in build(_cuda(cudas), archs, store)]
 
 
 def function_into_cache(
@@ -64,7 +56,6 @@ def function_into_cache(
     second_order: bool = False,
     out: Path | None = None,
     kernels: Collection[str] | None = None,
-    jobs: int | None = None,
     progress: bool = True,
 ) -> list[Path]:
     """Compile the kernels of a score function into the user's cache, or a folder.
@@ -72,7 +63,7 @@ def function_into_cache(
     Parameters
     ----------
     function : Body
-    archs, cudas, jobs, progress
+    archs, cudas
         As in `into_user_cache`.
     dtypes : sequence of str
         Dtypes of q, k and v.
@@ -83,6 +74,8 @@ def function_into_cache(
         A folder for CUPY_FLASH_CUBIN_DIR instead; it may hold kernels of several functions.
     kernels : collection of str, optional
         Compile the kernels with these names instead.
+    progress : bool
+        As in `build`.
 
     Returns
     -------
@@ -113,7 +106,7 @@ def function_into_cache(
     if out is None:
         with writing(store):
             locate.make_private(store)
-    made = build(_cuda(cudas), archs, store, only=wanted, jobs=jobs, progress=progress, every=every)
+    made = build(_cuda(cudas), archs, store, only=wanted, progress=progress, every=every)
     return [built.folder for built in made]
 
 

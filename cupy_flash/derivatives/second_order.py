@@ -46,18 +46,7 @@ def tangents_of(given: dict[str, Any]) -> Views:
 
 
 def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | None = None) -> tuple[Any, Any]:
-    """Tangents of o and lse.
-
-    Parameters
-    ----------
-    raw : dict of str to ArrayView
-        q, k, v, o, lse and the arrays among the options; the offsets of packed sequences.
-    tangents : dict of str to ArrayView
-        By the names in `TANGENTS`.
-    options : Options
-    packing : Packing, optional
-        For packed sequences.
-    """
+    """Tangents of o and lse; tangents have the names in `TANGENTS`, and raw has o, lse and offsets too."""
     asked = described("jvp", raw, tangents, options, packing)
     results = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
     jvp_into(results, raw, tangents, options, packing, asked)
@@ -139,20 +128,11 @@ _FIRST, _FORWARD = 0.25, 2 / 7
 
 
 class DerivativeCall(NamedTuple):
-    """A checked call of a directional derivative.
-
-    Attributes
-    ----------
-    problem : Problem
-    views : dict of str to ArrayView
-        Views of the arrays, in the axes that the passes use.
-    directions : int or None
-        Number of directions; None without an axis of directions.
-    """
+    """A checked call of a directional derivative."""
 
     problem: Problem
-    views: Views
-    directions: int | None
+    views: Views  # views of the arrays, in the axes that the passes use
+    directions: int | None  # number of directions; None without an axis of directions
 
 
 def new_results(asked: DerivativeCall, like: Views) -> Views:

@@ -19,7 +19,7 @@ from ..call.problem import Problem
 from ..plan.launch import Launch
 from ..program.graph import MOST_ARGUMENTS
 
-__all__ = ["BACKWARD", "FORWARD", "LENGTH", "SEED", "STRUCTS", "Params"]
+__all__ = ["LENGTH", "SEED", "Params"]
 
 _POINTER = "<u8"
 TENSOR = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8"), ("column", "<i8")])
@@ -67,16 +67,12 @@ FORWARD = np.dtype(
 )  # fmt: skip
 SCALES = np.dtype([("data", _POINTER), ("batch", "<i8"), ("head", "<i8")])
 # Fields of float8 kernels after the params of a forward pass.
-FP8_FIELDS = [
-    *((name, SCALES) for name in ("q_scale", "k_scale", "v_scale")),
-    *((name, "<i4") for name in ("o_type", "reserved")),
-]
-FP8 = np.dtype(FP8_FIELDS)
-# Fields of f16x3 kernels: float32 as pairs of halves.
-_HALVES = ("q_halves", "k_halves", "v_halves")
-_HALVES_OF_GRADIENTS = (*_HALVES, "do_halves")
-F16X3 = np.dtype([(name, _POINTER) for name in _HALVES])
-F16X3_GRADIENTS = np.dtype([(name, _POINTER) for name in _HALVES_OF_GRADIENTS])
+FP8 = np.dtype(
+    [*((name, SCALES) for name in ("q_scale", "k_scale", "v_scale")), ("o_type", "<i4"), ("reserved", "<i4")]
+)
+# Fields of f16x3 kernels after the params of a pass: float32 as pairs of halves.
+F16X3 = np.dtype([(f"{name}_halves", _POINTER) for name in ("q", "k", "v")])
+F16X3_GRADIENTS = np.dtype([(f"{name}_halves", _POINTER) for name in ("q", "k", "v", "do")])
 UNITS = np.dtype(
     [("scale", _POINTER), ("zero", _POINTER), ("slot", "<i8"), ("head", "<i8"), ("row", "<i8"),
      ("group_bits", "<i4"), ("reserved", "<i4")]
@@ -138,50 +134,6 @@ SECOND_ORDER = np.dtype(
 STATISTICS = np.dtype([*((name, ROWS) for name in ("key_sum", "key_max", "entropy")), ("call", BACKWARD)])
 
 
-def _with_maps(call: np.dtype[Any], *names: str, beside: np.dtype[Any] | None = None) -> np.dtype[Any]:
-    """A struct of tensor maps, 128 bytes each, the params of a call, and additional fields."""
-    fields: list[tuple[str, Any]] = [*((name, "V128") for name in names), ("call", call)]
-    if beside is not None and beside.fields is not None:
-        fields += [(name, field[0]) for name, field in beside.fields.items()]
-    packed = np.dtype(fields)
-    assert packed.fields is not None
-    return np.dtype(
-        {
-            "names": list(packed.names or ()),
-            "formats": [field[0] for field in packed.fields.values()],
-            "offsets": [field[1] for field in packed.fields.values()],
-            "itemsize": -(-packed.itemsize // 64) * 64,
-        }
-    )
-
-
-STRUCTS = {
-    "Tensor": TENSOR,
-    "Rows": ROWS,
-    "Shape": SHAPE,
-    "Score": SCORE,
-    "ForwardParams": FORWARD,
-    "BackwardParams": BACKWARD,
-    "ArgumentGradient": ARGUMENT_GRADIENT,
-    "ArgumentParams": ARGUMENTS,
-    "SecondOrderParams": SECOND_ORDER,
-    "StatisticsParams": STATISTICS,
-    "Units": UNITS,
-    "Cache": CACHE,
-    "Rotary": ROTARY,
-    "DecodeParams": DECODE,
-    "HopperDecodeParams": _with_maps(DECODE, "k_map"),
-    "Scales": SCALES,
-    "HopperForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map"),
-    "Fp8ForwardParams": np.dtype([("call", FORWARD), *FP8_FIELDS]),
-    "F16x3ForwardParams": np.dtype([("call", FORWARD), *((name, _POINTER) for name in _HALVES)]),
-    "F16x3BackwardParams": np.dtype(
-        [("call", BACKWARD), *((name, _POINTER) for name in _HALVES_OF_GRADIENTS)]
-    ),
-    "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
-    "HopperBackwardParams": _with_maps(BACKWARD, "q_map", "k_map", "v_map", "do_map"),
-}
-
 OPEN = 1 << 62
 _BIAS_TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
@@ -211,6 +163,8 @@ SEED = Late("seed")
 LENGTH = Late("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
 # The value of a field of a struct.
 Field: TypeAlias = int | float | Late
+# Values by the names of fields; a field that is a struct has several.
+Own: TypeAlias = dict[str, Field | tuple[Field, ...]]
 
 
 def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
@@ -218,29 +172,39 @@ def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
     return (0,) * (rank + 1) if view is None else (Late(name), *view.strides)
 
 
-def _tensor(views: Views, name: str) -> tuple[Field, ...]:
-    return _strided(views, name, 4)
-
-
-def _broadcast(views: Views, name: str) -> tuple[Field, ...]:
-    """Address and strides of a mask, bias, spans or table of blocks; an axis of length 1 has stride 0."""
+def _broadcast(views: Views, name: str, rank: int = 4) -> tuple[Field, ...]:
+    """Address and strides of a mask, bias or scales; an axis of length 1 has stride 0."""
     view = views.get(name)
-    return (0,) * 5 if view is None else (Late(name), *view.broadcast().strides)
-
-
-def _rows(views: Views, name: str) -> tuple[Field, ...]:
-    return _strided(views, name, 3)
+    return (0,) * (rank + 1) if view is None else (Late(name), *view.broadcast().strides)
 
 
 def _address(views: Views, name: str) -> Field:
     return Late(name) if name in views else 0
 
 
+def _filled(layout: np.dtype[Any], views: Views, own: Own) -> tuple[Field, ...]:
+    """The values of a struct in order: those in `own`, and for other fields the view of the field's name."""
+    assert layout.fields is not None
+    fields: list[Field] = []
+    for name, (kind, *_) in layout.fields.items():
+        if name in own:
+            value = own[name]
+            fields += value if isinstance(value, tuple) else (value,)
+        elif kind == TENSOR:
+            fields += _strided(views, name, 4)
+        elif kind == ROWS:
+            fields += _strided(views, name, 3)
+        elif kind == SCALES:
+            fields += _broadcast(views, name, 2)
+        else:
+            assert kind == _POINTER or name == "reserved", f"nothing sets the field {name}"
+            fields.append(_address(views, name))
+    return tuple(fields)
+
+
 def _shape(p: Problem, views: Views) -> tuple[Field, ...]:
-    return (
-        p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v, int(p.packed),
-        _address(views, "cu_seqlens_q"), _address(views, "cu_seqlens_k"), _address(views, "seqused_k"),
-    )  # fmt: skip
+    sizes = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "packed")
+    return _filled(SHAPE, views, {name: int(getattr(p, name)) for name in sizes})
 
 
 def dropout_threshold(dropout: float) -> int:
@@ -250,31 +214,29 @@ def dropout_threshold(dropout: float) -> int:
 
 def _score(p: Problem, views: Views) -> tuple[Field, ...]:
     slopes, sinks = views.get("alibi_slopes"), views.get("sinks")
-    return (
-        p.scale,
-        p.softcap or 0.0,
-        *_broadcast(views, "bias"),
-        _address(views, "alibi_slopes"),
-        *((0, 0) if slopes is None else slopes.broadcast().strides),
-        _address(views, "sinks"),
-        0 if sinks is None else sinks.strides[0],
-        *_broadcast(views, "mask"),
-        *_broadcast(views, "spans"),
-        p.offset,
-        OPEN if p.left is None else p.left,
-        OPEN if p.right is None else p.right,
-        int(p.offset_from_end),
-        _BIAS_TYPES[p.bias_dtype or "float16"],
-        *((p.spans.intervals, int(p.spans.by_query)) if p.spans else (0, 0)),
-        SEED,
-        1.0 / (1.0 - p.dropout),
-        dropout_threshold(p.dropout),
-        p.blocks.partial if p.blocks else 0,
-        *_broadcast(views, "blocks"),
-        _address(views, "block_bits"),
-        *((p.blocks.queries.bit_length() - 1, p.blocks.keys.bit_length() - 1) if p.blocks else (0, 0)),
-        *_arguments(p, views),
-    )
+    alibi_batch, alibi_head = (0, 0) if slopes is None else slopes.broadcast().strides
+    own: Own = {name: _broadcast(views, name) for name in ("bias", "mask", "spans", "blocks")}
+    own |= {
+        "scale": p.scale,
+        "softcap": p.softcap or 0.0,
+        "alibi_batch": alibi_batch,
+        "alibi_head": alibi_head,
+        "sinks_head": 0 if sinks is None else sinks.strides[0],
+        "offset": p.offset,
+        "left": OPEN if p.left is None else p.left,
+        "right": OPEN if p.right is None else p.right,
+        "offset_from_end": int(p.offset_from_end),
+        "bias_type": _BIAS_TYPES[p.bias_dtype or "float16"],
+        "span_intervals": p.spans.intervals if p.spans else 0,
+        "spans_by_query": int(p.spans.by_query) if p.spans else 0,
+        "dropout_seed": SEED,
+        "dropout_scale": 1.0 / (1.0 - p.dropout),
+        "dropout_threshold": dropout_threshold(p.dropout),
+        "block_count": p.blocks.partial if p.blocks else 0,
+        "block_log_queries": p.blocks.queries.bit_length() - 1 if p.blocks else 0,
+        "block_log_keys": p.blocks.keys.bit_length() - 1 if p.blocks else 0,
+    }
+    return (*_filled(SCORE, views, own), *_arguments(p, views))
 
 
 def _arguments(p: Problem, views: Views) -> tuple[Field, ...]:
@@ -299,47 +261,44 @@ def _leaves_floats(p: Problem) -> int:
 def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`next_tile`, `chunk_o`, `chunk_rows` and `reach` are parts of the workspace."""
     parts = views.get("chunk_o")
-    chunks = 1 if parts is None or p.packed else parts.shape[0] // p.batch
-    return (
-        *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
-        *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
-        _address(views, "next_tile"), launch.head_bits, chunks,
-        *_tensor(views, "chunk_o"), *_tensor(views, "chunk_rows"), *_tensor(views, "reach"),
-        _leaves_floats(p), 0,
-    )  # fmt: skip
+    own: Own = {
+        "shape": _shape(p, views),
+        "score": _score(p, views),
+        "head_bits": launch.head_bits,
+        "chunks": 1 if parts is None or p.packed else parts.shape[0] // p.batch,
+        "float_o": _leaves_floats(p),
+    }
+    return _filled(FORWARD, views, own)
 
 
 def _fp8_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
-    """Fields of a float8 forward pass after its tensor maps."""
-    return (
-        *_forward(p, views, launch),
-        *_scales(views, "q_scale"), *_scales(views, "k_scale"), *_scales(views, "v_scale"),
-        _BIAS_TYPES[p.result_dtype], 0,
-    )  # fmt: skip
+    scales = _filled(FP8, views, {"o_type": _BIAS_TYPES[p.result_dtype]})
+    return (*_forward(p, views, launch), *scales)
 
 
 def _f16x3_forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """The halves of q, k and v are parts of the workspace."""
-    return (*_forward(p, views, launch), *(_address(views, name) for name in _HALVES))
+    return (*_forward(p, views, launch), *_filled(F16X3, views, {}))
 
 
 def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """`delta` to `next_block` and `reach` are parts of the workspace."""
-    return (
-        *_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), *_tensor(views, "o"),
-        *_tensor(views, "do"), *_tensor(views, "dq"), *_tensor(views, "dk"), *_tensor(views, "dv"),
-        *_broadcast(views, "dbias"),
-        *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
-        *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block")),
-        launch.wave, _leaves_floats(p), _address(views, "dsinks"), *_tensor(views, "reach"),
-        *(p.bias or (0, 0, 0, 0)),
-        *_shape(p, views), *_score(p, views),
-    )  # fmt: skip
+    extents = p.bias or (0, 0, 0, 0)
+    own: Own = {
+        **dict(zip(("bias_batch", "bias_heads", "bias_rows", "bias_columns"), extents, strict=True)),
+        "d_o": _strided(views, "do", 4),
+        "dbias": _broadcast(views, "dbias"),
+        "dq_wave": launch.wave,
+        "float_gradients": _leaves_floats(p),
+        "shape": _shape(p, views),
+        "score": _score(p, views),
+    }
+    return _filled(BACKWARD, views, own)
 
 
 def _f16x3_backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """The halves of q, k, v and dO are parts of the workspace."""
-    return (*_backward(p, views, launch), *(_address(views, name) for name in _HALVES_OF_GRADIENTS))
+    return (*_backward(p, views, launch), *_filled(F16X3_GRADIENTS, views, {}))
 
 
 def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
@@ -362,22 +321,17 @@ def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]
 
 def _second_order(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
     """Fields of a derivative in one direction; `delta_dot` is a part of the workspace."""
-    return (
-        *(field for name in ("q_dot", "k_dot", "v_dot") for field in _tensor(views, name)),
-        *_broadcast(views, "bias_dot"), *_tensor(views, "o_dot"),
-        *_rows(views, "lse_dot"), *_rows(views, "delta_dot"), *_strided(views, "sinks_dot", 1),
-        *_backward(p, views, launch),
-    )  # fmt: skip
+    sinks = views.get("sinks_dot")
+    own: Own = {
+        "bias_dot": _broadcast(views, "bias_dot"),
+        "sinks_dot_head": 0 if sinks is None else sinks.strides[0],
+        "call": _backward(p, views, launch),
+    }
+    return _filled(SECOND_ORDER, views, own)
 
 
 def _statistics(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
-    sums = (field for name in ("key_sum", "key_max", "entropy") for field in _rows(views, name))
-    return (*sums, *_backward(p, views, launch))
-
-
-def _scales(views: Views, name: str) -> tuple[Field, ...]:
-    view = views.get(name)
-    return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
+    return _filled(STATISTICS, views, {"call": _backward(p, views, launch)})
 
 
 def _scale_arrays(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
@@ -395,10 +349,11 @@ def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
     assert p.cache is not None
     page = p.cache.page
     return (
-        *_tensor(views, "k_cache"), *_tensor(views, "v_cache"),
+        *_strided(views, "k_cache", 4), *_strided(views, "v_cache", 4),
         *_strided(views, "block_table", 2), *_strided(views, "cache_seqlens", 1),
         0 if "cache_seqlens" in views else LENGTH,
-        *((0,) * 6 if p.cache.dtype == "int4" else (*_scales(views, "k_scale"), *_scales(views, "v_scale"))),
+        *((0,) * 6 if p.cache.dtype == "int4"
+          else (*_broadcast(views, "k_scale", 2), *_broadcast(views, "v_scale", 2))),
         _address(views, "cu_seqlens_k_new"), _address(views, "cache_leftpad"),
         views["k_cache"].shape[0], page, -1 if page & page - 1 else page.bit_length() - 1 if page else 31,
         p.seqlen_k, p.cache.appended, 0,
@@ -420,16 +375,18 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
 def _decode(p: Problem, views: Views, _launch: Launch) -> tuple[Field, ...]:
     """`turned_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
     parts, sums = ("chunk_o", "chunk_rows") if "chunk_o" in views else ("partial_o", "partial_lse")
-    splits = views[parts].shape[0] // (p.batch if parts == "chunk_o" else 1) if parts in views else 1
-    return (
-        *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
-        *_tensor(views, "o"), *_rows(views, "lse"),
-        _address(views, parts), _address(views, sums),
-        *_tensor(views, "k_gathered"), *_tensor(views, "v_gathered"),
-        _address(views, "kept"), _address(views, "used"), _address(views, "starts"),
-        splits, 0,
-        *_cache(p, views), *_rotary(p, views), *_shape(p, views), *_score(p, views),
-    )  # fmt: skip
+    own: Own = {
+        "k_new": _strided(views, "k", 4),
+        "v_new": _strided(views, "v", 4),
+        "partial_o": _address(views, parts),
+        "partial_lse": _address(views, sums),
+        "splits": views[parts].shape[0] // (p.batch if parts == "chunk_o" else 1) if parts in views else 1,
+        "cache": _cache(p, views),
+        "rotary": _rotary(p, views),
+        "shape": _shape(p, views),
+        "score": _score(p, views),
+    }
+    return _filled(DECODE, views, own)
 
 
 # Layout of each struct that a variant can name, and the function that fills it.

@@ -37,13 +37,7 @@ def gpu_driver(library: str) -> GpuDriver:
 
 
 def host_driver() -> Driver | None:
-    """Return the simulator, for arrays in main memory, if CUPY_FLASH_DRIVER selects it; else None.
-
-    Raises
-    ------
-    InvalidArgumentsError
-        CUPY_FLASH_DRIVER has an unknown value.
-    """
+    """Return the simulator, for arrays in main memory, if CUPY_FLASH_DRIVER selects it; else None."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen in ("", "cuda"):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from typing import Any
@@ -20,6 +20,8 @@ from ..plan.catalog import Variant
 from . import gpu, tensor_map
 from .gpu import Device, Workspace
 from .libcuda import CudaError, check, failure, library, version
+from .run import Dim3
+from .tensor_map import TensorMap
 
 __all__ = [
     "Kernel", "arch", "clear", "current_stream", "devices", "driver_version", "empty", "load",
@@ -189,15 +191,7 @@ def clear(pointer: int, nbytes: int, device: int, stream: int) -> None:
 
 
 class Kernel:
-    """A loaded entry point on one device. `launch` may be called from several threads.
-
-    Parameters
-    ----------
-    cubin : Cubin
-    function : int
-        CUfunction handle.
-    device : int
-    """
+    """A loaded CUfunction on one device. `launch` may be called from several threads."""
 
     __slots__ = ("_context", "_current", "_function", "_launch", "cubin", "device")
 
@@ -210,34 +204,17 @@ class Kernel:
         # the time of a call. An int is passed as a C int, so a handle has to be a c_void_p.
         self._current, self._launch = library()["cuCtxGetCurrent"], library()["cuLaunchKernel"]
 
-    def encode_tensor_map(
-        self,
-        pointer: int,
-        dtype: str,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        box: Sequence[int],
-        swizzle: int = 128,
-    ) -> bytes:
-        """Encode a tensor map for bulk copies on this device; parameters and errors as in `tensor_map`."""
+    def encode_tensor_map(self, tensor: TensorMap, pointer: int) -> bytes:
+        """Encode a tensor map for bulk copies on this device; errors as in `tensor_map.encode`."""
         with _on(self.device):
-            return tensor_map.encode(
-                tensor_map.TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle)
-            )
+            return tensor_map.encode(tensor, pointer)
 
     def clear(self, pointer: int, nbytes: int, stream: int) -> None:
         """Enqueue setting memory to zero."""
         if status := self._call(library().cuMemsetD8Async, pointer, 0, nbytes, stream):
             raise failure(status, f"setting {nbytes} bytes to zero")
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
-        params: bytes,
-        stream: int,
-    ) -> None:
+    def launch(self, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, stream: int) -> None:
         """Enqueue the kernel; parameters as in `run.Kernel`."""
         if 0 in grid:
             return
@@ -277,13 +254,5 @@ _loader = gpu.Loader(arch, driver_version, _load, _refusals)
 
 
 def load(variant: Variant, device: int) -> Kernel:
-    """Locate and load a variant, once per device; later calls only look it up.
-
-    Raises
-    ------
-    CubinNotFoundError
-        As in `cubins.locate.locate`, or the driver cannot load the file.
-    UnsupportedError
-        There is no driver or GPU.
-    """
+    """Locate and load a variant, once per device; later calls only look it up."""
     return _loader(variant, device)

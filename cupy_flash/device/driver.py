@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,12 @@ from ..log import LOG
 from ..plan.catalog import Variant
 from . import gpu, tensor_map
 from .gpu import NOT_STARTED, STILL, Device, Workspace, forked, version_text
+from .run import Dim3
+from .tensor_map import TensorMap
 
 __all__ = [
     "CUPYS", "Device", "Kernel", "Workspace", "arch", "clear", "current_stream", "devices", "driver_version",
-    "empty", "encode_tensor_map", "installed_cupys", "is_installed", "load", "multiprocessors", "read",
+    "empty", "installed_cupys", "is_installed", "load", "multiprocessors", "read",
 ]  # fmt: skip
 
 CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
@@ -50,13 +51,7 @@ def installed_cupys() -> tuple[str, ...]:
 
 @functools.cache
 def _cupy() -> Any:
-    """Import cupy, and check that it can run kernels here.
-
-    Raises
-    ------
-    UnsupportedError
-        CuPy is missing, broken or of the wrong CUDA major, or there is no driver or no GPU.
-    """
+    """Import cupy, and check that it can run kernels here; each problem has an error of its own."""
     try:
         import cupy
     except ModuleNotFoundError as error:
@@ -170,17 +165,10 @@ _recorded: list[Any] = []
 
 
 def empty(nbytes: int, device: int, library: str = "cupy", stream: int | None = None) -> Workspace:
-    """Allocate workspace for work on a stream.
+    """Allocate workspace for work on a stream of a library; by default on CuPy's current one.
 
-    Parameters
-    ----------
-    nbytes : int
-    device : int
-    library : str
-        The library whose stream the kernels run on. why: a pool reuses memory in the order of its own
-        library's stream, so that work on torch's stream must use torch's pool.
-    stream : int, optional
-        Handle of that stream; default is CuPy's current one.
+    why from its library's pool: a pool reuses memory in the order of its own library's stream, so that work
+    on torch's stream must use torch's pool.
     """
     if not nbytes:
         return Workspace(0, None)
@@ -224,23 +212,6 @@ def _as_cupy_stream(cupy: Any, handle: int) -> Any:
     return cupy.cuda.ExternalStream(handle)
 
 
-# ---------------------------------------------------------------------------------------------- tensor maps
-
-
-def encode_tensor_map(
-    pointer: int,
-    dtype: str,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    swizzle: int = 128,
-) -> bytes:
-    """Encode a tensor map for bulk copies; parameters and errors as in `tensor_map`."""
-    return tensor_map.encode(
-        tensor_map.TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle)
-    )
-
-
 # ---------------------------------------------------------------------------------------------- kernels
 
 
@@ -266,14 +237,7 @@ def _void(nbytes: int) -> np.dtype[Any]:
 
 
 class Kernel:
-    """A loaded entry point on one device. `launch` may be called from several threads.
-
-    Parameters
-    ----------
-    cubin : Cubin
-    function : cupy.cuda.Function
-    device : int
-    """
+    """A loaded entry point on one device. `launch` may be called from several threads."""
 
     __slots__ = ("_cupy", "_function", "cubin", "device")
 
@@ -283,36 +247,21 @@ class Kernel:
         self._function = function
         self._cupy = _cupy()
 
-    def encode_tensor_map(
-        self,
-        pointer: int,
-        dtype: str,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        box: Sequence[int],
-        swizzle: int = 128,
-    ) -> bytes:
-        """Encode a tensor map for bulk copies on this device, as the function of this name does."""
+    def encode_tensor_map(self, tensor: TensorMap, pointer: int) -> bytes:
+        """Encode a tensor map for bulk copies on this device; errors as in `tensor_map.encode`."""
         cuda = self._cupy.cuda
         if cuda.runtime.getDevice() == self.device and tensor_map.has_context():
-            return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
+            return tensor_map.encode(tensor, pointer)
         with cuda.Device(self.device):
             # why: a thread gets its context from its first runtime call, and this may be the first.
             cuda.runtime.memGetInfo()
-            return encode_tensor_map(pointer, dtype, shape, strides, box, swizzle)
+            return tensor_map.encode(tensor, pointer)
 
     def clear(self, pointer: int, nbytes: int, stream: int) -> None:
         """Enqueue setting memory to zero."""
         clear(pointer, nbytes, self.device, stream)
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
-        params: bytes,
-        stream: int,
-    ) -> None:
+    def launch(self, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, stream: int) -> None:
         """Enqueue the kernel; parameters as in `run.Kernel`."""
         if 0 in grid:
             return  # why: CuPy would launch one block for a zero
@@ -346,13 +295,5 @@ _loader = gpu.Loader(arch, driver_version, _load, _refusals)
 
 
 def load(variant: Variant, device: int) -> Kernel:
-    """Locate and load a variant, once per device; later calls only look it up.
-
-    Raises
-    ------
-    CubinNotFoundError
-        As in `cubins.locate.locate`, or the driver cannot load the file.
-    UnsupportedError
-        There is no CuPy, driver or GPU.
-    """
+    """Locate and load a variant, once per device; later calls only look it up."""
     return _loader(variant, device)

@@ -27,25 +27,13 @@ NOT_STARTED = 3  # status of driver and runtime in a child forked from a process
 
 
 class Device(NamedTuple):
-    """A GPU of this machine.
+    """A GPU of this machine."""
 
-    Attributes
-    ----------
-    ordinal : int
-        CUDA device number.
-    name : str
-    arch : str
-        E.g. "sm_86".
-    multiprocessors : int
-    memory_bytes : int
-        Total global memory.
-    """
-
-    ordinal: int
+    ordinal: int  # CUDA device number
     name: str
-    arch: str
+    arch: str  # e.g. "sm_86"
     multiprocessors: int
-    memory_bytes: int
+    memory_bytes: int  # total global memory
 
 
 class GpuDriver(Driver, Protocol):
@@ -105,15 +93,8 @@ _Kernel = TypeVar("_Kernel")
 class Loader(Generic[_Kernel]):
     """Loads each variant once per device, from any number of threads.
 
-    Parameters
-    ----------
-    arch : callable
-        The architecture of a device.
-    driver_version : callable
-    load : callable
-        Loads a kernel into the driver; called with the variant, its cubin, the cubin's bytes and the device.
-    refusals : callable
-        Returns the exception types that the driver raises for a cubin that it cannot load.
+    `load` loads a variant into the driver, from its cubin and the cubin's bytes, on a device; `refusals`
+    returns the exception types that the driver raises for a cubin that it cannot load.
     """
 
     def __init__(
@@ -128,13 +109,7 @@ class Loader(Generic[_Kernel]):
         self._loading = threading.Lock()
 
     def __call__(self, variant: Variant, device: int) -> _Kernel:
-        """Return the kernel; the first call loads it.
-
-        Raises
-        ------
-        CubinNotFoundError
-            As in `cubins.locate.locate`, or the driver cannot load the file.
-        """
+        """Return the kernel; the first call loads it, or raises CubinNotFoundError."""
         key = (variant.name, device)
         kernel = self.kernels.get(key)
         if kernel is None:

@@ -264,22 +264,7 @@ def precompiled(source: Path, arguments: Sequence[str], inputs: Sequence[Path]) 
 
 
 def build(variant: Buildable) -> Path:
-    """Compile a variant for this CPU, or find it in the cache.
-
-    Parameters
-    ----------
-    variant : Buildable
-
-    Returns
-    -------
-    Path
-        The shared library, in the user's cache.
-
-    Raises
-    ------
-    SimulatorUnavailable
-        There is no compiler, no CUDA header, or the kernel does not compile.
-    """
+    """Compile a variant for this CPU into a shared library in the user's cache, or find it there."""
     root, options = sources.folder(), flags()
     shared = core(options)
     source = root / variant.source

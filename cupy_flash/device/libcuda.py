@@ -59,13 +59,7 @@ _started_in = 0  # process id at cuInit
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA driver failed.
-
-    Attributes
-    ----------
-    name : str
-        E.g. "CUDA_ERROR_OUT_OF_MEMORY".
-    """
+    """A call of the CUDA driver failed; `name` is such as "CUDA_ERROR_OUT_OF_MEMORY"."""
 
     def __init__(self, name: str, headline: str, hint: str) -> None:
         super().__init__(f"{headline}\nTry: {hint}")
@@ -74,13 +68,7 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Load libcuda and initialise it.
-
-    Raises
-    ------
-    UnsupportedError
-        It is missing or too old, it was initialised before this process was forked, or there is no GPU.
-    """
+    """Load libcuda and initialise it; each reason why that fails has an error of its own."""
     global _started_in
     try:
         found = ctypes.CDLL(tensor_map.LIBRARY)

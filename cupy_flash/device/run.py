@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ..call.arrays import ITEM_BYTES, ArrayView
 from ..call.problem import Problem
@@ -12,10 +12,14 @@ from ..plan.catalog import Box, Variant
 from ..plan.heads_as_rows import problem_of_rows, views_of_rows
 from ..plan.launch import Launch, Plan
 from .abi import Params
+from .tensor_map import TensorMap
 
-__all__ = ["Driver", "Kernel", "Program", "Workspace"]
+__all__ = ["Dim3", "Driver", "Kernel", "Program", "Workspace"]
 
 _MAP_ALIGNMENT = 64  # bytes, of a struct that holds tensor maps
+
+
+Dim3: TypeAlias = tuple[int, int, int]
 
 
 class Kernel(Protocol):
@@ -24,19 +28,12 @@ class Kernel(Protocol):
     Both implementations repeat the full signatures, so that mypy checks them against this protocol.
     """
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        shared_bytes: int,
-        params: bytes,
-        stream: int,
-    ) -> None:
+    def launch(self, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, stream: int) -> None:
         """Enqueue the kernel.
 
         Parameters
         ----------
-        grid, block : (int, int, int)
+        grid, block : Dim3
             Blocks and threads; an empty grid launches nothing.
         shared_bytes : int
             Dynamic shared memory per block.
@@ -49,28 +46,14 @@ class Kernel(Protocol):
     def clear(self, pointer: int, nbytes: int, stream: int) -> None:
         """Enqueue setting memory to zero."""
 
-    def encode_tensor_map(
-        self,
-        pointer: int,
-        dtype: str,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        box: Sequence[int],
-        swizzle: int,
-    ) -> bytes:
-        """Encode a tensor map for bulk copies; parameters as in `tensor_map.TensorMap`."""
+    def encode_tensor_map(self, tensor: TensorMap, pointer: int) -> bytes:
+        """Encode a tensor map for bulk copies on this device; errors as in `tensor_map.encode`."""
 
 
 class Workspace(Protocol):
-    """Memory for one call; it may be reused once the work enqueued before its release is done.
+    """Memory for one call; it may be reused once the work enqueued before its release is done."""
 
-    Attributes
-    ----------
-    pointer : int
-        Address, 256-byte aligned; 0 for a workspace of 0 bytes.
-    """
-
-    pointer: int
+    pointer: int  # address, 256-byte aligned; 0 for a workspace of 0 bytes
 
 
 class Driver(Protocol):
@@ -108,7 +91,7 @@ class _Map:
     holds 2**head_bits heads of each row, or as many heads of one row as fit.
     """
 
-    __slots__ = ("_box", "_dtype", "_kernel", "_shape", "_span", "_strides", "name")
+    __slots__ = ("_kernel", "_map", "name")
 
     def __init__(
         self, kernel: Kernel, name: str, view: ArrayView, box: Box, group: int = 0, head_bits: int = 0
@@ -124,18 +107,20 @@ class _Map:
         # The stride of an axis of length 1 is arbitrary; an axis of length 0 is never copied.
         bytes_apart = [16 if n <= 1 else s * size for n, s in zip(shape[:-1], strides[:-1], strict=True)]
         span = box.span or (128 if box.columns * size % 128 == 0 else 64)
-        self.name = name
-        self._kernel, self._dtype, self._span = kernel, view.dtype, span
-        self._shape = [max(n, 1) for n in reversed(shape)]
-        self._strides, self._box = bytes_apart[::-1], (span // size, *extents)
+        self.name, self._kernel = name, kernel
+        self._map = TensorMap(
+            view.dtype,
+            shape=tuple(max(n, 1) for n in reversed(shape)),
+            strides=tuple(reversed(bytes_apart)),
+            box=(span // size, *extents),
+            swizzle=span,
+        )
 
     # why cached by address: pools reuse the same few addresses, and the driver takes microseconds.
     @lru_cache(maxsize=4096)  # noqa: B019  (programs live as long as their entry in the cache of calls)
     def at(self, pointer: int) -> bytes:
         """The map of the array at this address."""
-        return self._kernel.encode_tensor_map(
-            pointer, self._dtype, self._shape, self._strides, self._box, self._span
-        )
+        return self._kernel.encode_tensor_map(self._map, pointer)
 
 
 class _Step(NamedTuple):
@@ -151,15 +136,8 @@ class _Step(NamedTuple):
 class Program:
     """The launches of a plan for arrays of known shapes and strides. It may run in several threads.
 
-    Parameters
-    ----------
-    plan : Plan
-    problem : Problem
-        The problem that the plan was chosen for.
-    kernels : sequence of Kernel
-        One loaded kernel per launch of the plan.
-    views : mapping of str to ArrayView
-        Inputs and outputs by their names in abi.cuh; only shapes, strides and dtypes are used.
+    There is one loaded kernel per launch. Views are inputs and outputs by their names in abi.cuh; only
+    shapes, strides and dtypes are used.
     """
 
     __slots__ = ("_kernels", "_parts", "_steps", "_structs", "_zeroed")

@@ -28,6 +28,7 @@ import numpy as np
 from ..cubins import sources
 from ..plan import catalog
 from .host_build import Buildable, SimulatorUnavailable, build, cache_folder, core, flags
+from .run import Dim3
 from .tensor_map import ITEM, SWIZZLES, TensorMap
 
 __all__ = [
@@ -146,33 +147,15 @@ def _readable(report: str) -> str:
 # ---- tensor maps
 
 
-def encode_tensor_map(
-    pointer: int,
-    dtype: str,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    box: Sequence[int],
-    swizzle: int = 128,
-) -> bytes:
-    """Encode a tensor map for the simulated bulk copies; parameters as in `tensor_map.TensorMap`.
-
-    Returns
-    -------
-    bytes
-        128 bytes, in the layout that the simulator reads.
-
-    Raises
-    ------
-    ValueError
-        The CUDA driver would refuse the tensor, too.
-    """
-    TensorMap(pointer, dtype, tuple(shape), tuple(strides), tuple(box), swizzle).check()
-    size, rank = ITEM[dtype], len(shape)
+def encode_tensor_map(tensor: TensorMap, pointer: int) -> bytes:
+    """Encode a tensor map as the simulator reads it; ValueError where the CUDA driver would refuse it."""
+    tensor.check(pointer)
+    size, rank = ITEM[tensor.dtype], len(tensor.shape)
     # layout: as struct Map of kernels_cu/simulator/bulk.cpp
-    words = [pointer, rank | size << 8 | SWIZZLES[swizzle] << 16 | 0xCF << 24]
-    words += [*shape, *[0] * (5 - rank)]
-    words += [size, *strides, *[0] * (5 - rank)]
-    extents = [*box, *[0] * (6 - rank)]
+    words = [pointer, rank | size << 8 | SWIZZLES[tensor.swizzle] << 16 | 0xCF << 24]
+    words += [*tensor.shape, *[0] * (5 - rank)]
+    words += [size, *tensor.strides, *[0] * (5 - rank)]
+    extents = [*tensor.box, *[0] * (6 - rank)]
     words += [low | high << 32 for low, high in zip(extents[::2], extents[1::2], strict=True)]
     return np.array([*words, 0], np.uint64).tobytes()
 
@@ -196,14 +179,7 @@ def _core(path: Path) -> ctypes.CDLL:
 
 
 class Kernel:
-    """A variant built for this CPU; a launch returns when its work is done.
-
-    Parameters
-    ----------
-    variant : Buildable
-    library : Path, optional
-        The library, if it has been built.
-    """
+    """A variant built for this CPU; a launch returns when its work is done."""
 
     _lock = threading.Lock()  # the simulator runs one block at a time
     encode_tensor_map = staticmethod(encode_tensor_map)
@@ -221,8 +197,8 @@ class Kernel:
 
     def launch(
         self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
+        grid: Dim3,
+        block: Dim3,
         shared_bytes: int,
         params: bytes,
         stream: int = 0,  # noqa: ARG002  (part of the interface)

@@ -25,37 +25,21 @@ _NOT_INTERLEAVED, _PROMOTE_TO_L2_256B, _ZEROS_OUTSIDE = 0, 3, 0
 
 
 class TensorMap(NamedTuple):
-    """The contents of a tensor map.
+    """The contents of a tensor map, except the address of its first element."""
 
-    Attributes
-    ----------
-    pointer : int
-        Address of the first element, a multiple of 16.
-    dtype : str
-    shape : tuple of int
-        Extents, the contiguous axis first; up to five.
-    strides : tuple of int
-        Bytes, one for every axis but the first; multiples of 16.
-    box : tuple of int
-        Extents of the tile that one copy moves, each up to 256.
-    swizzle : {0, 32, 64, 128}
-        Width of the swizzle pattern in bytes.
-    """
-
-    pointer: int
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int = 128
+    shape: tuple[int, ...]  # extents, the contiguous axis first; up to five
+    strides: tuple[int, ...]  # bytes, one for every axis but the first; multiples of 16
+    box: tuple[int, ...]  # extents of the tile that one copy moves, each up to 256
+    swizzle: int = 128  # {0, 32, 64, 128}: width of the swizzle pattern in bytes
 
-    def check(self) -> None:
+    def check(self, pointer: int) -> None:
         """Raise ValueError with the reasons, which the driver's error does not give."""
         rank, inner = len(self.shape), self.box[0] * ITEM[self.dtype]
         complaints = [
             (not 1 <= rank <= 5, f"rank {rank} is not 1 to 5"),
             (len(self.strides) != rank - 1 or len(self.box) != rank, "strides or box do not fit the rank"),
-            (self.pointer % 16 != 0, f"address {self.pointer:#x} is not a multiple of 16"),
+            (pointer % 16 != 0, f"address {pointer:#x} is not a multiple of 16"),
             (
                 any(s % 16 or not 0 <= s < 1 << 40 for s in self.strides),
                 f"{self.strides} are not multiples of 16",
@@ -78,13 +62,7 @@ LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """Load the CUDA driver library.
-
-    Raises
-    ------
-    UnsupportedError
-        There is none, or it is too old for tensor maps.
-    """
+    """Load the CUDA driver library, which must know tensor maps."""
     hint = "an NVIDIA driver of version 525 or newer"
     try:
         library = ctypes.CDLL(LIBRARY)
@@ -112,22 +90,13 @@ def has_context() -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def encode(tensor: TensorMap) -> bytes:
-    """Encode a tensor map; the last 4096 are cached.
+def encode(tensor: TensorMap, pointer: int) -> bytes:
+    """Encode the tensor map of an array at this address; the last 4096 are cached.
 
-    Returns
-    -------
-    bytes
-        The 128 bytes of a CUtensorMap, which a params struct holds at a multiple of 64.
-
-    Raises
-    ------
-    ValueError
-        The driver cannot encode the tensor.
-    UnsupportedError
-        The driver has no tensor maps.
+    It has 128 bytes, which a params struct holds at a multiple of 64. ValueError if the driver cannot encode
+    it.
     """
-    tensor.check()
+    tensor.check(pointer)
     rank = len(tensor.shape)
     memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     place = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
@@ -135,7 +104,7 @@ def encode(tensor: TensorMap) -> bytes:
         ctypes.c_void_p(place),
         ctypes.c_int(_TYPES[tensor.dtype]),
         ctypes.c_uint32(rank),
-        ctypes.c_void_p(tensor.pointer),
+        ctypes.c_void_p(pointer),
         _array(ctypes.c_uint64, tensor.shape),
         _array(ctypes.c_uint64, tensor.strides or (0,)),
         _array(ctypes.c_uint32, tensor.box),
@@ -146,5 +115,7 @@ def encode(tensor: TensorMap) -> bytes:
         ctypes.c_int(_ZEROS_OUTSIDE),
     )
     if status:
-        raise ValueError(f"cannot encode the tensor map: the driver returns {status} for {tensor}")
+        raise ValueError(
+            f"cannot encode the tensor map: the driver returns {status} for {tensor} at {pointer:#x}"
+        )
     return ctypes.string_at(place, _BYTES)

@@ -70,26 +70,15 @@ _DRIVER, _CPU = map(os.environ.encodekey, ("CUPY_FLASH_DRIVER", "CUPY_FLASH_CPU"
 
 
 class BackendView(NamedTuple):
-    """The view of one array of a call that a backend computes on.
+    """The view of one array of a call that a backend computes on."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the view, as in abi.cuh.
-    array : str
-        Name of the call's array that it is a view of.
-    shape, byte_strides, dtype
-        As in `ArrayView`.
-    unchanged : bool
-        Whether shape, strides and dtype are those of the array itself.
-    """
-
-    name: str
-    array: str
+    name: str  # name of the view, as in abi.cuh
+    array: str  # name of the call's array that it is a view of
+    # As in `ArrayView`.
     shape: tuple[int, ...]
     byte_strides: tuple[int, ...]
     dtype: str
-    unchanged: bool
+    unchanged: bool  # whether shape, strides and dtype are those of the array itself
 
     def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
         """The NumPy array with this view's shape and strides, for the array `x` of a call."""
@@ -99,18 +88,12 @@ class BackendView(NamedTuple):
 
 
 class Backend(ABC):
-    """A planned and loaded problem, ready to run.
+    """A planned and loaded problem, ready to run."""
 
-    Attributes
-    ----------
-    integer_bits : int
-        Width of integers in score functions, if each call checks their arguments for overflow; else 0.
-    addressed : tuple of (str, str)
-        Pairs (name in abi.cuh, name of the call's array) of the addresses that `run_at` needs; empty if the
-        backend reads the arrays themselves.
-    """
-
+    # Width of integers in score functions, if each call checks their arguments for overflow; else 0.
     integer_bits: ClassVar[int] = 0
+    # Pairs (name in abi.cuh, name of the call's array) of the addresses that `run_at` needs; empty if the
+    # backend reads the arrays themselves.
     addressed: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -151,15 +134,7 @@ class Backend(ABC):
     def run_at(self, numbers: dict[str, int], keep: object, library: str, stream: int | None = None) -> None:
         """Run a call that is known only by the addresses of `addressed` and `abi.SEED`.
 
-        Parameters
-        ----------
-        numbers : dict of str to int
-        keep : object
-            Object that keeps the arrays alive.
-        library : str
-            Library of the arrays.
-        stream : int, optional
-            As in `run`.
+        `keep` keeps its arrays, of this library, alive; `stream` is as in `run`.
         """
         raise NotImplementedError
 
@@ -302,15 +277,8 @@ def ready(
 ) -> Backend:
     """Choose, locate and load the kernels of a problem; every refusal of a backend happens here.
 
-    Parameters
-    ----------
-    problem : Problem
-    views : mapping of str to ArrayView
-        Inputs and outputs by the names of abi.cuh; addresses are not used.
-    driver : Driver or None
-        As returned by `driver_of`.
-    seen : tuple of BackendView, optional
-        How the views derive from the call's arrays; default: views and arrays are the same.
+    Views are inputs and outputs by the names of abi.cuh; addresses are not used. `seen` says how they derive
+    from the call's arrays; by default both are the same.
     """
     problem = problem._replace(seed=0)
     if seen is None:

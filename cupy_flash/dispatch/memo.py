@@ -37,14 +37,8 @@ Views = Mapping[str, ArrayView]
 class Prepared:
     """All that options and the kinds of arrays decide about a call; only addresses are left to each call.
 
-    It keeps no array alive, is immutable, and may be used in several threads.
-
-    Attributes
-    ----------
-    problem : Problem
-        The problem, without its seed.
-    results : tuple of (str, tuple of int, str)
-        Name, shape and dtype of each array that a call allocates.
+    It keeps no array alive, is immutable, and may be used in several threads. `problem` has no seed;
+    `results` are name, shape and dtype of each array that a call allocates.
     """
 
     __slots__ = ("_backend", "_extents", "_make", "_written", "problem", "results")

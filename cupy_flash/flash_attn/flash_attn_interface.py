@@ -51,22 +51,31 @@ def _options(
             "return_attn_probs with dropout_p would return the matrix of kept weights, which is never made.",
             hint="return_attn_probs=False, or dropout_p=0.0 for (out, lse, None)",
         )
+    shared = options_of(
+        softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, reproducible
+    )
+    return {**shared, "dropout": dropout_p, "alibi_slopes": alibi_slopes}
+
+
+def options_of(
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    deterministic: bool,
+    return_lse: bool,
+    reproducible: Mode | None,
+) -> dict[str, Any]:
+    """Convert the options that flash-attn 3 has too; reproducible prevails over deterministic."""
     return {
-        "dropout": dropout_p,
         "scale": softmax_scale,
         "causal": causal,
         "window": window_of(window_size),
         "align": "bottom_right",
         "softcap": softcap or None,
-        "alibi_slopes": alibi_slopes,
-        "return_lse": return_attn_probs,
-        "reproducible": mode_of(deterministic, reproducible),
+        "return_lse": return_lse,
+        "reproducible": reproducible or ("run" if deterministic else None),
     }
-
-
-def mode_of(deterministic: bool, reproducible: Mode | None) -> Mode | None:
-    """Convert flash-attn's deterministic, unless reproducible is given."""
-    return reproducible or ("run" if deterministic else None)
 
 
 def rotary_of(cos: Any, sin: Any, seqlens: Any, interleaved: bool, last: bool = False) -> Rotary | None:

@@ -30,29 +30,17 @@ _MOVED = {"o": "do_moved", "lse": "dlse_moved"}
 
 
 class _Pass(NamedTuple):
-    """Static parameters of a compiled call.
+    """Static parameters of a compiled call."""
 
-    Attributes
-    ----------
-    direction : {"jvp", "hvp"}
-    options : Options
-    longest : (int, int) or None
-        Longest lengths of packed sequences; None for a batch.
-    names, dtypes, ranks : tuple
-        Names, dtypes and ranks of the inputs; the last `along` ones are tangents, such as "dq".
-    along : int
-        Number of tangents.
-    results : tuple of (str, int, str)
-        Name, rank and dtype of each result; for "hvp" also of the tangents of o and lse, its intermediates.
-    """
-
-    direction: str
+    direction: str  # {"jvp", "hvp"}
     options: Options
-    longest: tuple[int, int] | None
+    longest: tuple[int, int] | None  # longest lengths of packed sequences; None for a batch
+    # Names, dtypes and ranks of the inputs; the last `along` ones are tangents, such as "dq".
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     ranks: tuple[int, ...]
-    along: int
+    along: int  # number of tangents
+    # Name, rank and dtype of each result; for "hvp" also of the tangents of o and lse, its intermediates.
     results: tuple[tuple[str, int, str], ...]
 
 

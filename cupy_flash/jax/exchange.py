@@ -21,34 +21,18 @@ __all__ = ["Call", "all_gather", "all_to_all"]
 
 
 class Call(NamedTuple):
-    """The call over all devices.
+    """The call over all devices."""
 
-    Attributes
-    ----------
-    axis_name : str
-        Mesh axis.
-    queries, keys : Held
-        Rows of each device.
-    band : Band
-        Band of the whole sequence; for packed sequences it is in the options.
-    options : dict of str to object
-        All options except the seed.
-    seed : array of int32, optional
-        The two words of the seed of the whole call; None without dropout.
-    packed : Packed, optional
-        Offsets of packed sequences; None for a batch.
-    longest : int
-        Longest part of a packed sequence.
-    """
-
-    axis_name: Any
+    axis_name: Any  # the mesh axis
+    # Rows of each device.
     queries: Held
     keys: Held
-    band: Band
-    options: dict[str, Any]
+    band: Band  # band of the whole sequence; for packed sequences it is in the options
+    options: dict[str, Any]  # all options except the seed
+    # array of int32, optional: the two words of the seed of the whole call; None without dropout.
     seed: Any = None
-    packed: Packed | None = None
-    longest: int = 0
+    packed: Packed | None = None  # offsets of packed sequences; None for a batch
+    longest: int = 0  # longest part of a packed sequence
 
     @property
     def ranks(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.given import Options, split
-from ..call.options import RecordedFunctionOptions
+from ..call.options import RecordedOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
@@ -26,20 +26,18 @@ __all__ = ["attend_to", "attention", "check", "dot_product_attention", "refuse_r
 
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[RecordedFunctionOptions]
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **options: Unpack[RecordedOptions]
 ) -> Array: ...
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[RecordedFunctionOptions]
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[RecordedOptions]
 ) -> tuple[Array, Array]: ...
 @overload
 def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[RecordedFunctionOptions]
+    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[RecordedOptions]
 ) -> Array | tuple[Array, Array]: ...
-@takes(RecordedFunctionOptions)
-def attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[RecordedFunctionOptions]
-) -> Any:
+@takes(RecordedOptions)
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Unpack[RecordedOptions]) -> Any:
     """`cupy_flash.attention` as a JAX function: gradients of q, k, v, bias and sinks, through o and lse.
 
     Parameters

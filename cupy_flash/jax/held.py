@@ -16,21 +16,12 @@ __all__ = ["Held", "Packed", "beside", "seen"]
 
 
 class Held(NamedTuple):
-    """Rows of the whole sequence on each device, of queries or of keys.
+    """Rows of the whole sequence on each device, of queries or of keys."""
 
-    Attributes
-    ----------
-    rows : array of int, shape (devices, rows of a part)
-        Positions in the whole sequence; `length` for padding.
-    length : int
-        Length of the whole sequence.
-    zigzag : bool
-        Whether a device holds a part from the front and one from the back.
-    """
-
+    # array of int, shape (devices, rows of a part): positions in the whole sequence; `length` for padding.
     rows: Any
-    length: int
-    zigzag: bool
+    length: int  # length of the whole sequence
+    zigzag: bool  # whether a device holds a part from the front and one from the back
 
     @classmethod
     def of(cls, ranks: int, rows: int, causal: bool, parts: Any, seqlen: int | None, what: str) -> Held:
@@ -104,20 +95,13 @@ class Held(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Offsets of packed sequences in a part, and the rows of their early and late halves.
+    """Offsets of packed sequences in a part, and the rows of their early and late halves."""
 
-    Attributes
-    ----------
-    cut : array of int32, shape (sequences + 1,)
-        Offsets of the sequences.
-    cut_half : array of int32, shape (sequences + 1,), or None
-        Offsets of the halves; None if not causal.
-    early, late : array of int32, shape (rows / 2,), or None
-        Rows of the part in the early and the late halves; None if not causal.
-    """
-
-    cut: Any
+    cut: Any  # array of int32, shape (sequences + 1,): offsets of the sequences
+    # array of int32, shape (sequences + 1,), or None: offsets of the halves; None if not causal.
     cut_half: Any
+    # array of int32, shape (rows / 2,), or None: rows of the part in the early and the late halves; None if
+    # not causal.
     early: Any
     late: Any
 

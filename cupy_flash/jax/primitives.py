@@ -39,32 +39,17 @@ __all__ = ["attention", "attention_over_cache", "missing"]
 
 
 class _How(NamedTuple):
-    """Static parameters of a primitive.
-
-    Attributes
-    ----------
-    options : Options
-    longest : (int, int) or None
-        Longest lengths of packed sequences; None for a batch.
-    names : tuple of str
-        Names of the arrays, which are the first arguments.
-    along : tuple of str
-        Names of the arrays whose tangents are the linear arguments, if these are tangents.
-    mapped : tuple of tuple of bool
-        For each axis of vmap, the outermost first, whether each residual has it.
-    fixed : tuple of str
-        For `bend`, names of the arrays whose tangents are among the residuals.
-    cached : Cached, optional
-        Parameters of attention over a cache; None otherwise.
-    """
+    """Static parameters of a primitive."""
 
     options: Options
-    longest: tuple[int, int] | None
-    names: tuple[str, ...]
+    longest: tuple[int, int] | None  # longest lengths of packed sequences; None for a batch
+    names: tuple[str, ...]  # names of the arrays, which are the first arguments
+    # Names of the arrays whose tangents are the linear arguments, if these are tangents.
     along: tuple[str, ...] = ()
+    # For each axis of vmap, the outermost first, whether each residual has it.
     mapped: tuple[tuple[bool, ...], ...] = ()
-    fixed: tuple[str, ...] = ()
-    cached: Cached | None = None
+    fixed: tuple[str, ...] = ()  # for `bend`, names of the arrays whose tangents are among the residuals
+    cached: Cached | None = None  # parameters of attention over a cache; None otherwise
 
     @property
     def arrays(self) -> int:

@@ -35,31 +35,18 @@ __all__ = ["ring_attention"]
 
 
 class _Around(NamedTuple):
-    """Static parameters of a call.
-
-    Attributes
-    ----------
-    longest : int, optional
-        Length of the longest packed sequence.
-    steps : tuple of int
-        Steps of the ring whose keys some device attends to.
-    bands : tuple of (Options or None, Options or None), optional
-        For contiguous parts, per step: the options for keys of a part before the device's own, or its own,
-        and for keys of a part after it. None if the device attends to none of them.
-    lengths : (int, int)
-        Queries and keys of the whole sequence.
-    band : Band
-        Band of the whole sequence.
-    """
+    """Static parameters of a call."""
 
     axis_name: Any
     causal: bool
     options: Options
-    steps: tuple[int, ...]
-    longest: int | None = None
+    steps: tuple[int, ...]  # steps of the ring whose keys some device attends to
+    longest: int | None = None  # length of the longest packed sequence
+    # For contiguous parts, per step: the options for keys of a part before the device's own, or its own,
+    # and for keys of a part after it. None if the device attends to none of them.
     bands: tuple[tuple[Options | None, Options | None], ...] | None = None
-    lengths: tuple[int, int] = (0, 0)
-    band: Band = Band()
+    lengths: tuple[int, int] = (0, 0)  # queries and keys of the whole sequence
+    band: Band = Band()  # band of the whole sequence
 
     def ranks(self) -> int:
         """Number of devices on the ring."""
@@ -95,22 +82,14 @@ class _Around(NamedTuple):
 
 
 class _Apart(NamedTuple):
-    """Arrays of a call other than q, k and v.
+    """Arrays of a call other than q, k and v."""
 
-    Attributes
-    ----------
-    sinks : array, optional
-    seed : array of int32, optional
-        Seed of the whole sequence, as 32-bit words.
-    packed : Packed, optional
-    rows : (array of int32, array of int32), shapes (devices, rows of a part), optional
-        Queries and keys of `Held`, if devices differ in more than their position: if a length does not divide
-        by the number of devices, or queries are not at the positions of the keys with their numbers.
-    """
-
-    sinks: Any = None
-    seed: Any = None
+    sinks: Any = None  # array, optional
+    seed: Any = None  # array of int32, optional: seed of the whole sequence, as 32-bit words
     packed: Packed | None = None
+    # (array of int32, array of int32), shapes (devices, rows of a part), optional: queries and keys of
+    # `Held`, if devices differ in more than their position: if a length does not divide by the number of
+    # devices, or queries are not at the positions of the keys with their numbers.
     rows: Any = None
 
 

@@ -37,24 +37,13 @@ READ = ("scale", "softcap", "align", "seed")
 
 
 class Cached(NamedTuple):
-    """Additional static parameters of a call over a KV cache.
-
-    Attributes
-    ----------
-    call : CacheCall
-    want_lse : bool
-    check : bool or None
-        tuning.check; None for the default.
-    packing : Packing, optional
-        Packing of the queries; None for a batch.
-    head_dim_v : int or None
-        For latents, the number of columns of k_cache that are the values, without a v_cache; else None.
-    """
+    """Additional static parameters of a call over a KV cache."""
 
     call: CacheCall
     want_lse: bool
-    check: bool | None
-    packing: Packing | None = None
+    check: bool | None  # tuning.check; None for the default
+    packing: Packing | None = None  # packing of the queries; None for a batch
+    # For latents, the number of columns of k_cache that are the values, without a v_cache; else None.
     head_dim_v: int | None = None
 
     def checked(self, device: tuple[str, int]) -> bool:
@@ -68,33 +57,18 @@ class Cached(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Static parameters of a call in a program.
+    """Static parameters of a call in a program."""
 
-    Attributes
-    ----------
-    direction : {"forward", "backward", "decode"}
-    options : Options
-    names, dtypes, ranks : tuple
-        Names, dtypes and ranks of the inputs, without axes of vmap.
-    results : tuple of (str, int, str)
-        Name, rank and dtype of each output.
-    longest : (int, int), optional
-        Longest lengths of packed sequences; None for a batch.
-    cached : Cached, optional
-        Parameters of a call over a cache; None otherwise.
-    unrounded : bool
-        As in `describe.describe`.
-    """
-
-    direction: str
+    direction: str  # {"forward", "backward", "decode"}
     options: Options
+    # Names, dtypes and ranks of the inputs, without axes of vmap.
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     ranks: tuple[int, ...]
-    results: tuple[tuple[str, int, str], ...]
-    longest: tuple[int, int] | None = None
-    cached: Cached | None = None
-    unrounded: bool = False
+    results: tuple[tuple[str, int, str], ...]  # name, rank and dtype of each output
+    longest: tuple[int, int] | None = None  # longest lengths of packed sequences; None for a batch
+    cached: Cached | None = None  # parameters of a call over a cache; None otherwise
+    unrounded: bool = False  # as in `describe.describe`
 
     def of_buffers(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Ranks and dtypes of inputs and outputs."""

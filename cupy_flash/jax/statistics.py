@@ -85,28 +85,13 @@ _STATIC = ("window", "max_seqlen_q", "max_seqlen_k")
 
 
 class _Call(NamedTuple):
-    """Static parameters of a compiled call.
+    """Static parameters of a compiled call."""
 
-    Attributes
-    ----------
-    tree : PyTreeDef
-        Structure of q, k, lse, cache_seqlens and the options.
-    sources : tuple of (int or None)
-        Index of the input of each leaf; None for static leaves.
-    fixed : tuple of ((type, object) or None)
-        Static leaves, with types, as 1 == True; None for arrays.
-    dtypes : tuple of str
-        Dtypes of the inputs.
-    names : tuple of str
-        Requested results.
-    top_k : int
-    """
-
-    tree: Any
-    sources: tuple[int | None, ...]
-    fixed: tuple[tuple[type, Any] | None, ...]
-    dtypes: tuple[str, ...]
-    names: tuple[str, ...]
+    tree: Any  # PyTreeDef: structure of q, k, lse, cache_seqlens and the options
+    sources: tuple[int | None, ...]  # index of the input of each leaf; None for static leaves
+    fixed: tuple[tuple[type, Any] | None, ...]  # static leaves, with types, as 1 == True; None for arrays
+    dtypes: tuple[str, ...]  # dtypes of the inputs
+    names: tuple[str, ...]  # requested results
     top_k: int
 
 

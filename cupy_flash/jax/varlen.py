@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax.numpy as jnp
 
-from ..call.options import RecordedPackedFunctionOptions
+from ..call.options import RecordedPackedOptions
 from ..call.signature import takes
 from ..varlen import over_pages
 from .functional import attend_to
@@ -23,19 +23,19 @@ __all__ = ["attention_varlen"]
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
     return_lse: Literal[False] = False, block_table: Any = None,
-    **options: Unpack[RecordedPackedFunctionOptions],
+    **options: Unpack[RecordedPackedOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: Literal[True], block_table: Any = None, **options: Unpack[RecordedPackedFunctionOptions],
+    return_lse: Literal[True], block_table: Any = None, **options: Unpack[RecordedPackedOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *,
-    return_lse: bool, block_table: Any = None, **options: Unpack[RecordedPackedFunctionOptions],
+    return_lse: bool, block_table: Any = None, **options: Unpack[RecordedPackedOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
-@takes(RecordedPackedFunctionOptions)
+@takes(RecordedPackedOptions)
 def attention_varlen(
     q: Any,
     k: Any,
@@ -45,7 +45,7 @@ def attention_varlen(
     *,
     return_lse: bool = False,
     block_table: Any = None,
-    **options: Unpack[RecordedPackedFunctionOptions],
+    **options: Unpack[RecordedPackedOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` as a JAX function, with gradients; other lengths do not recompile.
 

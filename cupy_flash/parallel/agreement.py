@@ -41,13 +41,7 @@ class Agreement:
         self._gather, self._moment, self._known = gather, moment or {}, known
 
     def reach(self, terms: Mapping[str, Any]) -> None:
-        """Compare a call with those of the other processes; `terms` has its arguments by name.
-
-        Raises
-        ------
-        InvalidArgumentsError
-            The processes make different calls, or some of them refuse theirs.
-        """
+        """Compare the arguments of a call, by name, with those of the other processes; refuse differences."""
         everyone = self._compare(terms)
         if everyone is not None:
             raise _difference(everyone)

@@ -30,22 +30,13 @@ __all__ = ["backward", "check_blocks", "forward"]
 
 
 class _Stretch(NamedTuple):
-    """Queries of this process, the keys that they may attend to, and the arguments of their call.
+    """Queries of this process, the keys that they may attend to, and the arguments of their call."""
 
-    Attributes
-    ----------
-    queries, keys : slice, or array of int
-        Rows of the part, and of the whole sequence.
-    how : dict
-        Options of the call.
-    cuts : tuple of array
-        Offsets of packed queries and of keys; empty if not packed.
-    """
-
+    # slice, or array of int: rows of the part, and of the whole sequence.
     queries: Any
     keys: slice
-    how: dict[str, Any]
-    cuts: tuple[Any, ...] = ()
+    how: dict[str, Any]  # options of the call
+    cuts: tuple[Any, ...] = ()  # offsets of packed queries and of keys; empty if not packed
 
 
 class _Call:

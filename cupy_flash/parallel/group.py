@@ -50,27 +50,15 @@ class Link(Protocol):
 
 
 class LocalCall(NamedTuple):
-    """The call of one process.
-
-    Attributes
-    ----------
-    link : Link
-    arrays : dict of str to array
-        Its parts of q, k and v; in the backward pass of do, q, k, v, o, lse and dlse.
-    causal : bool
-    options : dict
-        The other `RingOptions`.
-    cut : array of int32, optional
-        Offsets of its rows, for packed sequences; layout is then "bshd".
-    terms : dict
-        Further arguments that must be the same in all processes.
-    """
+    """The call of one process."""
 
     link: Link
-    arrays: dict[str, Any]
+    arrays: dict[str, Any]  # its parts of q, k and v; in the backward pass of do, q, k, v, o, lse and dlse
     causal: bool
-    options: dict[str, Any]
+    options: dict[str, Any]  # the other `RingOptions`
+    # array of int32, optional: offsets of its rows, for packed sequences; layout is then "bshd".
     cut: Any = None
+    # Further arguments that must be the same in all processes.
     terms: Mapping[str, Any] = MappingProxyType({})
 
     @property

@@ -49,26 +49,16 @@ _ORDERS = ("zigzag", "contiguous")
 
 
 class Pair(NamedTuple):
-    """The queries and keys of one pair of parts that are computed together.
+    """The queries and keys of one pair of parts that are computed together."""
 
-    Attributes
-    ----------
-    queries, keys : slice, or array of int
-        Rows within the parts.
-    causal : bool
-        Whether row i attends to rows up to i only.
-    window, align
-        Band of the pair, as in `attention`; None without a window.
-    number : int
-        Number of the pair of processes.
-    """
-
+    # slice, or array of int: rows within the parts.
     queries: Any
     keys: Any
-    causal: bool = False
+    causal: bool = False  # whether row i attends to rows up to i only
+    # Band of the pair, as in `attention`; None without a window.
     window: tuple[int | None, int | None] | None = None
     align: int | None = None
-    number: int = 0
+    number: int = 0  # number of the pair of processes
 
 
 def stretches(rank: int, ranks: int, seqlen: int, zigzag: bool) -> tuple[range, ...]:

@@ -16,33 +16,16 @@ __all__ = ["ARCHITECTURES", "ELEMENTS", "SAME_BITS", "SHORT", "Arch", "Variant",
 
 
 class Arch(NamedTuple):
-    """One row of the architecture table.
+    """One row of the architecture table."""
 
-    Attributes
-    ----------
-    capability : int
-        Compute capability x 10, e.g. 86.
-    shared_bytes : int
-        Largest dynamic shared memory of a block, after opting in.
-    multiprocessors : int
-        Multiprocessors of a typical GPU, for plans made without a GPU.
-    target : str
-        Compilation target, also for higher minor versions of the same major that have no row.
-    families : tuple of str
-        Kernel families that run on this architecture.
-    own : tuple of str
-        Families compiled for `own_target`, because they need features that `target` lacks.
-    own_target : str
-        Their compilation target; "" without such families.
-    """
-
-    capability: int
-    shared_bytes: int
-    multiprocessors: int
-    target: str
-    families: tuple[str, ...]
+    capability: int  # compute capability x 10, e.g. 86
+    shared_bytes: int  # largest dynamic shared memory of a block, after opting in
+    multiprocessors: int  # multiprocessors of a typical GPU, for plans made without a GPU
+    target: str  # compilation target, also for higher minor versions of the same major that have no row
+    families: tuple[str, ...]  # kernel families that run on this architecture
+    # Families compiled for `own_target`, because they need features that `target` lacks.
     own: tuple[str, ...] = ()
-    own_target: str = ""
+    own_target: str = ""  # their compilation target; "" without such families
 
     @property
     def name(self) -> str:
@@ -117,11 +100,6 @@ def architecture(name: str) -> Arch:
     """The table row for an architecture such as "sm_86" or "sm_90a".
 
     A minor version without a row uses the highest row of its major below it.
-
-    Raises
-    ------
-    UnsupportedError
-        No kernel is compiled for the architecture.
     """
     digits = name.removeprefix("sm_").rstrip("af")
     row = _row(int(digits)) if digits.isdigit() else None
@@ -148,87 +126,51 @@ SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64
 
 
 class Box(NamedTuple):
-    """The tile that a kernel copies by TMA from one tensor at a time.
+    """The tile that a kernel copies by TMA from one tensor at a time."""
 
-    Attributes
-    ----------
-    view : str
-        Name of the tensor in abi.cuh.
-    rows, columns : int
-        Extents of the tile in shared memory; see hopper/swizzled_tile.cuh.
-    grouped : bool
-        Whether the tensor map has an axis for the heads of a group, see `Launch.head_bits`.
-    span : {0, 64, 128}
-        Bytes of a column block (swizzle span); 0: the widest that divides the columns.
-    """
-
-    view: str
+    view: str  # name of the tensor in abi.cuh
+    # Extents of the tile in shared memory; see hopper/swizzled_tile.cuh.
     rows: int
     columns: int
+    # Whether the tensor map has an axis for the heads of a group, see `Launch.head_bits`.
     grouped: bool = False
+    # {0, 64, 128}: bytes of a column block (swizzle span); 0: the widest that divides the columns.
     span: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compilation of one .cu file: everything that changes registers, loops or shared memory.
+    """One compilation of one .cu file: everything that changes registers, loops or shared memory."""
 
-    Attributes
-    ----------
-    source : str
-        The .cu file.
-    step : str
-        The pass of the algorithm, if the .cu file has several; else "".
-    params : str
-        The params struct, in abi.cuh.
-    dtype : {"f16", "bf16", "f32", "f64", "tf32x3", "tf32", "f16x3", "e4m3", "ieee32", "ieee64"}
-        Type of the matrix products, see ELEMENTS.
-    head_dim, head_dim_v : int
-        Largest supported head dims of q and k, and of v.
-    tile : (int, int)
-        Queries and keys per thread block.
-    threads : int
-        Threads per block.
-    shared_bytes : int
-        Dynamic shared memory; the kernel asserts that it equals the size of its storage struct.
-    mask : {"band", "any", "spans"}
-        Masks that the inner loop supports. "band": causal and window; "spans": also spans and blocks; "any":
-        also the masks and score options that the tables of the family list.
-    macros : tuple of (str, str)
-        Further macros set by the family.
-    allowed_spills : tuple of (str, int)
-        Spilled bytes that the build tolerates, by target: (("sm_86", 8),). Other targets must not spill.
-    products : tuple of (str, int)
-        Number of wgmma instructions that the SASS must have, by shape: (("64x128x16", 32),). If not empty,
-        the build also checks that no registers are overwritten during wgmma.
-    covered : int
-        Number of exponentials that must overlap with wgmma of the same warpgroup.
-    stall_limits : (int, int, int)
-        Limits for one iteration of an mma.sync main loop: instructions between two products, exponentials
-        among them, and barriers. All 0: not checked.
-    boxes : tuple of Box
-        Tensors accessed through tensor maps, which precede the params in this order.
-    function : Body or None
-        The score function that is compiled in; None without one.
-    """
-
-    source: str
-    step: str
-    params: str
+    source: str  # the .cu file
+    step: str  # the pass of the algorithm, if the .cu file has several; else ""
+    params: str  # the params struct, in abi.cuh
+    # {"f16", "bf16", "f32", "f64", "tf32x3", "tf32", "f16x3", "e4m3", "ieee32", "ieee64"}: type of the
+    # matrix products, see ELEMENTS.
     dtype: str
+    # Largest supported head dims of q and k, and of v.
     head_dim: int
     head_dim_v: int
-    tile: tuple[int, int]
-    threads: int
+    tile: tuple[int, int]  # queries and keys per thread block
+    threads: int  # threads per block
+    # Dynamic shared memory; the kernel asserts that it equals the size of its storage struct.
     shared_bytes: int
+    # Masks that the inner loop supports. "band": causal and window; "spans": also spans and blocks; "any":
+    # also the masks and score options that the tables of the family list.
     mask: str = "any"
-    macros: tuple[tuple[str, str], ...] = ()
+    macros: tuple[tuple[str, str], ...] = ()  # further macros set by the family
+    # Spilled bytes that the build tolerates, by target: (("sm_86", 8),). Other targets must not spill.
     allowed_spills: tuple[tuple[str, int], ...] = ()
+    # Number of wgmma instructions that the SASS must have, by shape: (("64x128x16", 32),). If not empty,
+    # the build also checks that no registers are overwritten during wgmma.
     products: tuple[tuple[str, int], ...] = ()
-    covered: int = 0
+    covered: int = 0  # number of exponentials that must overlap with wgmma of the same warpgroup
+    # Limits for one iteration of an mma.sync main loop: instructions between two products, exponentials
+    # among them, and barriers. All 0: not checked.
     stall_limits: tuple[int, int, int] = (0, 0, 0)
+    # Tensors accessed through tensor maps, which precede the params in this order.
     boxes: tuple[Box, ...] = ()
-    function: Body | None = None
+    function: Body | None = None  # the score function that is compiled in; None without one
 
     @property
     def kernel(self) -> str:

@@ -22,25 +22,7 @@ _PER_HEAD = ("alibi_slopes", "sinks")
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> Plan:
-    """Choose the kernels for a problem.
-
-    Parameters
-    ----------
-    problem : Problem
-    arch : str
-        An architecture such as "sm_86" or "sm_90a".
-    multiprocessors : int, optional
-        Multiprocessors of the GPU; default: of a typical one.
-
-    Returns
-    -------
-    Plan
-
-    Raises
-    ------
-    UnsupportedError
-        No family supports the problem; the error lists the reasons of each.
-    """
+    """Choose the kernels for a problem on "sm_86", "sm_90a" ...; an error has the reasons of each family."""
     # why here: importing their tables takes a third of the package's import time, and NumPy arrays need none.
     from .families import CACHE_FAMILIES, FAMILIES, OF_STATISTICS, order
 

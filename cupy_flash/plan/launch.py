@@ -14,30 +14,19 @@ __all__ = ["Launch", "Part", "Plan", "along_x", "blocks_of", "laid_out", "rows_o
 
 
 class Launch(NamedTuple):
-    """One kernel launch of a plan.
-
-    Attributes
-    ----------
-    variant : Variant
-    grid, block : (int, int, int)
-    seen : tuple of (str, str)
-        Views passed under another name: (name in the params, name of the view).
-    head_bits : int
-        Row r of a tile is query r >> head_bits and head r % 2**head_bits of a group of query heads that share
-        a key head; 0: a tile has rows of one head.
-    heads_as_rows : bool
-        Whether the views pass the heads of a group as rows, see `heads_as_rows`.
-    wave : int
-        For deterministic gradients with ordered sums: number of blocks of a head that run at once, in an
-        order of their own; 0: one order for all blocks.
-    """
+    """One kernel launch of a plan."""
 
     variant: Variant
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    # Views passed under another name: (name in the params, name of the view).
     seen: tuple[tuple[str, str], ...] = ()
+    # Row r of a tile is query r >> head_bits and head r % 2**head_bits of a group of query heads that share
+    # a key head; 0: a tile has rows of one head.
     head_bits: int = 0
-    heads_as_rows: bool = False
+    heads_as_rows: bool = False  # whether the views pass the heads of a group as rows, see `heads_as_rows`
+    # For deterministic gradients with ordered sums: number of blocks of a head that run at once, in an
+    # order of their own; 0: one order for all blocks.
     wave: int = 0
 
     @property
@@ -47,20 +36,12 @@ class Launch(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the workspace: a temporary array of one call, named as in abi.cuh.
-
-    Attributes
-    ----------
-    name, dtype : str
-    shape : tuple of int
-    offset : int
-        Byte offset from the start of the workspace.
-    """
+    """A part of the workspace: a temporary array of one call, named as in abi.cuh."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # byte offset from the start of the workspace
 
     @property
     def nbytes(self) -> int:
@@ -69,33 +50,17 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The kernels, grids and workspace of a call: an immutable value, made once per problem and architecture.
-
-    Attributes
-    ----------
-    arch : str
-    family : str
-        The chosen kernel family.
-    launches : tuple of Launch
-        Kernel launches in order.
-    workspace : tuple of Part
-    workspace_bytes : int
-    zeroed : tuple of str
-        Names of the parts that must be zero before the first kernel starts.
-    refused : tuple of (str, str)
-        Preferred families that refused the problem, each with its reason.
-    notes : tuple of str
-        Remarks of the family on its choice, shown by `explain`.
-    """
+    """The kernels, grids and workspace of a call, chosen once per problem and architecture."""
 
     arch: str
     family: str
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch, ...]  # in order
     workspace: tuple[Part, ...] = ()
     workspace_bytes: int = 0
-    zeroed: tuple[str, ...] = ()
+    zeroed: tuple[str, ...] = ()  # names of the parts that must be zero before the first kernel starts
+    # Preferred families that refused the problem, each with its reason.
     refused: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # remarks of the family on its choice, shown by `explain`
 
     def workspace_views(self) -> Mapping[str, ArrayView]:
         """Views of the parts of a workspace at address 0."""

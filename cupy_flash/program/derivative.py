@@ -13,19 +13,12 @@ __all__ = ["Derivative", "both_derivatives", "differentiated"]
 
 
 class Derivative(NamedTuple):
-    """The derivatives of a function.
+    """The derivatives of a function."""
 
-    Attributes
-    ----------
-    graph : Graph
-        Its outputs: the derivative by the score; then, for each element read of a learned argument, the
-        derivative by it and its indices.
-    reads : tuple of (int, int)
-        For each such element: number of the argument, and number of indices.
-    """
-
+    # Its outputs: the derivative by the score; then, for each element read of a learned argument, the
+    # derivative by it and its indices.
     graph: Graph
-    reads: tuple[tuple[int, int], ...]
+    reads: tuple[tuple[int, int], ...]  # for each such element: number of the argument, and number of indices
 
 
 @lru_cache(maxsize=256)

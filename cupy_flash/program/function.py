@@ -137,13 +137,7 @@ class Program:
         return (*self._names, *(f"argument {n}" for n in range(len(self._names), count)))[:count]
 
     def traced(self, arguments: Sequence[Argument]) -> Body:
-        """The function compiled for arguments of these kinds: a graph, or C text.
-
-        Raises
-        ------
-        InvalidArgumentsError
-            Too many or too few arguments, or an error of `trace`.
-        """
+        """The function compiled for arguments of these kinds: a graph, or C text."""
         key = tuple(arguments)
         body = self._bodies.get(key)
         if body is None:
@@ -175,13 +169,7 @@ class Program:
             )
 
     def in_python(self) -> Callable[..., Any]:
-        """The Python function.
-
-        Raises
-        ------
-        UnsupportedError
-            The function is C text.
-        """
+        """The Python function; one of C text has none, and is refused."""
         if isinstance(self.function, str):
             raise only_in_python("this asks NumPy")
         return self.function
@@ -201,29 +189,17 @@ class Program:
 
 
 class Bound(NamedTuple):
-    """A function with the arrays that it takes after j: the result of calling a `Program`.
-
-    Attributes
-    ----------
-    program : Program
-    arguments : tuple of array
-        One array for each parameter after j.
-    """
+    """A function with the arrays that it takes after j: the result of calling a `Program`."""
 
     program: Program
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # one array for each parameter after j
 
 
 @functools.lru_cache(maxsize=256)
 def both(first: Program, count: int, mask: Program) -> Program:
-    """Combine a score or mask function with `count` arguments and one more mask function.
+    """Combine a score or mask function with `count` arguments and one more mask function, neither in C.
 
     why cached: each `Program` is traced once, so a new one at each call would be traced each time.
-
-    Raises
-    ------
-    UnsupportedError
-        One of the two is C text.
     """
     mine, other = first.in_python(), mask.in_python()
 

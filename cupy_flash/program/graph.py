@@ -14,39 +14,24 @@ MOST_ARGUMENTS = 16
 
 
 class Node(NamedTuple):
-    """One value in the graph.
+    """One value in the graph."""
 
-    Attributes
-    ----------
-    op : str
-        "s" (the score), one of `POSITIONS`, "constant", "load" (an element of an argument), or a name in
-        `operations.OPERATIONS`.
-    kind : {"float", "int", "bool"}
-        A float has the accumulator's dtype; an int has 32 bits, see `ranges` for exceptions.
-    operands : tuple of int
-        Numbers of the operand nodes; for a load its indices.
-    value : float, int, bool or None
-        The value of a constant; for a load the number of the argument; else None.
-    """
-
+    # "s" (the score), one of `POSITIONS`, "constant", "load" (an element of an argument), or a name in
+    # `operations.OPERATIONS`.
     op: str
+    # {"float", "int", "bool"}: a float has the accumulator's dtype; an int has 32 bits, see `ranges` for
+    # exceptions.
     kind: str
-    operands: tuple[int, ...] = ()
+    operands: tuple[int, ...] = ()  # numbers of the operand nodes; for a load its indices
+    # The value of a constant; for a load the number of the argument; else None.
     value: float | int | None = None
 
 
 class Argument(NamedTuple):
-    """The kind of an argument, known when a function is traced: dtype and number of axes.
-
-    Attributes
-    ----------
-    dtype : str
-    rank : int
-        Number of axes.
-    """
+    """The kind of an argument, known when a function is traced: dtype and number of axes."""
 
     dtype: str
-    rank: int
+    rank: int  # number of axes
 
     @property
     def kind(self) -> str:
@@ -100,14 +85,7 @@ class Body:
 
 
 class Graph(Body):
-    """A traced function.
-
-    Attributes
-    ----------
-    nodes : tuple of Node
-    outputs : tuple of int
-        Numbers of the output nodes: the score; for a derivative several.
-    """
+    """A traced function; outputs are numbers of nodes: the score, for a derivative several."""
 
     __slots__ = ("nodes", "outputs")
 

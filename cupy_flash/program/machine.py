@@ -37,49 +37,24 @@ _ONCE = {"true_divide", "exp", "log", "tanh", "sqrt", "floor_divide", "remainder
 
 
 class Instruction(NamedTuple):
-    """One instruction, as in kernels_cpu/function.h.
-
-    Attributes
-    ----------
-    op : int
-    reach : {0, 1, 2}
-    to : int
-        Register of the result.
-    operands : tuple of int
-        Registers of the operands.
-    array : int
-        Number of the argument, for loads and shares.
-    value : float
-        Value of a constant.
-    """
+    """One instruction, as in kernels_cpu/function.h."""
 
     op: int
-    reach: int
-    to: int
-    operands: tuple[int, ...] = ()
-    array: int = 0
-    value: float = 0.0
+    reach: int  # {0, 1, 2}
+    to: int  # register of the result
+    operands: tuple[int, ...] = ()  # registers of the operands
+    array: int = 0  # number of the argument, for loads and shares
+    value: float = 0.0  # value of a constant
 
 
 class Machine(NamedTuple):
-    """The program that the interpreter runs on a tile.
+    """The program that the interpreter runs on a tile."""
 
-    Attributes
-    ----------
-    code : tuple of Instruction
-        Instructions per lane, then per key, then per pair.
-    counts : tuple of int
-        Number of instructions of each of these.
-    registers : tuple of int
-        Number of registers for lanes, keys and pairs.
-    keeps : {"", "scores", "made"}
-        In the program for values: what the program for gradients starts from: "" nothing, the scores, or
-        "made", the value in register KEPT.
-    """
-
-    code: tuple[Instruction, ...]
-    counts: tuple[int, int, int]
-    registers: tuple[int, int, int]
+    code: tuple[Instruction, ...]  # instructions per lane, then per key, then per pair
+    counts: tuple[int, int, int]  # number of instructions of each of these
+    registers: tuple[int, int, int]  # number of registers for lanes, keys and pairs
+    # In the program for values, what the program for gradients starts from: "" nothing, "scores", or "made",
+    # the value in register KEPT.
     keeps: str = ""
 
 

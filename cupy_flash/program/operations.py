@@ -16,22 +16,15 @@ __all__ = ["OPERATIONS", "UFUNCS", "Operation"]
 
 
 class Operation(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Attributes
-    ----------
-    rule : {"same", "int", "float", "compare", "logic", "where"}
-        Conversion of the operands, and kind of the result. same: all of the widest kind, bool counting as
-        int; int: integers only; float: floats; compare: the widest kind, with a bool as result; logic: bools;
-        where: a bool and two of the widest kind.
-    c : str
-        C expression with operands {0}, {1}, {2}.
-    derivative : callable or None
-    """
-
+    # {"same", "int", "float", "compare", "logic", "where"}: conversion of the operands, and kind of the
+    # result. same: all of the widest kind, bool counting as int; int: integers only; float: floats;
+    # compare: the widest kind, with a bool as result; logic: bools; where: a bool and two of the widest
+    # kind.
     rule: str
     numpy: Callable[..., Any]
-    c: str
+    c: str  # C expression with operands {0}, {1}, {2}
     derivative: Callable[..., tuple[Any, ...]] | None = None
 
     @property

@@ -24,18 +24,10 @@ _INFIX = {
 
 
 class TooLarge(NamedTuple):
-    """An integer of a function that may overflow.
+    """An integer of a function that may overflow."""
 
-    Attributes
-    ----------
-    expression : str
-        The expression, as Python text.
-    value : int
-        Its possible value with the largest magnitude.
-    """
-
-    expression: str
-    value: int
+    expression: str  # the expression, as Python text
+    value: int  # its possible value with the largest magnitude
 
 
 def _product(a: Range, b: Range) -> Range:

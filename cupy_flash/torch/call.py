@@ -48,20 +48,12 @@ ARGUMENTS = arguments_of(
 
 
 class Call(NamedTuple):
-    """The arguments of a call.
+    """The arguments of a call."""
 
-    Attributes
-    ----------
-    tensors : tuple of Tensor or None
-        In the order of TENSORS, None if not given. The sequences are packed if cu_seqlens_q is given.
-    options : Options
-        The options that are not arrays.
-    longest : (int or None, int or None)
-        Length of the longest packed sequence of queries and of keys; None if not given.
-    """
-
+    # Tensors in the order of TENSORS, None if not given. The sequences are packed if cu_seqlens_q is given.
     tensors: tuple[Any, ...]
-    options: Options
+    options: Options  # the options that are not arrays
+    # Length of the longest packed sequence of queries and of keys; None if not given.
     longest: tuple[int | None, int | None] = (None, None)
 
     @classmethod

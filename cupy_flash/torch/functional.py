@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import torch
 
 from ..call.given import Options
-from ..call.options import PARAMETERS, RecordedFunctionOptions, RecordedRaggedFunctionOptions
+from ..call.options import PARAMETERS, RecordedOptions, RecordedRaggedOptions
 from ..call.signature import takes
 from ..call.spelling import renamed
 from ..errors import InvalidArgumentsError, UnsupportedError
@@ -117,19 +117,19 @@ def attention(
     v: Tensor,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[RecordedFunctionOptions],
+    **options: Unpack[RecordedOptions],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[RecordedFunctionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[RecordedOptions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[RecordedFunctionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[RecordedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@takes(RecordedFunctionOptions)
+@takes(RecordedOptions)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[RecordedFunctionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[RecordedOptions]
 ) -> Any:
     """`cupy_flash.attention` with autograd: gradients of q, k, v, bias and sinks, through o and lse.
 
@@ -196,19 +196,19 @@ def attention(
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: Literal[False] = False, **options: Unpack[RecordedRaggedFunctionOptions],
+    return_lse: Literal[False] = False, **options: Unpack[RecordedRaggedOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: Literal[True], **options: Unpack[RecordedRaggedFunctionOptions],
+    return_lse: Literal[True], **options: Unpack[RecordedRaggedOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
-    return_lse: bool, **options: Unpack[RecordedRaggedFunctionOptions],
+    return_lse: bool, **options: Unpack[RecordedRaggedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@takes(RecordedRaggedFunctionOptions)
+@takes(RecordedRaggedOptions)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -217,7 +217,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: bool = False,
-    **options: Unpack[RecordedRaggedFunctionOptions],
+    **options: Unpack[RecordedRaggedOptions],
 ) -> Any:
     """`cupy_flash.attention_varlen` with autograd.
 

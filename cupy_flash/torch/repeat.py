@@ -58,17 +58,10 @@ class _PreparedCall:
 
 
 class _Pass(NamedTuple):
-    """A prepared forward or backward pass, to be run with new addresses.
+    """A prepared forward or backward pass, to be run with new addresses."""
 
-    Attributes
-    ----------
-    call : Prepared
-        The prepared pass, without addresses.
-    results : tuple of (str, tuple of int, tuple of int, dtype)
-        Name, shape, strides and dtype of each result.
-    """
-
-    call: Prepared
+    call: Prepared  # the prepared pass, without addresses
+    # Name, shape, strides and dtype of each result.
     results: tuple[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
     def run(self, given: dict[str, int], *tensors: Any) -> list[Any]:
@@ -95,27 +88,14 @@ class _Pass(NamedTuple):
 
 
 class Recent(NamedTuple):
-    """A recent call, with the guard that recognises its repetitions.
+    """A recent call, with the guard that recognises its repetitions."""
 
-    Attributes
-    ----------
-    are_alike : callable
-        Torch's guard: whether tensors are like those of the call.
-    need_gradients : bool
-        Whether any tensor of the call requires grad.
-    environment : tuple of object
-        Values of the environment variables that choose the driver and the CPU path.
-    recorded : bool
-        Whether autograd recorded the call.
-    known : object
-        The prepared call.
-    """
-
-    are_alike: Callable[..., bool]
-    need_gradients: bool
+    are_alike: Callable[..., bool]  # torch's guard: whether tensors are like those of the call
+    need_gradients: bool  # whether any tensor of the call requires grad
+    # Values of the environment variables that choose the driver and the CPU path.
     environment: tuple[object, ...]
-    recorded: bool
-    known: Any
+    recorded: bool  # whether autograd recorded the call
+    known: Any  # the prepared call
 
     @classmethod
     def of(cls, tensors: tuple[Any, ...], known: Any, recorded: bool) -> Recent | None:

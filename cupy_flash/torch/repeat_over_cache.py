@@ -24,18 +24,10 @@ _OWNER = ArrayView._fields.index("owner")
 
 
 class _PreparedCall(NamedTuple):
-    """A prepared call, and the views of its arrays.
+    """A prepared call, and the views of its arrays."""
 
-    Attributes
-    ----------
-    call : Prepared
-        The prepared call, without addresses.
-    views : dict of str to tuple
-        The fields of each view except its address and owner, by name.
-    """
-
-    call: Prepared
-    views: dict[str, tuple[Any, ...]]
+    call: Prepared  # the prepared call, without addresses
+    views: dict[str, tuple[Any, ...]]  # the fields of each view except its address and owner, by name
 
     def run(self, tensors: tuple[Any, ...], length: int | None) -> Any:
         """O, or (O, LSE)."""
@@ -50,21 +42,13 @@ class _PreparedCall(NamedTuple):
 
 
 class OverCache(NamedTuple):
-    """A call whose repetitions may take the fast path.
+    """A call whose repetitions may take the fast path."""
 
-    Attributes
-    ----------
-    tensors : tuple of Tensor
-        q, k_cache and v_cache, then cache_seqlens if it is an array, then options that are tensors.
-    options : tuple
-        The cache key: names, values and types of the options.
-    length : int or None
-        Number of keys in use, the same for all sequences; None if cache_seqlens is an array.
-    """
-
+    # Tensors: q, k_cache and v_cache, then cache_seqlens if it is an array, then options that are
+    # tensors.
     tensors: tuple[Any, ...]
-    options: tuple[Hashable, ...]
-    length: int | None
+    options: tuple[Hashable, ...]  # the cache key: names, values and types of the options
+    length: int | None  # number of keys in use, the same for all sequences; None if cache_seqlens is an array
 
     @classmethod
     def of(

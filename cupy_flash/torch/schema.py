@@ -20,18 +20,10 @@ _KINDS = {bool: "bool", int: "SymInt", float: "float", SupportsFloat: "float", s
 
 
 class Argument(NamedTuple):
-    """One argument of an operator.
+    """One argument of an operator."""
 
-    Attributes
-    ----------
-    kind : str
-        Its type in the schema, such as "float?".
-    name : str
-        Its name in the schema.
-    """
-
-    kind: str
-    name: str
+    kind: str  # its type in the schema, such as "float?"
+    name: str  # its name in the schema
 
     def of(self, value: Any) -> Any:
         """The value converted for torch, NumPy's numbers to Python's; refuse other types of value."""

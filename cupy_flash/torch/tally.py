@@ -16,18 +16,12 @@ _OTHERS = "other reasons"
 
 @dataclasses.dataclass
 class Calls:
-    """Calls that this library computed in place of torch, and those that it left to torch's own kernels.
+    """Calls that this library computed in place of torch, and those that it left to torch's own kernels."""
 
-    Attributes
-    ----------
-    forward, backward : int
-        Number of calls that this library computed, in any thread.
-    fallbacks : dict of str to int
-        Number of calls that torch's own kernels computed, by reason.
-    """
-
+    # Number of calls that this library computed, in any thread.
     forward: int = 0
     backward: int = 0
+    # Number of calls that torch's own kernels computed, by reason.
     fallbacks: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def report(self) -> str:

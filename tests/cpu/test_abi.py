@@ -17,6 +17,48 @@ from cupy_flash.plan import families
 from cupy_flash.plan.launch import Launch
 from tests.paths import KERNELS_CU
 
+# Structs of calls with the names of the tensor maps before them.
+MAPS = {
+    "HopperDecodeParams": ("DecodeParams", "k_map"),
+    "HopperForwardParams": ("ForwardParams", "q_map", "k_map", "v_map", "o_map"),
+    "HopperFp8ForwardParams": ("Fp8ForwardParams", "q_map", "k_map", "v_map", "o_map"),
+    "HopperBackwardParams": ("BackwardParams", "q_map", "k_map", "v_map", "do_map"),
+}
+
+
+def layout_of(struct):
+    """The layout of a struct that kernels take: tensor maps, the params of a call, and further fields."""
+    name, *maps = MAPS.get(struct, (struct,))
+    (call, *further), _ = abi._STRUCTS_OF_CALLS[name]
+    if not maps and not further:
+        return call
+    fields = [*((name, "V128") for name in maps), ("call", call)]
+    for dtype in further:
+        fields += [(name, dtype[name]) for name in dtype.names]
+    packed = np.dtype(fields)
+    return np.dtype(
+        {
+            "names": packed.names,
+            "formats": [packed[name] for name in packed.names],
+            "offsets": [packed.fields[name][1] for name in packed.names],
+            "itemsize": -(-packed.itemsize // 64) * 64 if maps else packed.itemsize,
+        }
+    )
+
+
+STRUCTS = {
+    "Tensor": abi.TENSOR,
+    "Rows": abi.ROWS,
+    "Shape": abi.SHAPE,
+    "Score": abi.SCORE,
+    "ArgumentGradient": abi.ARGUMENT_GRADIENT,
+    "Units": abi.UNITS,
+    "Cache": abi.CACHE,
+    "Rotary": abi.ROTARY,
+    "Scales": abi.SCALES,
+    **{struct: layout_of(struct) for struct in (*abi._STRUCTS_OF_CALLS, *MAPS)},
+}
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
@@ -24,7 +66,7 @@ def compiled(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("no g++ on this machine to compile abi.cuh with")
     lines = []
-    for struct, dtype in abi.STRUCTS.items():
+    for struct, dtype in STRUCTS.items():
         lines.append(f'printf("{struct} . 0 %zu\\n", sizeof({struct}));')
         for field in dtype.names:
             lines.append(
@@ -46,16 +88,16 @@ def compiled(tmp_path_factory):
     return {(struct, field): (int(offset), int(size)) for struct, field, offset, size in rows}
 
 
-@pytest.mark.parametrize("struct", abi.STRUCTS)
+@pytest.mark.parametrize("struct", STRUCTS)
 def test_offsets_are_those_of_the_compiler(compiled, struct):
-    dtype = abi.STRUCTS[struct]
+    dtype = STRUCTS[struct]
     assert compiled[struct, "."][1] == dtype.itemsize
     for field in dtype.names:
         kind, offset = dtype.fields[field][:2]
         assert compiled[struct, field] == (offset, kind.itemsize), field
 
 
-@pytest.mark.parametrize("struct", abi.STRUCTS)
+@pytest.mark.parametrize("struct", STRUCTS)
 def test_no_field_of_the_header_is_missing(struct):
     text = (KERNELS_CU / "include" / "abi.cuh").read_text()
     body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S).group(1)
@@ -66,7 +108,7 @@ def test_no_field_of_the_header_is_missing(struct):
         if line.strip()
         for name in re.sub(r"^\s*(const )?\w+[ *]+", "", line.strip()).split(",")
     ]
-    assert declared == list(abi.STRUCTS[struct].names)
+    assert declared == list(STRUCTS[struct].names)
 
 
 def test_arrays_of_a_score_function_stand_behind_the_score(tmp_path):

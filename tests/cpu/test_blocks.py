@@ -242,7 +242,7 @@ def test_packed(lead: str, device: Device) -> None:
 def test_naive_attention_takes_them() -> None:
     for case in PLAIN[:: len(PLAIN) // 4]:
         arrays = case.inputs()
-        qkv, blocks = [arrays[name] for name in "qkv"], case.blocks(arrays)
+        qkv, blocks = [arrays[name] for name in "qkv"], case.mask_of(arrays)
         for made in (blocks, BlockMask(np.minimum(blocks.table, 1), blocks.bits[:0])):
             ours = cupy_flash.naive_attention(*qkv, mask=made, causal=True, align=3)
             exact = testing.reference_attention(*qkv, mask=as_mask(made, 70, 301), causal=True, align=3)

@@ -431,7 +431,7 @@ def test_native_targets(arch, targets):
 def test_the_users_cache_is_filled_and_found(stubs, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(locate.OVERRIDE, raising=False)
-    (folder,) = user_cache.into_user_cache(["sm_86"], progress=False)
+    (folder,) = user_cache.into_user_cache(["sm_86"])
     assert folder == locate.user_cache() / "cuda12" / "sm_86"
     found = locate.locate(stubs.rows[0], "sm_86", 12080)
     assert (found.origin, found.target, found.path.parent) == ("user cache", "sm_86", folder)

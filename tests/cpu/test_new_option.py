@@ -29,7 +29,7 @@ VALUE = {
 # An array of a number per head with a gradient. Its meaning, on NumPy's path: the gradient is the array.
 ARRAY = {
     "call/options.py": [
-        """class _Rows(_Alibi, _Sinks, total=False):
+        """class _Rows(TypedDict, total=False):
     tint: Annotated[Any, _array("array, optional", "A sentence on tints.", ("heads",), gradient=True)]
 """,
         """class _Tangents(TypedDict, total=False):

@@ -8,14 +8,7 @@ import pytest
 from cupy_flash import UnsupportedError
 from cupy_flash.device import driver, simulator, tensor_map
 
-GOOD = {
-    "pointer": 4096,
-    "dtype": "bfloat16",
-    "shape": (64, 1000, 8, 2),
-    "strides": (1024, 128, 1024000),
-    "box": (64, 128, 1, 1),
-    "swizzle": 128,
-}
+GOOD = tensor_map.TensorMap("bfloat16", (64, 1000, 8, 2), (1024, 128, 1024000), (64, 128, 1, 1), 128)
 
 
 class FakeDriver:
@@ -46,7 +39,7 @@ def cuda(monkeypatch):
 
 
 def test_what_the_driver_is_asked(cuda):
-    assert driver.encode_tensor_map(**GOOD) == b"\1" * 128
+    assert tensor_map.encode(GOOD, 4096) == b"\1" * 128
     bfloat16, swizzle_128, promote_256 = 9, 3, 3  # as the header cuda.h numbers them
     assert cuda.calls == [
         [bfloat16, 4, 4096, [64, 1000, 8, 2], [1024, 128, 1024000], [64, 128, 1, 1], [1] * 4, 0, swizzle_128,
@@ -55,18 +48,19 @@ def test_what_the_driver_is_asked(cuda):
 
 
 def test_a_tensor_is_encoded_once_and_another_again(cuda):
-    first = driver.encode_tensor_map(**GOOD)
-    assert driver.encode_tensor_map(**{**GOOD, "shape": list(GOOD["shape"])}) is first
-    for change in ({"pointer": 8192}, {"strides": (2048, 128, 1024000)}, {"box": (64, 64, 1, 1)}):
-        assert driver.encode_tensor_map(**{**GOOD, **change}) != first
+    first = tensor_map.encode(GOOD, 4096)
+    assert tensor_map.encode(GOOD._replace(), 4096) is first
+    assert tensor_map.encode(GOOD, 8192) != first
+    for change in ({"strides": (2048, 128, 1024000)}, {"box": (64, 64, 1, 1)}):
+        assert tensor_map.encode(GOOD._replace(**change), 4096) != first
     assert len(cuda.calls) == 4
 
 
-@pytest.mark.parametrize("encode", [driver.encode_tensor_map, simulator.encode_tensor_map])
+@pytest.mark.parametrize("encode", [tensor_map.encode, simulator.encode_tensor_map])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"pointer": 4104}, "address 0x1008 is not a multiple of 16"),
+        ({}, "address 0x1008 is not a multiple of 16"),
         ({"strides": (1024, 120, 1024000)}, "are not multiples of 16"),
         ({"shape": (64, 0, 8, 2)}, "are not 1 to 2"),
         ({"box": (64, 257, 1, 1)}, "is not 1 to 256"),
@@ -78,7 +72,7 @@ def test_a_tensor_is_encoded_once_and_another_again(cuda):
 )
 def test_both_drivers_refuse_the_same_and_say_why(cuda, encode, change, reason):
     with pytest.raises(ValueError, match=reason):
-        encode(**{**GOOD, **change})
+        encode(GOOD._replace(**change), 4096 if change else 4104)
     assert cuda.calls == []
 
 
@@ -105,7 +99,7 @@ def test_it_is_encoded_in_a_context_of_the_device(cuda, monkeypatch):
     monkeypatch.setattr(driver, "_cupy", lambda: cupy)
     first, second = (driver.Kernel(None, None, ordinal) for ordinal in (0, 1))
     for kernel, pointer in ((first, 4096), (first, 8192), (second, 16384)):
-        kernel.encode_tensor_map(**{**GOOD, "pointer": pointer})
+        kernel.encode_tensor_map(GOOD, pointer)
     assert cuda.contexts == [4096] * 3
     assert log == [0, 1]
 
@@ -113,7 +107,7 @@ def test_it_is_encoded_in_a_context_of_the_device(cuda, monkeypatch):
 def test_what_the_driver_refuses_all_the_same(cuda):
     cuda.status = 1
     with pytest.raises(ValueError, match="the driver returns 1 for TensorMap"):
-        driver.encode_tensor_map(**GOOD)
+        tensor_map.encode(GOOD, 4096)
 
 
 def test_a_driver_without_tensor_maps(monkeypatch):

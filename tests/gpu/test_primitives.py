@@ -13,6 +13,7 @@ from cupy_flash.check.places import find
 from cupy_flash.check.primitives import primitives_of
 from cupy_flash.cubins import locate
 from cupy_flash.device import driver
+from cupy_flash.device.tensor_map import TensorMap, encode
 from cupy_flash.plan import catalog
 from tests.gpu.probes import cubin
 from tests.primitives import *  # noqa: F403  (its tests run here)
@@ -49,7 +50,7 @@ class Gpu:
             return int(held[id(array)][1].data.ptr)
 
         encoded = {
-            key: driver.encode_tensor_map(address(f.array), *f[1:]) if isinstance(f, Map) else f
+            key: encode(TensorMap(*f[1:]), address(f.array)) if isinstance(f, Map) else f
             for key, f in fields.items()
         }
         struct = pack(address, **encoded).tobytes()

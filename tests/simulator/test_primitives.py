@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.device import simulator
+from cupy_flash.device.tensor_map import TensorMap
 from tests.primitives import *  # noqa: F403  (its tests run here)
 from tests.primitives import Map, copy_box
 from tests.simulator.units import SIMULATED, aligned, pack, unit
@@ -28,7 +29,7 @@ class Simulated:
 
 
 def _encode(tensor: Map) -> bytes:
-    return simulator.encode_tensor_map(tensor.array.ctypes.data, *tensor[1:])
+    return simulator.encode_tensor_map(TensorMap(*tensor[1:]), tensor.array.ctypes.data)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -143,28 +144,3 @@ def test_a_box_that_begins_between_16_bytes_is_refused(
     report = rf"bulk {'store' if store else 'load'} at \S*boxes.cu:\d+ of a box at \({column}, .*{what}"
     with pytest.raises(simulator.KernelFailed, match=report):
         copy_part(corner, dtype, swizzle, store)
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"pointer": 8}, "multiple of 16"),
-        ({"strides": (100,)}, "multiples of 16"),
-        ({"box": (64, 300)}, "1 to 256"),
-        ({"box": (128, 8)}, "swizzle 128"),
-        ({"swizzle": 16}, "swizzle 16"),
-        ({"shape": (64,)}, "rank"),
-    ],
-)
-def test_tensor_maps_are_refused(change: dict[str, object], complaint: str) -> None:
-    good = {
-        "pointer": 64,
-        "dtype": "float16",
-        "shape": (64, 8),
-        "strides": (128,),
-        "box": (64, 8),
-        "swizzle": 128,
-    }
-    simulator.encode_tensor_map(**good)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=complaint):
-        simulator.encode_tensor_map(**{**good, **change})  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.device import simulator
+from cupy_flash.device.tensor_map import TensorMap
 
 SIMULATED = [
     pytest.mark.simulator,
@@ -94,10 +95,10 @@ def attention_error(
         kernel.launch(grid, (128, 1, 1), 5 * 64 * 64 * 2, params.tobytes(), 0)
     else:
         maps = {
-            name: simulator.encode_tensor_map(
-                x.ctypes.data, "float16", (64, seqlen, heads), (128, seqlen * 128), (64, 64, 1),
+            name: simulator.encode_tensor_map(TensorMap(
+                "float16", (64, seqlen, heads), (128, seqlen * 128), (64, 64, 1),
                 swizzle_k if name == "k" else 128,
-            )
+            ), x.ctypes.data)
             for name, x in {"q": q, "k": k, "v": v, "o": o}.items()
         }  # fmt: skip
         struct = pack(**maps, scale_log2=scale).tobytes()

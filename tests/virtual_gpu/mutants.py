@@ -107,12 +107,11 @@ MUTANTS = (
     Mutant("grid and block exchanged", _RUN, "kernel.launch(launch.grid, launch.block,",
            "kernel.launch(launch.block, launch.grid,", (STREAMS,)),
     Mutant("last kernel not launched", _RUN, "in self._steps:", "in self._steps[:-1]:", (STREAMS,)),
-    Mutant("q and k exchanged", _ABI, '*_tensor(views, "q"), *_tensor(views, "k"), *_tensor(views, "v"), '
-           '*_tensor(views, "o"),\n        *_rows(views, "lse")',
-           '*_tensor(views, "k"), *_tensor(views, "q"), *_tensor(views, "v"), '
-           '*_tensor(views, "o"),\n        *_rows(views, "lse")', (STREAMS,)),
-    Mutant("sums and maxima of weights exchanged", _ABI, '("key_sum", "key_max", "entropy") for field',
-           '("key_max", "key_sum", "entropy") for field', ("tests/gpu/test_statistics.py", "-k", "alone")),
+    Mutant("q and k exchanged", _ABI, "_strided(views, name, 4)",
+           '_strided(views, {"q": "k", "k": "q"}.get(name, name), 4)', (STREAMS,)),
+    Mutant("sums and maxima of weights exchanged", _ABI, "_strided(views, name, 3)",
+           '_strided(views, {"key_sum": "key_max", "key_max": "key_sum"}.get(name, name), 3)',
+           ("tests/gpu/test_statistics.py", "-k", "alone")),
 )  # fmt: skip
 
 # The same of the driver's own library, where there is no CuPy.

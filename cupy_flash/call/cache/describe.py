@@ -36,14 +36,7 @@ _REQUIRED = (*_CACHED, "cache_seqlens")
 def pack_queries(raw: Views, layout: str, call: CacheCall, length: int | None) -> Packing | None:
     """Check the offsets of packed queries and new keys, and a ragged mask; None if queries are not packed.
 
-    Parameters
-    ----------
-    raw : dict of str to ArrayView
-        The arrays of the call; mask_starts is added for a ragged_mask.
-    layout : {"bhsd", "bshd"}
-    call : CacheCall
-    length : int or None
-        cache_seqlens, if it is one integer for all; else None.
+    `length` is cache_seqlens, if it is one integer for all. For a ragged mask, mask_starts is added to `raw`.
     """
     if "cu_seqlens_k_new" in raw and "k" in raw:
         raw["cu_seqlens_k_new"] = new = kept(offsets(raw["cu_seqlens_k_new"], "cu_seqlens_k_new"))
@@ -85,22 +78,7 @@ def _keys_in_use(raw: Views, layout: str, batch: int, most_keys: int | None, len
 
 
 def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
-    """Adopt the arrays of a call, and separate cache_seqlens if it is an integer.
-
-    Parameters
-    ----------
-    arrays : mapping of str to array
-        q, k_cache, v_cache, cache_seqlens (an array or an integer), and block_table, cache_batch_idx, k, v,
-        rotary_cos, rotary_sin, k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale, arrays with
-        one number per head, out; each may be None.
-
-    Returns
-    -------
-    views : dict of str to ArrayView
-        Without cache_seqlens if it is an integer.
-    length : int or None
-        cache_seqlens, if it is an integer; else None.
-    """
+    """Adopt the arrays of a call that are not None, and separate cache_seqlens if it is an integer."""
     named = {name: x for name, x in arrays.items() if x is not None or name in _REQUIRED}
     lengths, length = named["cache_seqlens"], None
     if isinstance(lengths, (bool, float, list, tuple, str)) or lengths is None:

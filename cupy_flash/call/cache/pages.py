@@ -13,19 +13,9 @@ _MOST = 2**31 - 1
 
 
 def rows_apart(name: str, raw: Views, layout: str) -> int:
-    """Distance between two slots or pages, in rows of a key head.
+    """Distance between two slots or pages of a cache, in rows of a key head.
 
-    Parameters
-    ----------
-    name : str
-        A cache of rank 4.
-    raw : dict of str to ArrayView
-    layout : {"bhsd", "bshd"}
-
-    Raises
-    ------
-    UnsupportedError
-        It is not a whole number of rows, or rows exceed what an int32 table entry can address.
+    A distance that is no whole number of rows is not supported, nor one beyond an int32 table entry.
     """
     view = lift(raw[name], layout, 4)
     (slots, _, keys, _), (slot, _, row, _) = view.shape, view.strides

@@ -12,25 +12,14 @@ __all__ = ["Rows", "int32_beside"]
 
 
 class Rows(NamedTuple):
-    """The queries, or the new keys, of all sequences, end to end.
+    """The queries, or the new keys, of all sequences, end to end."""
 
-    Attributes
-    ----------
-    sequence, row : array of int, shape (rows,)
-        The sequence of each row, and its index within the sequence.
-    inside : array of bool, shape (rows,)
-        Whether the row belongs to a sequence.
-    first : array of int32, shape (batch,)
-        Position of the first row of each sequence.
-    used : array of int32, shape (batch,)
-        Number of rows in use per sequence.
-    """
-
+    # array of int, shape (rows,): the sequence of each row, and its index within the sequence.
     sequence: Any
     row: Any
-    inside: Any
-    first: Any
-    used: Any
+    inside: Any  # array of bool, shape (rows,): whether the row belongs to a sequence
+    first: Any  # array of int32, shape (batch,): position of the first row of each sequence
+    used: Any  # array of int32, shape (batch,): number of rows in use per sequence
 
     @classmethod
     def of(

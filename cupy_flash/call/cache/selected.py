@@ -67,27 +67,15 @@ def _scale_arrays(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class Selection(NamedTuple):
-    """A call over selected keys, converted to a call over pages of one key.
+    """A call over selected keys, converted to a call over pages of one key."""
 
-    Attributes
-    ----------
-    q : array, shape (rows, heads_q, 1, head_dim), or (rows, 1, heads_q, head_dim) as the layout has it
-        Each query as a sequence of its own.
-    lengths : array of int32, shape (rows,)
-        Number of table entries up to the last valid one.
-    options : dict of str to object
-        Options from `cache_parts`, with the caches.
-    shape : tuple of int
-        Shape of the queries as given: (rows,), or (batch, seqlen_q).
-    swapped : bool
-        Whether the heads axis comes before the rows of a sequence ("bhsd").
-    """
-
+    # array, shape (rows, heads_q, 1, head_dim), or (rows, 1, heads_q, head_dim) as the layout has it: each
+    # query as a sequence of its own.
     q: Any
-    lengths: Any
-    options: dict[str, Any]
-    shape: tuple[int, ...]
-    swapped: bool
+    lengths: Any  # array of int32, shape (rows,): number of table entries up to the last valid one
+    options: dict[str, Any]  # options from `cache_parts`, with the caches
+    shape: tuple[int, ...]  # shape of the queries as given: (rows,), or (batch, seqlen_q)
+    swapped: bool  # whether the heads axis comes before the rows of a sequence ("bhsd")
 
     @classmethod
     def of(
@@ -182,22 +170,13 @@ def _in_new_order(x: Any, *axes: int) -> Any:
 
 
 class _Queries(NamedTuple):
-    """The sequence, length and position of each query, in shapes that broadcast over indices.
+    """The sequence, length and position of each query, in shapes that broadcast over indices."""
 
-    Attributes
-    ----------
-    sequence, length : array of int, length also int
-        The sequence of a query, and the number of keys of that sequence.
-    stand : array of int
-        The position of a query.
-    inside : array of bool, or None
-        Whether the query belongs to a sequence; None if all do.
-    """
-
+    # array of int, length also int: the sequence of a query, and the number of keys of that sequence.
     sequence: Any
     length: Any
-    stand: Any
-    inside: Any
+    stand: Any  # array of int: the position of a query
+    inside: Any  # array of bool, or None: whether the query belongs to a sequence; None if all do
 
     @classmethod
     def of(

@@ -16,30 +16,17 @@ __all__ = ["Sizes", "codes_of", "lifted_codes", "rotated_features", "sizes_of"]
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call, after its shapes were checked.
-
-    Attributes
-    ----------
-    batch, heads_q, heads_k, head_dim, head_dim_v : int
-    seqlen_q : int
-        Queries per sequence; if they are packed, of the longest.
-    appended : int
-        New keys per sequence, or of all sequences together if they are packed.
-    page : int
-        Keys per page; 0 if each sequence has one contiguous slot.
-    capacity : int
-        Most keys of a sequence.
-    """
+    """The sizes of a call, after its shapes were checked."""
 
     batch: int
     heads_q: int
     heads_k: int
-    seqlen_q: int
-    appended: int
+    seqlen_q: int  # queries per sequence; if they are packed, of the longest
+    appended: int  # new keys per sequence, or of all sequences together if they are packed
     head_dim: int
     head_dim_v: int
-    page: int
-    capacity: int
+    page: int  # keys per page; 0 if each sequence has one contiguous slot
+    capacity: int  # most keys of a sequence
 
 
 def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, most_keys: int | None) -> Sizes:

@@ -14,16 +14,7 @@ __all__ = ["check_lengths", "check_values"]
 
 
 def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | None = None) -> None:
-    """Refuse lengths beyond the capacity, entries outside the cache, and pages that two sequences append to.
-
-    Parameters
-    ----------
-    problem : Problem
-        The problem of the arrays `raw`, from `describe_cache`.
-    raw : mapping of str to ArrayView
-    length : int, optional
-        cache_seqlens, if it is one integer for all.
-    """
+    """Refuse lengths over the capacity, entries outside the cache, and pages that two sequences append to."""
     cache, capacity = problem.cache, problem.seqlen_k
     assert cache is not None
     added = _new_keys(problem, raw)
@@ -53,17 +44,7 @@ def check_values(problem: Problem, raw: Mapping[str, ArrayView], length: int | N
 def check_lengths(
     raw: Mapping[str, ArrayView], length: int | None, capacity: int, added: list[int]
 ) -> list[int]:
-    """Refuse lengths beyond the capacity of a sequence; return the lengths.
-
-    Parameters
-    ----------
-    raw : mapping of str to ArrayView
-    length : int or None
-        cache_seqlens, if it is one integer for all.
-    capacity : int
-    added : list of int
-        New keys of each sequence.
-    """
+    """Refuse lengths beyond the capacity of a sequence; return them. `added` has its new keys."""
     lengths = [length] * len(added) if length is not None else raw["cache_seqlens"].integers().tolist()
     for b, (length, more) in enumerate(zip(lengths, added, strict=True)):
         if length < 0 or length + more > capacity:

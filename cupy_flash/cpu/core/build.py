@@ -40,29 +40,16 @@ _WAYS = "pip install ziglang, or a g++ of 12 on"
 
 
 class Compiler(NamedTuple):
-    """A compiler of the core.
-
-    Attributes
-    ----------
-    command : tuple of str
-    version : str
-    zig : bool
-        Whether it is zig, which compiles for any platform; the others compile for this one only.
-    """
+    """A compiler of the core."""
 
     command: tuple[str, ...]
     version: str
+    # Whether it is zig, which compiles for any platform; the others compile for this one only.
     zig: bool = False
 
 
 def compiler_of(name: str | None = None) -> Compiler:
-    """The first available compiler of $CXX, g++, clang++ and the ziglang wheel.
-
-    Parameters
-    ----------
-    name : str, optional
-        A command, or "zig" for the wheel.
-    """
+    """The first available compiler of $CXX, g++, clang++ and the ziglang wheel; or a command, or "zig"."""
     wanted = [name] if name else [os.environ.get("CXX", "").strip(), "g++", "clang++", "zig"]
     for one in filter(None, wanted):
         if one == "zig":

@@ -138,28 +138,14 @@ _Struct = ctypes.c_char * CALL.itemsize
 
 
 class Core(NamedTuple):
-    """A problem ready for the compiled core.
-
-    Attributes
-    ----------
-    problem : Problem
-    names : tuple of str
-        Entry points, in the order of the calls.
-    entries : tuple of callable
-        The functions of these names.
-    params : Params
-    work : float
-        Operations of the products.
-    function : FunctionCall, optional
-        The score function; None without one.
-    """
+    """A problem ready for the compiled core."""
 
     problem: Problem
-    names: tuple[str, ...]
-    entries: tuple[Callable[[object], int], ...]
+    names: tuple[str, ...]  # entry points, in the order of the calls
+    entries: tuple[Callable[[object], int], ...]  # the functions of these names
     params: Params
-    work: float
-    function: FunctionCall | None = None
+    work: float  # operations of the products
+    function: FunctionCall | None = None  # the score function; None without one
 
     @classmethod
     def of(

@@ -80,32 +80,16 @@ def _code(part: Machine) -> np.ndarray[Any, Any]:
 
 
 class FunctionCall(NamedTuple):
-    """The score function of a problem; immutable and thread-safe.
-
-    Attributes
-    ----------
-    graph : Graph
-    template : bytes
-        A Function struct followed by its FunctionArray structs, without addresses.
-    places : tuple of (str, int)
-        Names of arguments and gradients, and the byte offsets of their addresses.
-    code : tuple of array
-        Instructions that the Function points to.
-    learned : bool
-        Whether an argument is learned.
-    sums : int
-        Elements of the gradient sums, for all slices.
-    reals : int
-        Elements of scratch memory that a thread needs for a tile.
-    """
+    """The score function of a problem; immutable and thread-safe."""
 
     graph: Graph
-    template: bytes
+    template: bytes  # a Function struct followed by its FunctionArray structs, without addresses
+    # Names of arguments and gradients, and the byte offsets of their addresses.
     places: tuple[tuple[str, int], ...]
-    code: tuple[np.ndarray[Any, Any], ...]
-    learned: bool
-    sums: int
-    reals: int
+    code: tuple[np.ndarray[Any, Any], ...]  # instructions that the Function points to
+    learned: bool  # whether an argument is learned
+    sums: int  # elements of the gradient sums, for all slices
+    reals: int  # elements of scratch memory that a thread needs for a tile
 
     @classmethod
     def of(
@@ -162,22 +146,12 @@ class FunctionCall(NamedTuple):
 
 
 class FilledFunction(NamedTuple):
-    """The structs of one call and their memory.
-
-    Attributes
-    ----------
-    graph : Graph
-    structs : bytearray
-    address : int
-        Address of the Function struct.
-    sums : array or None
-        Gradient sums in float64; None without learned arguments.
-    """
+    """The structs of one call and their memory."""
 
     graph: Graph
     structs: bytearray
-    address: int
-    sums: np.ndarray[Any, Any] | None
+    address: int  # address of the Function struct
+    sums: np.ndarray[Any, Any] | None  # gradient sums in float64; None without learned arguments
 
     def outside(self) -> InvalidArgumentsError:
         """The error for a call that read an argument out of range."""

@@ -30,28 +30,14 @@ _SLOW_PAIRS = {"GenuineIntel": "pairs are multiplied at half the rate of floats 
 
 
 class Isa(NamedTuple):
-    """One instruction set.
+    """One instruction set."""
 
-    Attributes
-    ----------
-    name : str
-        Name of its library, and its value of CUPY_FLASH_CPU.
-    machine : {"x86_64", "aarch64"}
-    title : str
-        Short description for messages.
-    flags : frozenset of str
-        CPU flags that it needs, as in /proc/cpuinfo.
-    options : tuple of str
-        Options of the compiler.
-    rows, vectors, lanes : int
-        Register tile of the product: rows and vectors of accumulators, and floats per vector.
-    """
-
-    name: str
-    machine: str
-    title: str
-    flags: frozenset[str]
-    options: tuple[str, ...]
+    name: str  # name of its library, and its value of CUPY_FLASH_CPU
+    machine: str  # {"x86_64", "aarch64"}
+    title: str  # short description for messages
+    flags: frozenset[str]  # CPU flags that it needs, as in /proc/cpuinfo
+    options: tuple[str, ...]  # options of the compiler
+    # Register tile of the product: rows and vectors of accumulators, and floats per vector.
     rows: int
     vectors: int
     lanes: int
@@ -87,24 +73,12 @@ ISAS = (
 
 
 class Host(NamedTuple):
-    """The operating system and CPU of this machine.
+    """The operating system and CPU of this machine."""
 
-    Attributes
-    ----------
-    system : str
-        "linux", "macos" or "windows".
-    machine : str
-        "x86_64" or "aarch64".
-    flags : frozenset of str
-        Instruction set extensions of the CPU, named as in /proc/cpuinfo.
-    vendor : str
-        Vendor of the CPU, such as "GenuineIntel"; "" if unknown.
-    """
-
-    system: str
-    machine: str
-    flags: frozenset[str]
-    vendor: str = ""
+    system: str  # "linux", "macos" or "windows"
+    machine: str  # "x86_64" or "aarch64"
+    flags: frozenset[str]  # instruction set extensions of the CPU, named as in /proc/cpuinfo
+    vendor: str = ""  # vendor of the CPU, such as "GenuineIntel"; "" if unknown
 
     @property
     def platform(self) -> str:

@@ -25,29 +25,15 @@ PACKAGE = "cupy-flash-cpu"
 
 
 class Library(NamedTuple):
-    """A verified file with the core for one instruction set.
-
-    Attributes
-    ----------
-    isa : str
-    path : Path
-    bytes : int
-    compiler : str
-        Version line of the compiler that built it.
-    origin : str
-        The place where it was found, for messages.
-    sha256 : str
-    part : str
-        One of `sources.PARTS`.
-    """
+    """A verified file with the core for one instruction set."""
 
     isa: str
     path: Path
     bytes: int
-    compiler: str
-    origin: str
+    compiler: str  # version line of the compiler that built it
+    origin: str  # the place where it was found, for messages
     sha256: str
-    part: str = ""
+    part: str = ""  # one of `sources.PARTS`
 
 
 class _Origin(NamedTuple):

@@ -34,16 +34,7 @@ def share_of(problem: Problem, jobs: int, done: int) -> float:
 
 
 class Watch:
-    """Reads the progress of a call that runs in another thread.
-
-    Parameters
-    ----------
-    problem : Problem
-    names : tuple of str
-        Entry points, in the order of the calls.
-    struct : ctypes array
-        Their params struct, in which the core counts jobs.
-    """
+    """Reads the progress of a call that runs in another thread: the core counts jobs in its params struct."""
 
     def __init__(self, problem: Problem, names: tuple[str, ...], struct: ctypes.Array[ctypes.c_char]) -> None:
         self._problem, self._products = problem, [_PRODUCTS[name] for name in names]

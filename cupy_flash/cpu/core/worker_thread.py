@@ -24,15 +24,7 @@ if hasattr(os, "register_at_fork"):  # a child has the queues, but not the threa
 def run_in_worker(compute: Callable[[], None]) -> threading.Event:
     """Run a function in a worker thread, or in the caller's thread if none can be started.
 
-    Parameters
-    ----------
-    compute : callable
-        The worker drops its reference when it returns.
-
-    Returns
-    -------
-    threading.Event
-        Set when the function has returned or raised.
+    The event is set when it has returned or raised. The worker then drops its reference to it.
     """
     done = threading.Event()
     try:

@@ -293,21 +293,13 @@ def _blocks_at_once(variant: Variant, arch: Arch) -> int:
 
 
 class Splits(NamedTuple):
-    """The planned split of the keys.
+    """The planned split of the keys."""
 
-    Attributes
-    ----------
-    parts, steps, blocks, at_once : int
-        Number of splits; steps of a block and number of blocks without splitting; blocks that the GPU runs at
-        once.
-    cost, alone : float
-        Costs with and without splitting, in steps of a block.
-    """
-
-    parts: int
-    steps: int
-    blocks: int
-    at_once: int
+    parts: int  # number of splits
+    steps: int  # steps of a block without splitting
+    blocks: int  # number of blocks without splitting
+    at_once: int  # blocks that the GPU runs at once
+    # Costs with and without splitting, in steps of a block.
     cost: float
     alone: float
 

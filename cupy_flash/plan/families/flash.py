@@ -470,15 +470,8 @@ def gradient_workspace(
 ) -> tuple[tuple[Part, ...], int]:
     """The workspace of gradients, with its total bytes: delta, and the accumulator of dQ in tiles of dqkv.
 
-    Parameters
-    ----------
-    problem : Problem
-    dqkv : Variant
-    chains : int
-        Accumulators per tile of dQ, to which blocks add in a fixed order, with counters; 0: added to in any
-        order. Deterministic gradients without chains need no accumulator.
-    more : tuple of (str, str, tuple of int)
-        Additional parts that one family needs.
+    `chains` is the number of accumulators per tile of dQ, to which blocks add in a fixed order, with
+    counters; 0: added to in any order. Deterministic gradients without chains need no accumulator.
     """
     parts: list[tuple[str, str, tuple[int, ...]]] = [("delta", problem.accumulator, rows_of(problem))]
     if chains or not problem.deterministic:

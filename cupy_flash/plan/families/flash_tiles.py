@@ -32,30 +32,17 @@ def column(arch: Arch) -> int:
 
 
 class ForwardTile(NamedTuple):
-    """A cell of a forward table.
+    """A cell of a forward table."""
 
-    Attributes
-    ----------
-    m, n : int
-        Queries and keys per block.
-    threads : int
-    q_in_registers : int
-        1: a warp keeps its rows of Q in registers; 0: it rereads them from shared memory.
-    min_blocks : int
-        Blocks per multiprocessor that registers are limited for (__launch_bounds__).
-    loops : int
-        2: key blocks that need masks have a loop of their own; 1: one loop with a branch.
-    chunks : int
-        2: each chunk of keys needs a block of its own, because combining them in registers spilled 80 bytes
-        on sm_120; 1: one block may also combine them.
-    """
-
+    # Queries and keys per block.
     m: int
     n: int
     threads: int
-    q_in_registers: int
-    min_blocks: int
-    loops: int = 1
+    q_in_registers: int  # 1: a warp keeps its rows of Q in registers; 0: it rereads them from shared memory
+    min_blocks: int  # blocks per multiprocessor that registers are limited for (__launch_bounds__)
+    loops: int = 1  # 2: key blocks that need masks have a loop of their own; 1: one loop with a branch
+    # 2: each chunk of keys needs a block of its own, because combining them in registers spilled 80 bytes
+    # on sm_120; 1: one block may also combine them.
     chunks: int = 1
 
 
@@ -119,24 +106,12 @@ FORWARD_OF = {
 
 
 class WideForwardTile(NamedTuple):
-    """A cell of `FORWARD_WIDE`: 64 keys, 8 warps.
+    """A cell of `FORWARD_WIDE`: 64 keys, 8 warps."""
 
-    Attributes
-    ----------
-    m : int
-        Queries per block.
-    q_steps : int
-        Steps of 16 columns of Q kept in registers; the others are in shared memory.
-    slots : int
-        Chunks of K and V in shared memory.
-    k_columns : int
-        Columns of a chunk of K; a chunk of V has 16 keys.
-    """
-
-    m: int
-    q_steps: int
-    slots: int
-    k_columns: int
+    m: int  # queries per block
+    q_steps: int  # steps of 16 columns of Q kept in registers; the others are in shared memory
+    slots: int  # chunks of K and V in shared memory
+    k_columns: int  # columns of a chunk of K; a chunk of V has 16 keys
 
 
 # Head dims above HEAD_DIMS: flash_forward_wide, whose warps share rows. 16-bit, "band" only.
@@ -152,24 +127,16 @@ FORWARD_WIDE: dict[tuple[int, int], tuple[WideForwardTile | None, ...]] = {  # L
 
 
 class BackwardTile(NamedTuple):
-    """A cell of a backward table.
+    """A cell of a backward table."""
 
-    Attributes
-    ----------
-    m, n : int
-        Queries and keys per block.
-    threads : int
-    slots : int
-        Buffering of streamed Q and dO: 0: loaded through registers (no cp.async); 1: two tiles of Q and one
-        of dO; 2: two tiles of each.
-    v_in_registers : int
-        For dqkv. 1: a warp keeps its rows of V in registers; 0: V stays in shared memory.
-    """
-
+    # Queries and keys per block.
     m: int
     n: int
     threads: int
+    # Buffering of streamed Q and dO: 0: loaded through registers (no cp.async); 1: two tiles of Q and one
+    # of dO; 2: two tiles of each.
     slots: int
+    # For dqkv. 1: a warp keeps its rows of V in registers; 0: V stays in shared memory.
     v_in_registers: int = 0
 
     @property

@@ -17,21 +17,13 @@ _MASKS = ("band", "any")
 
 
 class Tile(NamedTuple):
-    """A cell of `_FORWARD`.
+    """A cell of `_FORWARD`."""
 
-    Attributes
-    ----------
-    m, n : int
-        Queries and keys per block.
-    threads : int
-    q_in_registers : int
-        1: a warp keeps its rows of Q in registers; 0: it rereads them from shared memory.
-    """
-
+    # Queries and keys per block.
     m: int
     n: int
     threads: int
-    q_in_registers: int
+    q_in_registers: int  # 1: a warp keeps its rows of Q in registers; 0: it rereads them from shared memory
 
 
 # head_dim class -> cells for each of _MASKS. "band": causal, window, sinks, packed. "any": also softcap,

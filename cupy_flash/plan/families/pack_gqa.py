@@ -27,21 +27,12 @@ _SAMPLES, _GOLDEN = 128, 0.6180339887498949
 
 
 class Rows(NamedTuple):
-    """A numbering of the rows of tiles, and its cost.
+    """A numbering of the rows of tiles, and its cost."""
 
-    Attributes
-    ----------
-    head_bits : int
-        Row r is query r >> head_bits and head r % 2**head_bits of a group; 0: a tile has rows of one head.
-    tiles : int
-        Tiles of the whole problem; for packed sequences an upper bound.
-    cost : float
-        Time in key blocks, as returned by `cost`.
-    """
-
+    # Row r is query r >> head_bits and head r % 2**head_bits of a group; 0: a tile has rows of one head.
     head_bits: int
-    tiles: int
-    cost: float
+    tiles: int  # tiles of the whole problem; for packed sequences an upper bound
+    cost: float  # time in key blocks, as returned by `cost`
 
 
 def bits_of(group: int) -> int:
@@ -63,16 +54,7 @@ def _blocks(p: Problem, first: int, last: int, queries: int, keys: int, n: int) 
 
 
 def cost(p: Problem, head_bits: int, tile: tuple[int, int], multiprocessors: int) -> float:
-    """The time of a problem, in key blocks on one multiprocessor.
-
-    Parameters
-    ----------
-    p : Problem
-    head_bits : int
-    tile : (int, int)
-        Rows and keys of a tile.
-    multiprocessors : int
-    """
+    """The time of a problem with tiles of these rows and keys, in key blocks on one multiprocessor."""
     m, n = tile
     queries, keys = _lengths(p)
     tiles = blocks_of(queries << head_bits, m)
@@ -101,21 +83,7 @@ def numbered(p: Problem, head_bits: int, tile: tuple[int, int], multiprocessors:
 
 
 def rows_of_tiles(p: Problem, tile: tuple[int, int], multiprocessors: int) -> tuple[Rows, str]:
-    """Choose the numbering of rows.
-
-    Parameters
-    ----------
-    p : Problem
-    tile : (int, int)
-        Rows and keys of a tile.
-    multiprocessors : int
-
-    Returns
-    -------
-    rows : Rows
-    line : str
-        Remark on the choice, for `explain`; "" without GQA.
-    """
+    """Choose the numbering of rows, with a remark for `explain`, "" without GQA; a tile is rows and keys."""
     group = p.heads_q // p.heads_k if p.heads_k else 1
     bits = bits_of(group)
     alone = numbered(p, 0, tile, multiprocessors)

@@ -1,6 +1,7 @@
 // The macros of a variant of a simple kernel: element type, head dims, tile.
 // Design note: docs/kernels/simple.md.
 #pragma once
+#include "attention/seqlen.cuh"
 #include "simple/simt.cuh"
 
 #if !defined(CF_ELEMENT)
@@ -21,4 +22,15 @@ static_assert(CF_THREADS == kThreads, "the thread layout of simt.cuh is 16 x 16"
 template <class Storage> CF_DEVICE Storage& storage_of_pass() {
     static_assert(sizeof(Storage) == CF_SHARED_BYTES, "the catalog and the kernel disagree on shared memory");
     return shared_memory<Storage>();
+}
+
+// Writes factor * sums to the rows of a block from `first` on, as elements; those of 16 bits as float if so asked.
+template <class Tiles, class Sums>
+CF_DEVICE void store_result(bool as_float, const Sums& sums, Acc factor, const Tensor& to,
+                            const TileCoord& work, int64_t first, int32_t rows, int32_t columns) {
+    const auto store_as = [&](auto* data) { Tiles::store_rows(sums, factor, to, data, rows, columns); };
+    if constexpr (sizeof(Element) == 2) {
+        if (as_float) return store_as(head_rows<float>(to, work.batch, work.head, first));
+    }
+    store_as(head_rows<Element>(to, work.batch, work.head, first));
 }
