@@ -345,7 +345,7 @@ void decode_job(void* what, int64_t number) {
 
 // [D4]
 template <class Real>
-void unite_job(void* what, int64_t unit) {
+void combine_job(void* what, int64_t unit) {
     constexpr int64_t w = W<Real>;
     const Decode& f = *static_cast<Decode*>(what);
     const Call& p = f.p;
@@ -364,7 +364,7 @@ void unite_job(void* what, int64_t unit) {
         for (int64_t chunk = 1; chunk < f.chunks; ++chunk) {
             const Real* x = of_chunk(chunk);
             if (x[rows + r] == 0) continue;    // nothing seen
-            unite<Real>(all, o, {splat(x[r]), splat(x[rows + r])}, x + 2 * rows + r * wide_v, wide_v / w, w);
+            merge<Real>(all, o, {splat(x[r]), splat(x[rows + r])}, x + 2 * rows + r * wide_v, wide_v / w, w);
         }
         Real factor = 0, lse = 0;
         int64_t head = head_k * group + r % group, i = r / group;
@@ -416,7 +416,7 @@ RARE void decode(Call& p) {
     f.partial = static_cast<char*>(allocate_aligned(64, size_t(units * f.chunks * f.partial_bytes)));
     if (!f.partial) p.state = kNoMemory;
     if (!pool::stopped(p)) pool::run(p, decode_job<Entry>, &f, units * f.chunks);
-    if (!pool::stopped(p)) pool::run(p, unite_job<Real>, &f, units);
+    if (!pool::stopped(p)) pool::run(p, combine_job<Real>, &f, units);
     free_aligned(f.partial), free(rotated);
 }
 

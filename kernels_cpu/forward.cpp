@@ -9,7 +9,7 @@
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
 //   [A1.10] O^T = O^T + V_j^T dropout(P)^T
-//   [D4]    O, row_sum and row_max of the chunk are united with those of the chunks before it
+//   [D4]    O, row_sum and row_max of the chunk are merged with those of the chunks before it
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys                  (lines 13 to 15)
 //
@@ -54,7 +54,7 @@ struct Chunk : Softmax<Real> {
         }
         for (int j = 0; j * w < lanes; ++j) {
             Rows<Real> all = before.rows(j);
-            unite(all, before.o + j * w, rows(j), o + j * w, features, kPanel<Real>);
+            merge(all, before.o + j * w, rows(j), o + j * w, features, kPanel<Real>);
             store(before.row_max + j * w, all.row_max), store(before.row_sum + j * w, all.row_sum);
         }
         *this = Chunk(o);

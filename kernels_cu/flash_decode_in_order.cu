@@ -20,7 +20,7 @@
 //         hold it; the highest scores of each warp; what is saved. See SharedStorage.
 //
 // Assumes: what flash_decode does; keys as they are multiplied.
-// Not here: masks, bias, dropout; new keys and rotation (flash_append), merging chunks (flash_unite).
+// Not here: masks, bias, dropout; new keys and rotation (flash_append), merging chunks (flash_combine_chunks).
 #include "cache/rows.cuh"
 #include "tile/chunk.cuh"
 #include "tile/score_tile.cuh"

@@ -26,7 +26,7 @@
 //
 // Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0
 //         unless kMask is any.
-// Not here: merging the chunks of different blocks (flash_unite), queries of a group of heads in one tile
+// Not here: merging the chunks of different blocks (flash_combine_chunks), queries of a group of heads in one tile
 //         (flash_decode).
 #include "tile/chunk.cuh"
 #include "tile/epilogue.cuh"

@@ -82,7 +82,7 @@ struct ForwardParams {
     // group, those from heads_q / heads_k on are none; 0: a tile is of one head.
     int32_t head_bits;
     // Only of reproducible flash_forward: keys come in chunks, see tile/chunk.cuh. 1: a block has all of its rows,
-    // which lie in chunk_o in between; more: each is a block's, and flash_unite brings them together.
+    // which lie in chunk_o in between; more: each is a block's, and flash_combine_chunks merges them.
     int32_t chunks;
     // (chunks * batch, heads_q, seqlen_q, class of head_dim_v) of float; data null: there are no chunks.
     Tensor chunk_o;

@@ -387,7 +387,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
             of_chunks = (splits.parts * p.batch, p.heads_q, p.seqlen_q)
             parts.append(("chunk_o", "float32", (*of_chunks, p.head_dim_v)))
             parts.append(("chunk_rows", "float32", (*of_chunks, 2)))
-            launches += along_x(flash.merge_chunks(variant.dtype), rows)
+            launches += along_x(flash.combine_chunks(variant.dtype), rows)
             notes.append(f"chunks    {splits.parts} of {flash.CHUNK_KEYS} keys, one per thread block")
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=tuple(notes))
     if splits.parts > 1:

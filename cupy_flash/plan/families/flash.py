@@ -22,11 +22,11 @@ __all__ = [
     "PROMISED",
     "ZEROED",
     "backward",
+    "combine_chunks",
     "gradient_workspace",
     "head_dim_refusal",
     "keys_of_block",
     "keys_of_class",
-    "merge_chunks",
     "of_function",
     "option_refusal",
     "plan",
@@ -132,10 +132,10 @@ def keys_of_block(problem: Problem, arch: Arch) -> int:
     return variant.tile[1]
 
 
-def merge_chunks(dtype: str) -> Variant:
+def combine_chunks(dtype: str) -> Variant:
     """The kernel that combines chunks computed by different blocks."""
     dtype = "f32" if _kind(dtype) == "tf32" else dtype
-    return Variant("flash_unite.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
+    return Variant("flash_combine_chunks.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
 
 
 def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
@@ -232,7 +232,9 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
 def variants(arch: Arch) -> Iterator[Variant]:
     """The variants compiled for an architecture."""
     yield from (
-        merge_chunks(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
+        combine_chunks(dtype)
+        for dtype in ("f16", "bf16", "tf32x3")
+        if arch.capability >= 80 or dtype == "f16"
     )
     yield from wide.forward_variants(arch)
     yield from f64.variants(arch)
@@ -419,7 +421,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         parts, chunks = _chunks(problem, variants[0], launches, arch)
         if chunks > 1:
             launches = along_x(variants[0], chunks * launches[0].grid[0])
-            launches += along_x(merge_chunks(_dtype(problem)), queries * problem.seqlen_q)
+            launches += along_x(combine_chunks(_dtype(problem)), queries * problem.seqlen_q)
             notes += (f"chunks    {chunks} of {CHUNK_KEYS} keys, one per thread block",)
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=notes)
     if problem.bias and problem.want_dbias:

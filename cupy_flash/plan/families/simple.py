@@ -67,8 +67,8 @@ _OF_STATISTICS = ("by_key", "by_query")
 _TILES |= {"by_key": (((64, 64, 35840),), ((32, 64, 33792),)), "by_query": _TILES["dbias"]}
 
 # Gradients of the learned arguments of a score function; compiled only with a function.
-_OF_ARGUMENTS = ("args_sum", "args_unite")
-_TILES |= {"args_sum": _TILES["dbias"], "args_unite": (((1, 1, 0),), ((1, 1, 0),))}
+_OF_ARGUMENTS = ("args_sum", "args_reduce")
+_TILES |= {"args_sum": _TILES["dbias"], "args_reduce": (((1, 1, 0),), ((1, 1, 0),))}
 # Passes that compute scores, and so call the score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
 _OF_SECOND_ORDER = ("jvp", "dq_dot", "dkv_dot", "dbias_dot")
@@ -230,7 +230,7 @@ def _blocks(problem: Problem, variant: Variant) -> int:
         return p.heads_q
     if step == "sum":
         return _slices(p)
-    if step == "unite":
+    if step == "reduce":
         return blocks_of(p.learned_elements, _THREADS)
     return p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
 
