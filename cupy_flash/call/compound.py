@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..program.function import Bound, Program, both
 from .blocks import BlockMask, foreign_blocks
-from .spelling import kind_of
+from .public_names import type_phrase
 
 __all__ = [
     "MASK_PARTS",
@@ -274,7 +274,7 @@ def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
     if isinstance(given, Program):
         return given, ()
     raise InvalidArgumentsError(
-        f"score is {kind_of(given)}.",
+        f"score is {type_phrase(given)}.",
         hint="score=cupy_flash.score(f), made once, where f is your function",
     )
 
@@ -288,7 +288,7 @@ def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
         return Tuning()
     if not isinstance(given, Tuning):
         raise InvalidArgumentsError(
-            f"tuning is {kind_of(given)}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
+            f"tuning is {type_phrase(given)}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
         )
     for name, x in zip(Tuning._fields, given, strict=True):
         if x is not None and name not in taken:

@@ -13,7 +13,7 @@ from ..program.graph import Argument, Body, Graph
 from ..program.ranges import OF_DTYPE, Range, too_large
 from .arrays import CPU, ArrayView
 from .operands import FLOATS, Views, cast, wrong
-from .spelling import kind_of, spelled
+from .public_names import public_name, type_phrase
 
 __all__ = ["argument_views", "body_of", "check_integers", "function_operands", "learned_by",
            "learned_elements", "learned_of"]  # fmt: skip
@@ -65,7 +65,7 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
         return None
     if not isinstance(score, Program):
         hint = "score=cupy_flash.score(f), made once, where f is your function"
-        raise InvalidArgumentsError(f"score is {kind_of(score)}.", hint=hint)
+        raise InvalidArgumentsError(f"score is {type_phrase(score)}.", hint=hint)
     views |= given
     return body_of(score, raw)
 
@@ -112,12 +112,16 @@ def body_of(score: Program, raw: Views) -> Body:
         if view.dtype not in _DTYPES:
             wider = cast(name, view, "int32" if "int" in view.dtype else "float32")
             raise wrong(
-                f"{spelled(name)} has dtype {view.dtype}.", raw, f"{wider}; or one of {', '.join(_DTYPES)}"
+                f"{public_name(name)} has dtype {view.dtype}.",
+                raw,
+                f"{wider}; or one of {', '.join(_DTYPES)}",
             )
         if len(view.shape) > _MOST_AXES:
-            raise wrong(f"{spelled(name)} has {len(view.shape)} axes.", raw, f"at most {_MOST_AXES}")
+            raise wrong(f"{public_name(name)} has {len(view.shape)} axes.", raw, f"at most {_MOST_AXES}")
         if 0 in view.shape:
             raise wrong(
-                f"{spelled(name)} has shape {view.shape}, and no element.", raw, "an array of one at least"
+                f"{public_name(name)} has shape {view.shape}, and no element.",
+                raw,
+                "an array of one at least",
             )
     return score.traced([Argument(view.dtype, len(view.shape)) for view in given.values()])

@@ -2,10 +2,10 @@
 
 With F attention, J its tangent, B its gradient and H the derivative of B in a direction:
 
-    derivative of F     J
-    derivative of J     J of the other tangent, and `second_jvp`   transpose of J     B
-    derivative of B     B of the other gradient, and H             transpose of B     J
-    derivative of H     none: it would be the third                transpose of H     H, a Hessian is symmetric
+    derivative of F   J
+    derivative of J   J of the other tangent, and `second_jvp`   transpose of J   B
+    derivative of B   B of the other gradient, and H             transpose of B   J
+    derivative of H   none: it would be the third                transpose of H   H, a Hessian is symmetric
 
 `second_jvp`, the second derivative of the results in two directions, is never computed; its transpose is H.
 o and lse count as functions of the arrays.

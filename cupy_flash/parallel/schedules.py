@@ -77,9 +77,9 @@ def check(options: dict[str, Any], packed: bool) -> list[str]:
     if found := [x for x in able if named in (None, x)]:
         return found
     schedule = named or "alltoall"  # it supports the most options
-    name, spelled = _refused(schedule, options, packed)[0]
+    name, shown = _refused(schedule, options, packed)[0]
     raise UnsupportedError(
-        f"{spelled} is not supported for {_NAMES[schedule]}{' of packed sequences' * packed}.",
+        f"{shown} is not supported for {_NAMES[schedule]}{' of packed sequences' * packed}.",
         hint=" or ".join(f'schedule="{x}"' for x in able) or f"{name}=None",
     )
 

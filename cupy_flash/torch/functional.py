@@ -10,8 +10,8 @@ import torch
 
 from ..call.given import Options
 from ..call.options import PARAMETERS, RecordedFunctionOptions, RecordedRaggedFunctionOptions
+from ..call.public_names import renamed
 from ..call.signature import takes
-from ..call.spelling import renamed
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .blocks import has_function, ours
 from .call import NO_GRADIENTS, TENSORS, Call

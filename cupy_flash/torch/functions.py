@@ -12,7 +12,7 @@ from ..call.arrays import ArrayView
 from ..call.given import Packing, split
 from ..call.opaque import opaque
 from ..call.options import WITH_GRADIENT
-from ..call.spelling import spelled
+from ..call.public_names import public_name
 from ..derivatives.second_order import run_hvp, run_jvp
 from ..errors import UnsupportedError
 from ..varlen import pack, split_packed
@@ -68,8 +68,8 @@ def attend_by_function(
     for name in wanted:
         if name not in WITH_GRADIENT and not name.startswith(_ARGUMENT):
             raise UnsupportedError(
-                f"{spelled(name)} has no gradient.",
-                hint=f"{spelled(name)}.detach(), or what it adds as a bias",
+                f"{public_name(name)} has no gradient.",
+                hint=f"{public_name(name)}.detach(), or what it adds as a bias",
             )
     arguments = [name for name in tensors if name.startswith(_ARGUMENT)]
     learned = tuple(n for n, name in enumerate(arguments) if name in wanted)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ..call.checks import one_of
 from ..call.options import RingOptions, defaults
+from ..call.public_names import type_phrase
 from ..call.signature import takes
-from ..call.spelling import kind_of
 from ..cpu.core.worker_thread import run_in_worker
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import schedules
@@ -230,7 +230,7 @@ def _group(group: Any) -> Any:
         is_mesh = type(group).__name__ == "DeviceMesh"
         names = getattr(group, "mesh_dim_names", None) or ("cp",)
         raise InvalidArgumentsError(
-            f"group is {kind_of(group)}, not a process group.",
+            f"group is {type_phrase(group)}, not a process group.",
             hint=f'group=mesh.get_group("{names[-1]}")'
             if is_mesh
             else "one from torch.distributed.new_group",
