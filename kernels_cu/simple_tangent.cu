@@ -53,7 +53,7 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
                 // [J.2]
                 const auto weight = head.weight(rS[0][c], query, key);
                 // [J.3]
-                const Acc slope = head.bends(weight.capped, query, key).slope;
+                const Acc slope = head.derivatives(weight.capped, query, key).slope;
                 const Acc moved =
                     weight.whole == 0 ? 0 : head.move_score(weight.capped, slope, rMoved[0][c], query, key);
                 rMean[0][c] += weight.whole * moved;    // [J.4]

@@ -22,7 +22,7 @@ import numpy as np
 
 from . import tiles
 from .directions import Direction, grouped_direction
-from .recompute import RowLse, drop, row_lse, weights_again
+from .recompute import RowLse, drop, recompute_weights, row_lse
 from .scores import Scores, cut_out, finite_rows, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:
@@ -75,12 +75,14 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            bare, keys = scores.bare(q, block), k[..., j, :]
-            weights, capped = weights_again(scores, box, block, q, keys, rows, visible, bare)  # [J.2]
-            slope, _ = scores.bends(bare, weights, box, block)
+            function_input, keys = scores.new_function_input(q, block), k[..., j, :]
+            weights, capped = recompute_weights(
+                scores, box, block, q, keys, rows, visible, function_input
+            )  # [J.2]
+            slope, _ = scores.derivatives(function_input, weights, box, block)
             keep = scores.keep(box, block) if p.dropout else None
             for way, mean, o in zip(ways, means, sums, strict=True):
-                if way.moves_scores:
+                if way.has_score_tangent:
                     s, _, _ = way.of_scores(block, weights, capped, slope)  # [J.3]
                     s *= weights
                     mean += s.sum(axis=-1, keepdims=True)  # [J.4]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from ...call.problem import Problem
-from ...program.c_text import reads_what_may_be_learned
+from ...program.c_text import reads_learnable
 from ...program.graph import MOST_ARGUMENTS, Body
 from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
@@ -114,7 +114,7 @@ def of_function(
 ) -> list[Variant]:
     """The variants compiled for a score function: passes that compute scores, and those for its arguments."""
     # why all that may be learned: in torch, each call decides which arguments are.
-    steps = _WITH_SCORES + _OF_ARGUMENTS * reads_what_may_be_learned(function)
+    steps = _WITH_SCORES + _OF_ARGUMENTS * reads_learnable(function)
     steps += _OF_SECOND_ORDER * second_order
     return [_variant(step, dtype, head_dim, function) for step in steps]
 

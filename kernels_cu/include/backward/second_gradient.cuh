@@ -30,10 +30,10 @@ struct SecondGradient {
     CF_DEVICE void compute_ds(float (&s)[4], const float (&moved)[4], float (&dp)[4], float (&dp_dot)[4],
                               const RowNumbers (&rows)[2], const Positions<kKeysInRows>& at,
                               bool whole) const {
-        float x[1][1][4] = {{{s[0], s[1], s[2], s[3]}}}, slope[4], bend[4];
+        float x[1][1][4] = {{{s[0], s[1], s[2], s[3]}}}, slope[4], curvature[4];
         score.apply_softcap(x);
         CF_UNROLL
-        for (int e = 0; e < 4; e++) slope[e] = score.head.softcap_slope(x[0][0][e]), bend[e] = curve * x[0][0][e];
+        for (int e = 0; e < 4; e++) slope[e] = score.head.softcap_slope(x[0][0][e]), curvature[e] = curve * x[0][0][e];
         score.add_alibi(x, at);
         if (!whole) mask_band(x, at, band);
         CF_UNROLL
@@ -48,7 +48,7 @@ struct SecondGradient {
             const float d_score_dot = fmaf(weight_dot, d_weight, weight * (dp_dot[e] - row.delta_dot));
             // [H.6]
             s[e] = weight_dot;
-            dp[e] = fmaf(d_score_dot, slope[e], bend[e] * d_score * moved_score);
+            dp[e] = fmaf(d_score_dot, slope[e], curvature[e] * d_score * moved_score);
             dp_dot[e] = d_score * slope[e];
         }
     }

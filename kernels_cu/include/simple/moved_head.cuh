@@ -40,8 +40,8 @@ template <class Element> struct MovedHead : GradientHead<Element> {
     }
 
     // The derivatives of the score function where it gets this.
-    CF_DEVICE Bends<Acc> bends(Acc capped, int32_t query, int32_t key) const {
-        if constexpr (kHasFunction) return this->score.function.bends(capped, query, key);
+    CF_DEVICE ScoreDerivatives<Acc> derivatives(Acc capped, int32_t query, int32_t key) const {
+        if constexpr (kHasFunction) return this->score.function.derivatives(capped, query, key);
         else return {1, 0};
     }
     // The tangent of a score, whose capped value and tangent of q.k these are; slope: of the function.
@@ -65,7 +65,7 @@ template <class Element> struct MovedHead : GradientHead<Element> {
                             int32_t key) const {
         const auto w = this->weight(product, query, key);
         if (w.whole == 0) return {0, 0, 0, 0};
-        const Bends<Acc> function = bends(w.capped, query, key);
+        const ScoreDerivatives<Acc> function = derivatives(w.capped, query, key);
         // [H.3] [H.4] [H.5]
         const Acc score_dot = move_score(w.capped, function.slope, moved, query, key);
         const Acc weight = w.whole * (score_dot - gMean[query * p.lse_dot.row]);
@@ -77,7 +77,7 @@ template <class Element> struct MovedHead : GradientHead<Element> {
         Acc of_first = w.whole * d_whole, d_product = d_score;
         if constexpr (kHasFunction) {
             d_product *= function.slope;
-            d_product += function.bend * slope * this->score.scale * moved * of_first;
+            d_product += function.curvature * slope * this->score.scale * moved * of_first;
             of_first *= function.slope;
         }
         // of g(T): g'' dotT = -2 tanh g' dotT / softcap
