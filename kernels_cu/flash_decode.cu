@@ -128,7 +128,7 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
 // Q of the block's rows, zeros where there are none. Of integers each row is raised to the range of halves, and its
 // factor saved; scale: of all scores.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& block, float scale) {
-    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
     static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
     for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;

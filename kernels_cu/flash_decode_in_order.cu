@@ -119,7 +119,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     const int32_t first_key = keys.first / kBlockN * kBlockN, blocks = cdiv(keys.end - first_key, kBlockN);
 
     // Q: what does not exist becomes zero.
-    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
     for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
         uint4 value{};

@@ -93,7 +93,7 @@ CF_DEVICE void produce(const HopperDecodeParams& p, SharedStorage& s, const Work
 
 // By the consumers: rows that do not exist are zeros, and see no key.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const Work& work, const Band& band) {
-    const Tensor& q = p.turned_q.data ? p.turned_q : p.q;
+    const Tensor& q = p.rotated_q.data ? p.rotated_q : p.q;
 #pragma unroll 4
     for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kConsumers) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
@@ -190,7 +190,7 @@ CF_DEVICE void attend_first_half(const DecodeParams& p, SharedStorage& s, const 
         s.ring.wait(at);
         wgmma_fence_operand(rS);
         wgmma_fence();
-        multiply(rS, q.anew(), k.of_tile(at.stage), false);
+        multiply(rS, q.opaque_copy(), k.of_tile(at.stage), false);
         wgmma_commit();
         // sync: S is in registers.
         wgmma_wait<0>();

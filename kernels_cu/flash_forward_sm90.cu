@@ -137,7 +137,7 @@ struct Products {
         wgmma_fence_operand(rS);
         wgmma_fence();
         // why: or ptxas makes the descriptors of all steps before the wait for K, for which wide heads have no registers.
-        if constexpr (kHeadDim > 128) multiply(rS, q.anew(), k.of_tile(at.k.stage), false);
+        if constexpr (kHeadDim > 128) multiply(rS, q.opaque_copy(), k.of_tile(at.k.stage), false);
         else multiply(rS, q, k.of_tile(at.k.stage), false);
         wgmma_commit();
     }

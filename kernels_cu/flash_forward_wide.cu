@@ -97,7 +97,7 @@ template <class T, bool kOfColumns>
 struct Chunks {
     TileLoader<T, kThreads> loader;
 
-    CF_DEVICE Chunks(const GlobalRows<Element>& from, int whole) : loader(told(from, whole)) {
+    CF_DEVICE Chunks(const GlobalRows<Element>& from, int whole) : loader(with_tile_width(from, whole)) {
         loader.matrix.columns = from.columns;
     }
     CF_DEVICE void start(uint32_t to, int block, int chunk) const {
@@ -118,7 +118,7 @@ struct Chunks {
         return block * kBlockN + (kOfColumns ? 0 : chunk * T::kRows);
     }
     // why: the loader takes the fast way where a matrix is as wide as its tile; here, where it is as wide as all chunks.
-    CF_DEVICE static GlobalRows<Element> told(GlobalRows<Element> from, int whole) {
+    CF_DEVICE static GlobalRows<Element> with_tile_width(GlobalRows<Element> from, int whole) {
         from.columns = from.columns == whole ? int(T::kColumns) : 0;
         return from;
     }

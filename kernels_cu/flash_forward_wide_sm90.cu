@@ -252,7 +252,7 @@ CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s,
             chunk = at.k;
             wgmma_fence_operand(rS);
             wgmma_fence();
-            const auto of_q = q.anew();
+            const auto of_q = q.opaque_copy();
             CF_UNROLL
             for (int c = 0; c < kKChunks; c++) {
                 const auto of_k = k.of_tile(chunk.stage);

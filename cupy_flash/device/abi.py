@@ -99,7 +99,7 @@ ROTARY = np.dtype(
     ]
 )
 DECODE = np.dtype(
-    [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
+    [(name, TENSOR) for name in ("q", "rotated_q", "k_new", "v_new", "o")]
     + [("lse", ROWS), ("partial_o", _POINTER), ("partial_lse", _POINTER)]
     + [
         ("k_gathered", TENSOR),
@@ -418,11 +418,11 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
 
 
 def _decode(p: Problem, views: Views, _launch: Launch) -> tuple[Field, ...]:
-    """`turned_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
+    """`rotated_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
     parts, sums = ("chunk_o", "chunk_rows") if "chunk_o" in views else ("partial_o", "partial_lse")
     splits = views[parts].shape[0] // (p.batch if parts == "chunk_o" else 1) if parts in views else 1
     return (
-        *_tensor(views, "q"), *_tensor(views, "turned_q"), *_tensor(views, "k"), *_tensor(views, "v"),
+        *_tensor(views, "q"), *_tensor(views, "rotated_q"), *_tensor(views, "k"), *_tensor(views, "v"),
         *_tensor(views, "o"), *_rows(views, "lse"),
         _address(views, parts), _address(views, sums),
         *_tensor(views, "k_gathered"), *_tensor(views, "v_gathered"),

@@ -255,7 +255,7 @@ struct Rotary {
 // What flash_append, flash_gather, flash_decode and flash_combine take.
 struct DecodeParams {
     Tensor q;               // (batch, heads_q, seqlen_q, head_dim)
-    Tensor turned_q;        // the same, rotated: written by flash_append; data null without rotation
+    Tensor rotated_q;       // the same, rotated: written by flash_append; data null without rotation
     Tensor k_new, v_new;    // (batch, heads_k, appended, head_dim), data may be null
     Tensor o;               // (batch, heads_q, seqlen_q, head_dim_v)
     Rows lse;               // (batch, heads_q, seqlen_q), data may be null

@@ -189,7 +189,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     parts.append(("used", "int32", (p.batch,)))
     seen = [("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "used")]
     if p.cache.rotary:
-        seen.append(("q", "turned_q"))
+        seen.append(("q", "rotated_q"))
     if not _in_place(p):
         rows = (1, p.heads_k, p.batch * p.seqlen_k) if p.packed else (p.batch, p.heads_k, p.seqlen_k)
         parts += [

@@ -367,7 +367,7 @@ def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, t
         batch, heads, queries = rows_of(p)
         rows += batch * heads * queries
         lanes = 32 // ITEM_BYTES[p.dtype]
-        parts.append(("turned_q", p.dtype, (batch, heads, queries, -(-p.head_dim // lanes) * lanes)))
+        parts.append(("rotated_q", p.dtype, (batch, heads, queries, -(-p.head_dim // lanes) * lanes)))
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     return along_x(append(SHORT[p.dtype], stored), blocks_of(rows, 4)), parts
 

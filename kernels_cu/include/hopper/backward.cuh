@@ -291,7 +291,7 @@ template <class Kernel> struct HopperBackward {
         const int32_t first_key = order.block * kBlockN, group = shape.heads_q / shape.heads_k;
         const Range queries = band.queries_of(first_key, first_key + kBlockN);
         const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
-        order.go_over(tiles);
+        order.set_tiles(tiles);
         return {sequence,
                 NarrowBand(band),
                 mine.batch,

@@ -41,7 +41,7 @@ struct DqOrder {
         if (up) block = first + smaller(first + wave, blocks) - 1 - place;
     }
     // Over the tiles that see the block.
-    CF_DEVICE void go_over(Range tiles) {
+    CF_DEVICE void set_tiles(Range tiles) {
         if (all) home = static_cast<int32_t>(uint32_t(block - first) * uint32_t(tiles.end) / wave);
         start = up ? tiles.first : (home > tiles.first ? home : tiles.end) - 1;
         stop = up ? tiles.end - 1 : larger(home, tiles.first);

@@ -60,7 +60,7 @@ template <class T> struct ByRows : Operand {
         return descriptor + (k / kPerBlock * T::kBlockBytes + k % kPerBlock * 32) / 16;
     }
     // The same, of which the compiler knows nothing, so that what is made of it is made where it is used.
-    CF_DEVICE ByRows anew() const {
+    CF_DEVICE ByRows opaque_copy() const {
         ByRows other = *this;
         other.descriptor = (descriptor & 0xffffffff00000000u) | opaque(static_cast<uint32_t>(descriptor));
         return other;
