@@ -71,12 +71,12 @@ struct Call {
     int64_t slots;                          // of the cache
     int64_t appended;                       // new keys of each sequence
     const int32_t* starts_new;              // (batch + 1), rows where new keys of sequences begin; or null
-    const int32_t* turned_from;    // (batch,), rotation: position of the first query and new key; or null
-    const int32_t* leftpad;        // (batch,), keys of a cache that nobody sees before the first; or null
-    int64_t first_batch;           // of the dropout's counter
+    const int32_t* rotary_starts;    // (batch,), rotation: position of the first query and new key; or null
+    const int32_t* leftpad;          // (batch,), keys of a cache that nobody sees before the first; or null
+    int64_t first_batch;             // of the dropout's counter
     int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t offset, left, right;                 // keeps i + offset - left <= j <= i + offset + right
-    int64_t rotary, first_rotated, positions;    // features that turn, the first of them; rows of the tables
+    int64_t rotary, first_rotated, positions;    // rotated features, the first of them; rows of the tables
     uint64_t seed;
     double scale, softcap, dropout_scale;    // softcap: 0 for none; 1 / (1 - dropout)
     uint32_t dropout_threshold;              // random words below it are dropped; 0: no dropout

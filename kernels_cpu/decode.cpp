@@ -21,7 +21,7 @@
 namespace {
 
 constexpr int64_t kBlock = kSpanKeys;         // keys; a multiple of the lanes of any vector
-constexpr int64_t kAhead = 32;                // keys of K that are asked for before they are read; likewise
+constexpr int64_t kAhead = 32;                // keys of K that are prefetched before they are read; likewise
 constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 25 us
 
 // Elements from a row of scores to the next: whole panels, as `along` makes pairs of them.
@@ -33,7 +33,7 @@ struct Decode {
     int64_t chunks;    // of the longest sequence
     char* partial;     // (unit, chunk): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
     int64_t partial_bytes;
-    Tensor turned;    // queries, rotated
+    Tensor rotated_q;    // queries, rotated
 };
 
 // ---- [D1]
@@ -46,8 +46,8 @@ RARE void append_job(void* what, int64_t unit) {
     int64_t start = least(most(p.used_k[b * p.used_step], 0), p.seqlen_k);
     Real *row, *cos_row, *sin_row;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(row, most(p.head_dim, p.head_dim_v)), x.take(cos_row, p.rotary / 2),
-            x.take(sin_row, p.rotary / 2);
+        x.allocate(row, most(p.head_dim, p.head_dim_v)), x.allocate(cos_row, p.rotary / 2),
+            x.allocate(sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     for (int is_v = 0; is_v < 2; ++is_v) {
@@ -63,7 +63,7 @@ RARE void append_job(void* what, int64_t unit) {
             widen(row, from.data, b * from.batch + head * from.head + (first + fresh) * from.row, width,
                   from.column, from.type);
             if (!is_v && p.rotary && !p.rotate_cache)
-                rotate(p, row, p.turned_from ? p.turned_from[b] + fresh : j, cos_row, sin_row);
+                rotate(p, row, p.rotary_starts ? p.rotary_starts[b] + fresh : j, cos_row, sin_row);
             for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
             if (to.type == kCodes) cache.write_codes(row, j);
             else narrow(to.data, cache.at(j), row, width, to.column, to.type);
@@ -80,14 +80,14 @@ RARE void rotate_job(void* what, int64_t unit) {
     const Sequence s(p, b);
     Real *row, *cos_row, *sin_row;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(row, d), x.take(cos_row, p.rotary / 2), x.take(sin_row, p.rotary / 2);
+        x.allocate(row, d), x.allocate(cos_row, p.rotary / 2), x.allocate(sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     for (int64_t i = 0; i < s.queries; ++i) {
         auto in = [&](const Tensor& t) { return b * t.batch + head * t.head + (s.first_q + i) * t.row; };
         widen(row, p.q.data, in(p.q), d, p.q.column, p.q.type);
-        rotate(p, row, (p.turned_from ? p.turned_from[b] : s.offset) + i, cos_row, sin_row);
-        narrow(f.turned.data, in(f.turned), row, d, 1, p.q.type);
+        rotate(p, row, (p.rotary_starts ? p.rotary_starts[b] : s.offset) + i, cos_row, sin_row);
+        narrow(f.rotated_q.data, in(f.rotated_q), row, d, 1, p.q.type);
     }
 }
 
@@ -99,7 +99,7 @@ struct Ahead {
     int64_t step, size;    // bytes: of a row, of an element
 
     // For the line that begins at feature c, if one does, of some rows. why inline: a call would save all vectors.
-    __attribute__((always_inline)) void ask(int64_t c, int rows) const {
+    __attribute__((always_inline)) void prefetch(int64_t c, int rows) const {
         if (row && c * size % 64 == 0)
             _Pragma("GCC unroll 1") for (int y = 0; y < rows; ++y)
                 __builtin_prefetch(row + y * step + c * size, 0, 2);
@@ -120,7 +120,7 @@ INLINE void dots(const Entry* q, int64_t wide, const Entry* k, int64_t step, Rea
         transpose<Entry>(keys);
         UNROLL for (int i = 0; i < w; ++i) UNROLL for (int r = 0; r < m; ++r) x[r] =
             add_products<Entry>(x[r], splat_at(q + r * wide + c + i), keys[i]);
-        first.ask(c * kDepth<Entry>, w), second.ask(c * kDepth<Entry>, w);
+        first.prefetch(c * kDepth<Entry>, w), second.prefetch(c * kDepth<Entry>, w);
     }
     UNROLL for (int r = 0; r < m; ++r) store(s + r * kRowOfScores<Real>, x[r]);
 }
@@ -217,9 +217,9 @@ void decode_job(void* what, int64_t number) {
     auto hidden = [&](int64_t j, int l) { return keys.hidden(crosses && j + l < s.keys ? j + l : j); };
     Real *q, *scores, *k_space, *v_space, *slopes;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, rows * wide), x.take(scores, rows * of_scores), x.take(slopes, rows);
-        x.take(k_space, w * wide), x.take(v_space, v_copied ? kBlock * wide_v : pairs ? wide_v : 0);
-        x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
+        x.allocate(q, rows * wide), x.allocate(scores, rows * of_scores), x.allocate(slopes, rows);
+        x.allocate(k_space, w * wide), x.allocate(v_space, v_copied ? kBlock * wide_v : pairs ? wide_v : 0);
+        x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -396,9 +396,9 @@ RARE void decode(Call& p) {
         int64_t of_batch = p.starts_q ? 0 : p.heads_q * of_head, batches = p.starts_q ? 1 : p.batch;
         rotated = static_cast<char*>(malloc(size_t(batches * p.heads_q * of_head * bytes_of(p.q.type)) + 1));
         if (!rotated) p.state = kNoMemory;
-        f.turned = {rotated, of_batch, of_head, p.head_dim, 1, p.q.type, 0};
+        f.rotated_q = {rotated, of_batch, of_head, p.head_dim, 1, p.q.type, 0};
         if (rotated) pool::run(p, rotate_job<Real>, &f, p.batch * p.heads_q);
-        p.q = f.turned;
+        p.q = f.rotated_q;
     }
     if (!few_rows(p)) {
         if (!pool::stopped(p)) cupy_flash_forward(&p);

@@ -47,19 +47,19 @@ INLINE V<float> add_both(V<float> sum, V<Pair> a, V<Pair> b) {
 INLINE V<Pair> both(V<float> first, V<float> second) {
     return (V<Pair>)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
-// The halves of a vector, in turn.
-INLINE V<Pair> in_turn(__m512i halves) {
+// The halves of a vector, interleaved.
+INLINE V<Pair> interleave(__m512i halves) {
     alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                        21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                        11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return (V<Pair>)_mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
 }
-// The lanes of two vectors, rounded, in turn; or those that lie in memory.
-INLINE V<Pair> in_turn(V<float> first, V<float> second) { return in_turn((__m512i)both(first, second)); }
-INLINE V<Pair> in_turn(const Bf16* first, const Bf16* second) {
+// The lanes of two vectors, rounded, interleaved; or those that lie in memory.
+INLINE V<Pair> interleave(V<float> first, V<float> second) { return interleave((__m512i)both(first, second)); }
+INLINE V<Pair> interleave(const Bf16* first, const Bf16* second) {
     const auto half = [](const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
     // why a mask: GCC warns of the header's form without one.
-    return in_turn(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(half(first)), half(second), 1));
+    return interleave(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(half(first)), half(second), 1));
 }
 #endif
 
@@ -79,7 +79,7 @@ INLINE const Entry* down(Real* to, const Real* from, int64_t rows, int64_t width
             for (int64_t c = 0; c < width; c += W<Real>) {
                 V<Real> second = r + 1 < rows ? load(from + (r + 1) * step + c) : zero<Real>();
                 store(reinterpret_cast<Entry*>(to + r / 2 * step + c),
-                      in_turn(load(from + r * step + c), second));
+                      interleave(load(from + r * step + c), second));
             }
         return reinterpret_cast<const Entry*>(to);
     }
@@ -102,5 +102,5 @@ INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
 template <class Entry, class B>
 INLINE V<Entry> load_row(const B* b, int64_t step, int64_t k) {
     if constexpr (sizeof(B) == sizeof(Entry) || kDepth<Entry> == 1) return load(b + k * step);
-    else return in_turn(b + 2 * k * step, b + (2 * k + 1) * step);
+    else return interleave(b + 2 * k * step, b + (2 * k + 1) * step);
 }

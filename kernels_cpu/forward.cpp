@@ -99,14 +99,15 @@ void forward_job(void* what, int64_t number) {
     Panel<Real>* panels;
     Chunk<Real>*chunks, *before;    // those at hand, and all before them
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, count * panel * d), x.take(o, count * panel * dv);
-        x.take(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
-        x.take(tile, kKeys * panel + p.function_reals),
-            x.take(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
-        x.take(bias, p.bias.data ? kKeys * panel : 0);
-        x.take(k_space, k_rows.space_of_rows(kKeys)), x.take(v_space, v_columns.space_of_columns(kKeys));
-        x.take(panels, count), x.take(chunks, count), x.take(before, count);
-        x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
+        x.allocate(q, count * panel * d), x.allocate(o, count * panel * dv);
+        x.allocate(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
+        x.allocate(tile, kKeys * panel + p.function_reals),
+            x.allocate(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
+        x.allocate(bias, p.bias.data ? kKeys * panel : 0);
+        x.allocate(k_space, k_rows.space_of_rows(kKeys)),
+            x.allocate(v_space, v_columns.space_of_columns(kKeys));
+        x.allocate(panels, count), x.allocate(chunks, count), x.allocate(before, count);
+        x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
 

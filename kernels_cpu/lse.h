@@ -40,11 +40,11 @@ constexpr double kSameLse = sizeof(Real) == 4 ? 0x1p-21 : 0x1p-50;
 
 // While it lives, the LSE of a call are a copy of its own, with units, if any of them is far from 0, or the call has none.
 template <class Entry>
-class LseAgain {
+class RecomputedLse {
     using Real = RealOf<Entry>;
 
   public:
-    RARE explicit LseAgain(Call& call, bool second_order = false, double same = kSameLse<Real>)
+    RARE explicit RecomputedLse(Call& call, bool second_order = false, double same = kSameLse<Real>)
         : p_(call), given_(call.lse), own_(nullptr), same_(same), unknown_(!call.lse.data) {
         // why: the forward pass of bfloat16 may have been of pairs, where these are of reals.
         other_sums_ = kDepth<Entry> == 1 && p_.q.type == kBf16 && (second_order || p_.dbias.data != nullptr);
@@ -74,8 +74,8 @@ class LseAgain {
         // why: who looks on counts the jobs of the pass itself.
         __atomic_store_n(&p_.jobs, 0, __ATOMIC_RELAXED), __atomic_store_n(&p_.done, 0, __ATOMIC_RELAXED);
     }
-    RARE ~LseAgain() { free_aligned(own_), p_.lse = given_, p_.lse_unit = nullptr; }
-    LseAgain(const LseAgain&) = delete;
+    RARE ~RecomputedLse() { free_aligned(own_), p_.lse = given_, p_.lse_unit = nullptr; }
+    RecomputedLse(const RecomputedLse&) = delete;
 
   private:
     Call& p_;
@@ -98,7 +98,7 @@ class LseAgain {
     // The rows of a panel, by [A1.8] and [A1.9] of forward.cpp.
     RARE static void job(void* what, int64_t number) {
         constexpr int64_t panel = kPanel<Real>, depth = kDepth<Entry>;
-        const LseAgain& f = *static_cast<LseAgain*>(what);
+        const RecomputedLse& f = *static_cast<RecomputedLse*>(what);
         Call& p = f.p_;
         int64_t bh = number / f.panels_, head_k = bh % p.heads_k, group = p.heads_q / p.heads_k;
         const Sequence s(p, bh / p.heads_k);
@@ -115,10 +115,10 @@ class LseAgain {
         const Operand<Entry> of_k{keys};
         Real *q, *tile, *seen, *bias, *k_space;
         pool::Scratch scratch(p, [&](pool::Scratch& y) {
-            y.take(q, panel * d), y.take(tile, kSpanKeys * panel + p.function_reals);
-            y.take(seen, Score<Real>::masked(p) ? kSpanKeys * panel : 0);
-            y.take(bias, p.bias.data ? kSpanKeys * panel : 0);
-            y.take(k_space, of_k.space_of_rows(kSpanKeys));
+            y.allocate(q, panel * d), y.allocate(tile, kSpanKeys * panel + p.function_reals);
+            y.allocate(seen, Score<Real>::masked(p) ? kSpanKeys * panel : 0);
+            y.allocate(bias, p.bias.data ? kSpanKeys * panel : 0);
+            y.allocate(k_space, of_k.space_of_rows(kSpanKeys));
         });
         if (!scratch) return;
         const Score<Real> score(p, s, head_k);

@@ -203,7 +203,7 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
     }
 }
 
-// The features of a row that turn, by the angles of a position.
+// Rotates features of a row by the angles of a position.
 template <class Real>
 __attribute__((noinline)) void rotate(const Call& p, Real* x, int64_t position, Real* cos_row,
                                       Real* sin_row) {
@@ -227,12 +227,12 @@ struct Keys {
     const Tensor& t;
     const Sequence& s;
     int64_t head, width;
-    bool turned = false;                            // rotated when they are read
+    bool rotated_on_read = false;                   // rotated when they are read
     Real *cos_row = nullptr, *sin_row = nullptr;    // space for it
 
     // Whether rows can be computed with where they lie, as far as they are in one page.
     bool as_they_are() const {
-        return !turned && t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
+        return !rotated_on_read && t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
     }
     bool in_place() const { return as_they_are() && !p.pages; }
     // The first key behind j that is in another page.
@@ -266,7 +266,7 @@ struct Keys {
                 else {
                     if (t.type == kCodes) read_codes(row, i);
                     else widen(row, t.data, from, width, t.column, t.type);
-                    if (turned) rotate(p, row, i, cos_row, sin_row);
+                    if (rotated_on_read) rotate(p, row, i, cos_row, sin_row);
                 }
         }
         return space;

@@ -212,7 +212,7 @@ class Scratch {
     Scratch(const Scratch&) = delete;
 
     template <class T>
-    void take(T*& array, int64_t count) {
+    void allocate(T*& array, int64_t count) {
         array = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
         used_ += (size_t(count) * sizeof(T) + 63) / 64 * 64;
     }

@@ -126,11 +126,11 @@ void statistics_job(void* what, int64_t number) {
     Real *q, *tile, *seen, *bias, *k_space, *sums, *largest;
     RowsOf<Real>* rows;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, at_once * panel * d), x.take(tile, kKeys * panel + p.function_reals);
-        x.take(seen, Score<Real>::masked(p) ? kKeys * panel : 0),
-            x.take(bias, p.bias.data ? kKeys * panel : 0);
-        x.take(k_space, keys.in_place() ? 0 : kKeys * d);
-        x.take(sums, kKeys * w), x.take(largest, kKeys * w), x.take(rows, at_once);
+        x.allocate(q, at_once * panel * d), x.allocate(tile, kKeys * panel + p.function_reals);
+        x.allocate(seen, Score<Real>::masked(p) ? kKeys * panel : 0),
+            x.allocate(bias, p.bias.data ? kKeys * panel : 0);
+        x.allocate(k_space, keys.in_place() ? 0 : kKeys * d);
+        x.allocate(sums, kKeys * w), x.allocate(largest, kKeys * w), x.allocate(rows, at_once);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -207,7 +207,7 @@ RARE void statistics(Statistics& f) {
     Call& p = f.call;
     bool first = p.lse.data;
     // [S.2] why not second order's rule: here LSE of more keys counts. Of pairs its last bits are others; as NumPy has it.
-    const LseAgain<Real> again(p, false, p.q.type == kBf16 ? 0x1p-17 : kSameLse<Real>);
+    const RecomputedLse<Real> recomputed(p, false, p.q.type == kBf16 ? 0x1p-17 : kSameLse<Real>);
     Parts t{f, Parts::of_rows(p.seqlen_q), nullptr};
     int64_t heads = p.batch * p.heads_q, jobs = heads * t.most;
     bool wanted = (f.key_sum.data || f.key_max.data) && p.seqlen_k;
