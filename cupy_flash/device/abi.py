@@ -138,11 +138,11 @@ SECOND_ORDER = np.dtype(
 STATISTICS = np.dtype([*((name, ROWS) for name in ("key_sum", "key_max", "entropy")), ("call", BACKWARD)])
 
 
-def _with_maps(call: np.dtype[Any], *names: str, beside: np.dtype[Any] | None = None) -> np.dtype[Any]:
+def _with_maps(call: np.dtype[Any], *names: str, more: np.dtype[Any] | None = None) -> np.dtype[Any]:
     """A struct of tensor maps, 128 bytes each, the params of a call, and additional fields."""
     fields: list[tuple[str, Any]] = [*((name, "V128") for name in names), ("call", call)]
-    if beside is not None and beside.fields is not None:
-        fields += [(name, field[0]) for name, field in beside.fields.items()]
+    if more is not None and more.fields is not None:
+        fields += [(name, field[0]) for name, field in more.fields.items()]
     packed = np.dtype(fields)
     assert packed.fields is not None
     return np.dtype(
@@ -178,7 +178,7 @@ STRUCTS = {
     "F16x3BackwardParams": np.dtype(
         [("call", BACKWARD), *((name, _POINTER) for name in _HALVES_OF_GRADIENTS)]
     ),
-    "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", beside=FP8),
+    "HopperFp8ForwardParams": _with_maps(FORWARD, "q_map", "k_map", "v_map", "o_map", more=FP8),
     "HopperBackwardParams": _with_maps(BACKWARD, "q_map", "k_map", "v_map", "do_map"),
 }
 

@@ -198,10 +198,10 @@ def _jvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     results = _bind(_jvp_p, params, *primals)
     residuals, along = _split(primals, len(params.along))
     _, of_along = _split(tangents, len(params.along))
-    moved = {n: x for n, x in zip(params.along, of_along, strict=True) if not _is_zero(x)}
+    nonzero = {n: x for n, x in zip(params.along, of_along, strict=True) if not _is_zero(x)}
     by_linear = by_residuals = None
-    if moved:
-        by_linear = _bind(_jvp_p, params._replace(along=tuple(moved)), *residuals, *moved.values())
+    if nonzero:
+        by_linear = _bind(_jvp_p, params._replace(along=tuple(nonzero)), *residuals, *nonzero.values())
     dots = _dots(params, tangents, along[0].shape[: len(params.mapped)])
     if dots:
         second_params = params.with_residuals(len(along), along=tuple(dots), fixed=params.along)
@@ -243,9 +243,9 @@ def _backward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     results = _bind(_backward_p, params, *primals)
     residuals, given = _split(primals, 2)
     by_linear = by_residuals = None
-    moved = _all_or_none(list(tangents[-2:]))
-    if moved is not None:
-        by_linear = _bind(_backward_p, params, *residuals, *moved)
+    nonzero = _all_or_none(list(tangents[-2:]))
+    if nonzero is not None:
+        by_linear = _bind(_backward_p, params, *residuals, *nonzero)
     dots = _dots(params, tangents, given[0].shape[: len(params.mapped)])
     if dots:
         hvp_params = params.with_residuals(2, along=tuple(dots))
@@ -275,10 +275,10 @@ def _hvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     residuals, _ = _split(primals, len(params.along))
     still, of_along = _split(tangents, len(params.along))
     results = _bind(_hvp_p, params, *primals)
-    moved = {n: x for n, x in zip(params.along, of_along, strict=True) if not _is_zero(x)}
+    nonzero = {n: x for n, x in zip(params.along, of_along, strict=True) if not _is_zero(x)}
     by_linear = None
-    if moved:
-        by_linear = _bind(_hvp_p, params._replace(along=tuple(moved)), *residuals, *moved.values())
+    if nonzero:
+        by_linear = _bind(_hvp_p, params._replace(along=tuple(nonzero)), *residuals, *nonzero.values())
     third = missing(_THIRD, (*still[: len(params.names)], *still[-2:]), results)
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     return results, _added(by_linear, third) or zeros
@@ -433,11 +433,11 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
         size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
         count = len(args) - _linear_count(name, params)
         level = tuple(dim is not None for dim in dims[:count])
-        moved = [
+        batch_first = [
             x if dim is None and i < count else batching.bdim_at_front(x, dim, size)
             for i, (x, dim) in enumerate(zip(args, dims, strict=True))
         ]
-        results = _bind(primitive, params._replace(mapped=(level, *params.mapped)), *moved)
+        results = _bind(primitive, params._replace(mapped=(level, *params.mapped)), *batch_first)
         return results, [0] * len(results)
 
     primitive.def_impl(lambda *args, params: compiled(params)(*args))

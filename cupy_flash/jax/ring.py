@@ -18,7 +18,7 @@ from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError
 from ..merge import merge_parts
-from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
+from ..parallel.parts import DenseParts, Pair, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
 from .call import alike, backward, forward, results_of
@@ -332,7 +332,7 @@ _ring.defvjp(_ring_forward, _gradients)
 _compiled_ring = jax.jit(_ring, static_argnums=(4,))
 
 
-def _bands(whole: list[Whole], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
+def _bands(whole: list[DenseParts], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
     """`bands` of `_Static`; the same on all devices, because all parts have one length here."""
 
     def called(found: Pair | None) -> Options | None:
@@ -483,7 +483,7 @@ def _by_ring(
     else:
         counts = zip(*((side.rows < side.length).sum(1).tolist() for side in (queries, keys)), strict=True)
         given = {"parts": parts, "seqlen": call.lengths, "window": values.window, "align": values.align}
-        whole = [Whole(r, call.ranks, each, causal, given) for r, each in enumerate(counts)]
+        whole = [DenseParts(r, call.ranks, each, causal, given) for r, each in enumerate(counts)]
         steps = whole[0].steps
         same_places = queries.length == keys.length and band.offset == 0
         if not (queries.divides and keys.divides and (band.open or same_places)):

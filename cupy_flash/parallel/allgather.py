@@ -36,7 +36,7 @@ class _Stretch(NamedTuple):
     ----------
     queries, keys : slice, or array of int
         Rows of the part, and of the whole sequence.
-    how : dict
+    call_options : dict
         Options of the call.
     cuts : tuple of array
         Offsets of packed queries and of keys; empty if not packed.
@@ -44,7 +44,7 @@ class _Stretch(NamedTuple):
 
     queries: Any
     keys: slice
-    how: dict[str, Any]
+    call_options: dict[str, Any]
     cuts: tuple[Any, ...] = ()
 
 
@@ -56,7 +56,7 @@ class _Call:
         self.terms = dict(asked.terms)
         q, k = arrays["q"], arrays["k"]
         self.axis = axis = row_axis(options, q)
-        how = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
+        call_options = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
         if cut is None:
             whole = Split(
                 link.rank,
@@ -67,21 +67,25 @@ class _Call:
                 options["seqlen"],
             )
             keys = whole.keys
-            self.stretches = _stretches(whole, link.rank, causal, how, lambda rows: link.beside(rows, q))
+            self.stretches = _stretches(
+                whole, link.rank, causal, call_options, lambda rows: link.index_array(rows, q)
+            )
         else:
             starts, longest = packed_starts(cut, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
             keys = packed_stretches(link.ranks, starts, causal)
-            self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, how)
+            self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, call_options)
         self.stretches = [
-            stretch._replace(how=dropping(stretch.how, 2 * (link.rank + n // 2 * link.ranks) + n % 2))
+            stretch._replace(
+                call_options=dropping(stretch.call_options, 2 * (link.rank + n // 2 * link.ranks) + n % 2)
+            )
             for n, stretch in enumerate(self.stretches)
         ]
-        self.rows = Rows(keys, lambda rows: link.beside(rows, q))
+        self.rows = Rows(keys, lambda rows: link.index_array(rows, q))
         self.there = [ToWhole(link, arrays[name], self.rows, axis) for name in "kv"]
         for stretch in self.stretches:
             if not stretch.cuts:
-                operands, values = split(stretch.how)
+                operands, values = split(stretch.call_options)
                 describe(asked.direction, {**operands, **self.operands(stretch, arrays)}, values)
 
     def operands(self, stretch: _Stretch, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -108,12 +112,12 @@ def check_blocks(asked: LocalCall) -> None:
 
 
 def _stretches(
-    whole: Split, rank: int, causal: bool, options: dict[str, Any], beside: Callable[..., Any]
+    whole: Split, rank: int, causal: bool, options: dict[str, Any], index_array: Callable[..., Any]
 ) -> list[_Stretch]:
     """The stretches of one sequence, or of a batch: each with the keys in its band."""
-    how = dict(options)
-    window, align, mask = (how.pop(name) for name in ("window", "align", "mask"))
-    alibi = how["alibi_slopes"] is not None
+    call_options = dict(options)
+    window, align, mask = (call_options.pop(name) for name in ("window", "align", "mask"))
+    alibi = call_options["alibi_slopes"] is not None
     band = resolve_band(causal, window, align, alibi, *whole.lengths)
     found, first = [], 0
     for rows in whole.queries[rank]:
@@ -123,24 +127,24 @@ def _stretches(
                 start, stop = 0, whole.lengths[1]
             position = band.offset + rows.start - start
             its_own = {
-                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole, beside),
+                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole, index_array),
                 "align": position if not band.open or alibi else None,
             }  # fmt: skip
             queries = slice(first, first + len(rows))
-            found.append(_Stretch(queries, slice(start, stop), {**how, **its_own}))
+            found.append(_Stretch(queries, slice(start, stop), {**call_options, **its_own}))
         first += len(rows)
     return found
 
 
-def _mask_of(mask: Any, rows: range, whole: Split, beside: Callable[..., Any]) -> Any:
+def _mask_of(mask: Any, rows: range, whole: Split, index_array: Callable[..., Any]) -> Any:
     """The mask for the queries in `rows`."""
     queries = whole.lengths[0]
     if mask is None or type(mask) in (tuple, list):
-        return mask and tuple(_mask_of(x, rows, whole, beside) for x in mask)
+        return mask and tuple(_mask_of(x, rows, whole, index_array) for x in mask)
     if isinstance(mask, BlockMask):
         size = block_rows(mask, whole.queries, queries)
         numbers = np.arange(rows.start // size, -(-rows.stop // size), dtype=np.int32)
-        return blocks_of_rows(mask, beside(numbers), size)
+        return blocks_of_rows(mask, index_array(numbers), size)
     bounds = mask.bounds if isinstance(mask, Spans) else None
     if bounds is not None and bounds.shape[-3] != queries:  # the queries that see each key
         return Spans((bounds - rows.start).clip(0, len(rows)))
@@ -172,23 +176,28 @@ def _packed_stretches(
     band = resolve_band(causal, options["window"], options["align"], False, longest, longest, True)
     if not band.open and not (causal and band.offset == 0):
         return _sequence_by_sequence(link, starts.tolist(), causal, options)
-    how = {name: x for name, x in options.items() if name not in ("layout", "align", "mask")}
-    how |= {"causal": causal, "max_seqlen_k": longest * link.ranks}
+    call_options = {name: x for name, x in options.items() if name not in ("layout", "align", "mask")}
+    call_options |= {"causal": causal, "max_seqlen_k": longest * link.ranks}
     everything = slice(None)
 
     def offsets(rows: np.ndarray[Any, Any]) -> Any:
-        return link.beside(rows.astype(np.int32), q)
+        return link.index_array(rows.astype(np.int32), q)
 
     cut_k = offsets(starts * link.ranks)
     if not causal:
-        return [_Stretch(everything, everything, {**how, "max_seqlen_q": longest}, (cut, cut_k))]
+        return [_Stretch(everything, everything, {**call_options, "max_seqlen_q": longest}, (cut, cut_k))]
     cuts, each = (offsets(starts // 2), cut_k), np.diff(starts) // 2
     ends = link.rank + 1, 2 * link.ranks - link.rank
     return [
         _Stretch(
-            link.beside(rows, q),
+            link.index_array(rows, q),
             everything,
-            {**how, "max_seqlen_q": longest // 2, "seqused_k": offsets(each * end), "align": "bottom_right"},
+            {
+                **call_options,
+                "max_seqlen_q": longest // 2,
+                "seqused_k": offsets(each * end),
+                "align": "bottom_right",
+            },
             cuts,
         )
         for rows, end in zip(packed_halves(starts), ends, strict=True)
@@ -203,7 +212,7 @@ def _sequence_by_sequence(
     for start, stop in itertools.pairwise(starts):
         rows, first = stop - start, start * link.ranks
         whole = Split(link.rank, link.ranks, (rows, rows), causal, None, None)
-        for stretch in _stretches(whole, link.rank, causal, options, link.beside):
+        for stretch in _stretches(whole, link.rank, causal, options, link.index_array):
             queries, keys = stretch.queries, stretch.keys
             found.append(
                 stretch._replace(
@@ -231,8 +240,8 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
         for stretch in call.stretches:
             given = call.operands(stretch, {"q": q})
             function = attention_varlen if stretch.cuts else attention
-            part, part_lse = function(*given.values(), *stretch.cuts, return_lse=True, **stretch.how)
-            o[at(stretch.queries, call.axis)] = link.narrow(part, o)  # torch casts for slices only
+            part, part_lse = function(*given.values(), *stretch.cuts, return_lse=True, **stretch.call_options)
+            o[at(stretch.queries, call.axis)] = link.cast_like(part, o)  # torch casts for slices only
             lse[at(stretch.queries, -1)] = part_lse
 
     with Round(link) as messages:
@@ -251,7 +260,7 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
         given_back = [name for name, x in zip("kv", wanted, strict=True) if x]
         shapes = {name: tuple(x.whole.shape) for name, x in zip("kv", call.there, strict=True)}
         sums = {name: room(link, arrays[name], shapes[name], wide=True) for name in given_back}
-        dsinks = None if options["sinks"] is None else link.wide(options["sinks"])
+        dsinks = None if options["sinks"] is None else link.upcast(options["sinks"])
         for total in (*sums.values(), *([] if dsinks is None else [dsinks])):
             total[...] = 0
         homes = {
@@ -268,8 +277,8 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
             given = call.operands(stretch, of_queries)
             function = attention_varlen_backward if stretch.cuts else attention_backward
             ordered = [given[name] for name in ("do", "q", "k", "v", "o", "lse")]
-            grads = function(*ordered, *stretch.cuts, dlse=given.get("dlse"), **stretch.how)
-            dq[at(stretch.queries, call.axis)] = link.narrow(grads.dq, dq)
+            grads = function(*ordered, *stretch.cuts, dlse=given.get("dlse"), **stretch.call_options)
+            dq[at(stretch.queries, call.axis)] = link.cast_like(grads.dq, dq)
             for name, total in sums.items():
                 total[at(stretch.keys, call.axis)] += getattr(grads, f"d{name}")
             if dsinks is not None:
@@ -281,5 +290,5 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
         exchange(messages, link, call.there)
         messages.work(differentiate)
         exchange(messages, link, [*homes.values()])
-    arrived = {f"d{name}": link.narrow(home.arrive(), arrays[name]) for name, home in homes.items()}
+    arrived = {f"d{name}": link.cast_like(home.arrive(), arrays[name]) for name, home in homes.items()}
     return Gradients(**{"dq": dq, "dk": None, "dv": None, **arrived}, dsinks=dsinks)

@@ -75,9 +75,9 @@ class _Call:
             starts, _ = packed_starts(cut, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
             queries = keys = packed_stretches(link.ranks, starts, causal)
-            self.cuts = (link.beside((starts * link.ranks).astype(np.int32), q),) * 2
+            self.cuts = (link.index_array((starts * link.ranks).astype(np.int32), q),) * 2
             del self.how["layout"], self.how["mask"]
-        self._rows = [Rows(x, lambda rows: link.beside(rows, q)) for x in (queries, keys)]
+        self._rows = [Rows(x, lambda rows: link.index_array(rows, q)) for x in (queries, keys)]
         self.there = {
             name: ToWhole(link, x, self._rows[name not in _OF_QUERIES], *self._axes(name))
             for name, x in arrays.items()
@@ -140,10 +140,10 @@ class _Call:
 
     def of_all_heads(self, x: Any, like: Any) -> Any:
         """An array with one number per head: those of this process's heads, and 0 for the others."""
-        every = self._link.wide(like)
+        every = self._link.upcast(like)
         every[...] = 0
         every[..., self._share(every.shape[-1])] = x
-        return self._link.narrow(every, like)
+        return self._link.cast_like(every, like)
 
 
 def forward(asked: LocalCall) -> tuple[Any, Any]:

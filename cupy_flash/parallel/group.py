@@ -39,13 +39,13 @@ class Link(Protocol):
     def reserve(self, like: Any, count: int, wide: bool) -> Any:
         """Memory for `count` elements on the device of `like`, in its dtype or, if wide, that of its sums."""
 
-    def wide(self, x: Any) -> Any:
+    def upcast(self, x: Any) -> Any:
         """A copy as an accumulator: float64 if x is, else float32."""
 
-    def narrow(self, x: Any, like: Any) -> Any:
+    def cast_like(self, x: Any, like: Any) -> Any:
         """X in another array's dtype."""
 
-    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+    def index_array(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
         """Integers as an array of the library and on the device of `like`."""
 
 

@@ -88,13 +88,13 @@ class _Link:
     def _sum(self, x: Any) -> str:
         return "float64" if x.dtype == "float64" else "float32"
 
-    def wide(self, x: Any) -> Any:
+    def upcast(self, x: Any) -> Any:
         return x.astype(self._sum(x))
 
-    def narrow(self, x: Any, like: Any) -> Any:
+    def cast_like(self, x: Any, like: Any) -> Any:
         return x.astype(like.dtype, copy=False)
 
-    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+    def index_array(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
         if adopt(like, "q").device == CPU:
             return rows
         import cupy

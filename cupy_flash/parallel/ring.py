@@ -21,7 +21,7 @@ import numpy as np
 from ..api import Gradients
 from ..merge import merge
 from .group import Link, LocalCall, Round, at, row_axis
-from .parts import Packed, Pair, Whole
+from .parts import DenseParts, PackedParts, Pair
 
 __all__ = ["backward", "checked", "forward"]
 
@@ -29,7 +29,7 @@ __all__ = ["backward", "checked", "forward"]
 class _Call(NamedTuple):
     """A checked call: its parts, their axis of rows, and what must be the same in all processes."""
 
-    parts: Whole | Packed
+    parts: DenseParts | PackedParts
     axis: int
     terms: dict[str, Any]
 
@@ -40,11 +40,11 @@ def checked(asked: LocalCall) -> _Call:
     terms = dict(asked.terms)
     q, axis = arrays["q"], row_axis(options, arrays["q"])
     plain = {name: x for name, x in options.items() if name != "sinks"}
-    parts: Whole | Packed
+    parts: DenseParts | PackedParts
     if cut is None:
-        parts = Whole(link.rank, link.ranks, (q.shape[axis], arrays["k"].shape[axis]), causal, plain)
+        parts = DenseParts(link.rank, link.ranks, (q.shape[axis], arrays["k"].shape[axis]), causal, plain)
     else:
-        parts = Packed(link.rank, link.ranks, cut, q, causal, plain, link.beside)
+        parts = PackedParts(link.rank, link.ranks, cut, q, causal, plain, link.index_array)
         terms["cu_seqlens"] = parts.starts.tolist()
     return _Call(parts, axis, terms)
 
@@ -97,7 +97,7 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
         sinks = options["sinks"] if o is None else None
         k, v = (x[theirs] for x in keys)
         part, part_lse = parts.attend(todo, q[mine], k, v, sinks)
-        part = link.wide(part)
+        part = link.upcast(part)
         if o is None:
             o, lse = part, part_lse
         else:
@@ -115,7 +115,7 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
                 messages.work(functools.partial(add, todo, keys))
             if arriving is not None:
                 keys = arriving()
-    return link.narrow(o, q), lse
+    return link.cast_like(o, q), lse
 
 
 def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
@@ -134,7 +134,7 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
         room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
         home = tuple(x for x, asked in zip((k, v), wanted, strict=True) if asked)
         room_of_sums = _Buffers(link, call, home, len(call.parts.steps), wide=True)
-        dq, sums = link.wide(q), room_of_sums.of(link.rank, 0)
+        dq, sums = link.upcast(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
             x[...] = 0
     link.agreement.reach(call.terms)
@@ -181,6 +181,6 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
                 keys = arriving()
         if returning is not None:
             sums = returning()
-    narrowed = iter([link.narrow(x, like) for x, like in zip(sums, home, strict=True)])
+    narrowed = iter([link.cast_like(x, like) for x, like in zip(sums, home, strict=True)])
     dk, dv = (next(narrowed) if asked else None for asked in wanted)
-    return Gradients(link.narrow(dq, q), dk, dv, dsinks=dsinks)
+    return Gradients(link.cast_like(dq, q), dk, dv, dsinks=dsinks)

@@ -73,29 +73,29 @@ def check(options: dict[str, Any], packed: bool) -> list[str]:
         raise InvalidArgumentsError(
             f"schedule is {named!r}.", hint='schedule="ring", "alltoall", "allgather" or None'
         )
-    able = [x for x in _MODULES if not _refused(x, options, packed)]
-    if found := [x for x in able if named in (None, x)]:
+    supported = [x for x in _MODULES if not _refused(x, options, packed)]
+    if found := [x for x in supported if named in (None, x)]:
         return found
     schedule = named or "alltoall"  # it supports the most options
     name, shown = _refused(schedule, options, packed)[0]
     raise UnsupportedError(
         f"{shown} is not supported for {_NAMES[schedule]}{' of packed sequences' * packed}.",
-        hint=" or ".join(f'schedule="{x}"' for x in able) or f"{name}=None",
+        hint=" or ".join(f'schedule="{x}"' for x in supported) or f"{name}=None",
     )
 
 
 _Costs = dict[str, float | Exception]
 
 
-def _costs(asked: LocalCall, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
+def _costs(asked: LocalCall, supported: list[str], wanted: tuple[bool, bool]) -> _Costs:
     """Bytes that each schedule sends in this pass, or the reason why it cannot run."""
-    steps, unable = _unable(asked, able)
+    steps, unable = _unsupported(asked, supported)
     part = part_of(asked, wanted)
-    counted = {x: sent(x, asked.direction, asked.link.ranks, part, steps) for x in able}
-    return {x: unable.get(x, counted[x]) for x in able}
+    counted = {x: sent(x, asked.direction, asked.link.ranks, part, steps) for x in supported}
+    return {x: unable.get(x, counted[x]) for x in supported}
 
 
-def _costs_of_shards(asked: LocalCall, able: list[str]) -> _Costs:
+def _costs_of_shards(asked: LocalCall, supported: list[str]) -> _Costs:
     """`_costs` of both passes inside `jax.shard_map`, where parts are padded to one length."""
     options, ranks, arrays = asked.options, asked.link.ranks, asked.arrays
     part = part_of(asked, (True, True), padded=True)
@@ -103,19 +103,20 @@ def _costs_of_shards(asked: LocalCall, able: list[str]) -> _Costs:
         axis, zigzag = row_axis(options, arrays["q"]), order_of(options["parts"], asked.causal) == "zigzag"
         rows = [sum(map(len, stretches(0, ranks, n, zigzag))) for n in lengths_of(options["seqlen"])]
         arrays = {name: x[at(slice(0, rows[name != "q"]), axis)] for name, x in arrays.items()}
-    steps, unable = _unable(asked._replace(arrays=arrays), able)
+    steps, unable = _unsupported(asked._replace(arrays=arrays), supported)
     counted = {
         x: sum(sent(x, direction, ranks, part, steps, kept=True) for direction in ("forward", "backward"))
-        for x in able
+        for x in supported
     }
-    return {x: unable.get(x, counted[x]) for x in able}
+    return {x: unable.get(x, counted[x]) for x in supported}
 
 
-def _unable(asked: LocalCall, able: list[str]) -> tuple[int, dict[str, Exception]]:
+def _unsupported(asked: LocalCall, supported: list[str]) -> tuple[int, dict[str, Exception]]:
     """Steps of a ring, and the reasons why some schedules cannot run."""
-    if len(able) > 1 and asked.options["dropout"]:
+    if len(supported) > 1 and asked.options["dropout"]:
         raise InvalidArgumentsError(
-            "dropout without a schedule, each of which drops other weights.", hint=f'schedule="{able[0]}"'
+            "dropout without a schedule, each of which drops other weights.",
+            hint=f'schedule="{supported[0]}"',
         )
     found: dict[str, Exception] = {}
     steps = asked.link.ranks
@@ -135,7 +136,7 @@ def _unable(asked: LocalCall, able: list[str]) -> tuple[int, dict[str, Exception
     return steps, found
 
 
-def _least(costs: _Costs) -> str:
+def _cheapest(costs: _Costs) -> str:
     """The cheapest schedule; the all-gather only if no other can run."""
     counted = {name: cost for name, cost in costs.items() if not isinstance(cost, Exception)}
     if not counted:
@@ -146,9 +147,9 @@ def _least(costs: _Costs) -> str:
 def _module(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> tuple[ModuleType, LocalCall]:
     """The module of the named or chosen schedule, and the call with its name among the options."""
     with asked.link.agreement.refusals():
-        able = check(asked.options, asked.cut is not None)
+        supported = check(asked.options, asked.cut is not None)
         terms = terms_of(asked)
-        schedule = able[0] if len(able) == 1 else _least(_costs(asked, able, wanted))
+        schedule = supported[0] if len(supported) == 1 else _cheapest(_costs(asked, supported, wanted))
     terms |= {**asked.terms, "schedule": schedule}
     return _MODULES[schedule], asked._replace(options={**asked.options, "schedule": schedule}, terms=terms)
 
@@ -158,11 +159,11 @@ def for_shards(
 ) -> str:
     """The named schedule, or the one chosen inside `jax.shard_map`, for arrays like the parts."""
     every = {**defaults(RingOptions), **options}
-    able = check(every, packed)
-    if len(able) == 1:
-        return able[0]
+    supported = check(every, packed)
+    if len(supported) == 1:
+        return supported[0]
     link = SimpleNamespace(rank=0, ranks=ranks)
-    return _least(_costs_of_shards(LocalCall(link, arrays, causal, every, packed or None), able))
+    return _cheapest(_costs_of_shards(LocalCall(link, arrays, causal, every, packed or None), supported))
 
 
 @takes(RingOptions)
@@ -200,14 +201,14 @@ def explain(
     causal, arrays = every.pop("causal"), {"q": q, "k": k, "v": v}
     asked = LocalCall(SimpleNamespace(rank=0, ranks=count), arrays, causal, every)
     terms_of(asked)
-    able, lines = check(every, packed=False), []
+    supported, lines = check(every, packed=False), []
     if flag(shard_map, "shard_map"):
-        found = {"forward and backward": _costs_of_shards(asked, able)}
+        found = {"forward and backward": _costs_of_shards(asked, supported)}
     else:
         passes = (asked, asked._replace(arrays={**arrays, "do": q}))
-        found = {x.direction: _costs(x, able, (True, True)) for x in passes}
+        found = {x.direction: _costs(x, supported, (True, True)) for x in passes}
     for passes_of, costs in found.items():
-        lines.append(f"{passes_of}: {_least(costs)}")
+        lines.append(f"{passes_of}: {_cheapest(costs)}")
         for name, cost in costs.items():
             said = str(cost).partition("\n")[0] if isinstance(cost, Exception) else f"{cost:,.0f} bytes"
             lines.append(f"  {name:<10}{said}")

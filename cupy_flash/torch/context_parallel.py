@@ -194,11 +194,11 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
     found = []
     for x, dim in pairs:
         rows = x.new_tensor([x.shape[dim]], dtype=torch.int64)
-        counts = [int(n) for n in link.everyones(rows)]
+        counts = [int(n) for n in link.all_gather(rows)]
         # why padding: all processes must send the same number of rows.
         part = x.new_zeros((*x.shape[:dim], max(counts), *x.shape[dim:][1:]))
         part.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
-        held = [y.narrow(dim, 0, n) for y, n in zip(link.everyones(part), counts, strict=True)]
+        held = [y.narrow(dim, 0, n) for y, n in zip(link.all_gather(part), counts, strict=True)]
         order = [_rows(x, sum(counts), r, ranks) for r in range(ranks)]
         found.append(torch.cat(held, dim).index_select(dim, torch.cat(order).argsort()))
     return found

@@ -145,8 +145,8 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *along: Any) -> Any:
         """J for do and dlse, H for the arrays, as in second_order.py; the cotangents are the direction."""
         do, dlse, o, lse, *tensors = saved = ctx.saved_tensors
-        moved = {f"d{name}": x for name, x in zip(ctx.names, along, strict=True) if x is not None}
-        if not moved:
+        tangents = {f"d{name}": x for name, x in zip(ctx.names, along, strict=True) if x is not None}
+        if not tangents:
             return (None,) * (7 + len(ctx.names))
         if ctx.values.score.learned:
             raise UnsupportedError(
@@ -155,7 +155,7 @@ class _Gradients(torch.autograd.Function):
             )
         given = dict(zip(ctx.names, tensors, strict=True))
         with torch.no_grad():
-            along_views = adopted(**moved)
+            along_views = adopted(**tangents)
             raw, packing = _adopted(ctx.packed, **given, o=o, lse=lse)
             j = run_jvp(raw, along_views, ctx.values, packing)
             raw, packing = _adopted(ctx.packed, do=do, **given, o=o, lse=lse, dlse=dlse)

@@ -63,19 +63,19 @@ class _History:
         elif device.type not in _HOSTS or threading.current_thread() is not threading.main_thread():
             wait()
         else:
-            self._finish_aside(wait)
+            self._finish_in_worker(wait)
 
-    def _finish_aside(self, wait: Callable[[], None]) -> None:
+    def _finish_in_worker(self, wait: Callable[[], None]) -> None:
         errors: list[BaseException] = []
 
-        def aside() -> None:
+        def wait_and_keep_error() -> None:
             try:
                 wait()
             except BaseException as error:
                 errors.append(error)
 
         try:
-            done = run_in_worker(aside)
+            done = run_in_worker(wait_and_keep_error)
             # why a timeout: a signal that arrives right before a wait begins is handled when the wait ends.
             while not done.wait(timeout=1.0):
                 pass
@@ -89,18 +89,18 @@ class _History:
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
-def _everyones(group: Any, history: _History, x: Any) -> list[Any]:
+def _all_gather(group: Any, history: _History, x: Any) -> list[Any]:
     """The tensors x of all processes of a group, all of one shape."""
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(everyone, x, group=group, async_op=True)
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(gathered, x, group=group, async_op=True)
     history.finish(lambda: all_done([work.wait]), x.device)
-    return everyone
+    return gathered
 
 
 def _gather(group: Any, history: _History, device: torch.device, own: bytes) -> list[bytes]:
     """The bytes of all processes of a group, all of one length."""
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-    return [bytes(x.tolist()) for x in _everyones(group, history, mine)]
+    return [bytes(x.tolist()) for x in _all_gather(group, history, mine)]
 
 
 class _Link:
@@ -132,9 +132,9 @@ class _Link:
         """The link of the backward pass of this call."""
         return _Link(*self._given, self._number)
 
-    def everyones(self, x: Any) -> list[Any]:
+    def all_gather(self, x: Any) -> list[Any]:
         """The tensors x of all processes, all of one shape."""
-        return _everyones(self.group, self.history, x)
+        return _all_gather(self.group, self.history, x)
 
     def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
         to, source = (self._of_all[(self.rank + n) % self.ranks] for n in (by, -by))
@@ -152,13 +152,13 @@ class _Link:
     def _sum(self, x: Any) -> torch.dtype:
         return torch.promote_types(x.dtype, torch.float32)
 
-    def wide(self, x: Any) -> Any:
+    def upcast(self, x: Any) -> Any:
         return x.to(self._sum(x), copy=True)
 
-    def narrow(self, x: Any, like: Any) -> Any:
+    def cast_like(self, x: Any, like: Any) -> Any:
         return x.to(like.dtype)
 
-    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+    def index_array(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
         return torch.from_numpy(rows).to(like.device)
 
 
