@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArgumentsError, UnsupportedError
-from ..program.function import Bound, Program, both
+from ..program.function import Bound, Program, with_mask
 from .blocks import BlockMask, foreign_blocks
 from .public_names import type_phrase
 
@@ -192,7 +192,7 @@ def _kind(mask: Any) -> str:
     return "blocks" if type(mask).__name__ == "BlockMask" else "mask"
 
 
-def _both(one: Any, other: Any) -> Any:
+def _and(one: Any, other: Any) -> Any:
     """The elementwise AND of two boolean arrays."""
     for mask in (one, other):
         if not str(getattr(mask, "dtype", "")).endswith("bool"):
@@ -234,7 +234,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
                 raise foreign_blocks(mask)
             parts["blocks"], parts["block_bits"] = mask
         elif kind == "mask":
-            parts["mask"] = _both(parts["mask"], mask) if "mask" in parts else mask
+            parts["mask"] = _and(parts["mask"], mask) if "mask" in parts else mask
         else:
             parts[kind] = mask[0]
     return parts
@@ -262,7 +262,7 @@ def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]
                 raise InvalidArgumentsError(
                     f"mask is {one!r}.", hint="score= for it; mask= takes cupy_flash.mask(f)"
                 )
-            program = one if program is None else both(program, len(arguments), one)
+            program = one if program is None else with_mask(program, len(arguments), one)
             arguments = (*arguments, *more)
     return program, arguments
 

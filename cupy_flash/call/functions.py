@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidArgumentsError
-from ..program.errors import beyond
+from ..program.errors import integer_overflow
 from ..program.function import Program
 from ..program.graph import Argument, Body, Graph
 from ..program.ranges import OF_DTYPE, Range, too_large
@@ -94,7 +94,7 @@ def check_integers(
         found = too_large(function, bits, sizes, tuple([_held(x) for x in given]))
     if found is not None:
         numpy = "; or the environment variable CUPY_FLASH_CPU=numpy, for 64 bits" if bits < 64 else ""
-        raise beyond(function.name, found, bits, numpy)
+        raise integer_overflow(function.name, found, bits, numpy)
 
 
 def _held(x: ArrayView) -> Range:

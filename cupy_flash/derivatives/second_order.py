@@ -22,7 +22,7 @@ from ..call.reproducible import refuse_reproducible
 from ..call.spans import check_spans
 from ..call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from ..call.values import RunOptions
-from ..dispatch.backends import driver_of, ready, refuse_tensor_cores
+from ..dispatch.backends import driver_of, prepare_backend, refuse_tensor_cores
 from ..dispatch.memo import computed_by
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..plan.choose import choose
@@ -224,7 +224,7 @@ def compute(
         forward()
     for one in each:
         every = {**asked.views, **one}
-        backend = ready(asked.problem, every, driver)
+        backend = prepare_backend(asked.problem, every, driver)
         computed_by(backend.kernels)
         backend.run(every, RunOptions(asked.problem.seed), stream=stream)
 

@@ -201,21 +201,21 @@ def _format(dtype: np.dtype[Any], arrays: int = 0) -> str:
 Views = Mapping[str, ArrayView]
 
 
-class Late(str):
+class PerCall(str):
     """A field that changes from call to call: the address of the view of this name, `SEED` or `LENGTH`."""
 
     __slots__ = ()
 
 
-SEED = Late("seed")
-LENGTH = Late("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
+SEED = PerCall("seed")
+LENGTH = PerCall("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
 # The value of a field of a struct.
-Field: TypeAlias = int | float | Late
+Field: TypeAlias = int | float | PerCall
 
 
 def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
     view = views.get(name)
-    return (0,) * (rank + 1) if view is None else (Late(name), *view.strides)
+    return (0,) * (rank + 1) if view is None else (PerCall(name), *view.strides)
 
 
 def _tensor(views: Views, name: str) -> tuple[Field, ...]:
@@ -225,7 +225,7 @@ def _tensor(views: Views, name: str) -> tuple[Field, ...]:
 def _broadcast(views: Views, name: str) -> tuple[Field, ...]:
     """Address and strides of a mask, bias, spans or table of blocks; an axis of length 1 has stride 0."""
     view = views.get(name)
-    return (0,) * 5 if view is None else (Late(name), *view.broadcast().strides)
+    return (0,) * 5 if view is None else (PerCall(name), *view.broadcast().strides)
 
 
 def _rows(views: Views, name: str) -> tuple[Field, ...]:
@@ -233,7 +233,7 @@ def _rows(views: Views, name: str) -> tuple[Field, ...]:
 
 
 def _address(views: Views, name: str) -> Field:
-    return Late(name) if name in views else 0
+    return PerCall(name) if name in views else 0
 
 
 def _shape(p: Problem, views: Views) -> tuple[Field, ...]:
@@ -282,7 +282,7 @@ def _arguments(p: Problem, views: Views) -> tuple[Field, ...]:
     fields: list[Field] = []
     for name, view in argument_views(views).items():
         none = (0,) * (4 - len(view.shape))
-        fields += [Late(name), *view.strides, *none, *view.shape, *none]
+        fields += [PerCall(name), *view.strides, *none, *view.shape, *none]
     return tuple(fields) if fields else (0,) * 9 * _arrays(p)
 
 
@@ -291,7 +291,7 @@ def _arrays(p: Problem) -> int:
     return 0 if p.function is None else max(1, len(p.function.arguments))
 
 
-def _leaves_floats(p: Problem) -> int:
+def _unrounded(p: Problem) -> int:
     """Whether results of 16-bit inputs are left in the dtype of sums."""
     return int(p.unrounded and p.dtype in ("float16", "bfloat16"))
 
@@ -305,7 +305,7 @@ def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
         *_rows(views, "lse"), *_shape(p, views), *_score(p, views),
         _address(views, "next_tile"), launch.head_bits, chunks,
         *_tensor(views, "chunk_o"), *_tensor(views, "chunk_rows"), *_tensor(views, "reach"),
-        _leaves_floats(p), 0,
+        _unrounded(p), 0,
     )  # fmt: skip
 
 
@@ -331,7 +331,7 @@ def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
         *_broadcast(views, "dbias"),
         *_rows(views, "lse"), *_rows(views, "dlse"), *_rows(views, "delta"),
         *(_address(views, name) for name in ("dq_accumulator", "dq_turns", "next_block")),
-        launch.wave, _leaves_floats(p), _address(views, "dsinks"), *_tensor(views, "reach"),
+        launch.wave, _unrounded(p), _address(views, "dsinks"), *_tensor(views, "reach"),
         *(p.bias or (0, 0, 0, 0)),
         *_shape(p, views), *_score(p, views),
     )  # fmt: skip
@@ -353,7 +353,7 @@ def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]
             continue
         count = math.prod(view.shape)
         none = (0,) * (4 - len(view.shape))
-        gradients += [Late(f"dbound[{number}]"), *view.strides, *none, first, count,
+        gradients += [PerCall(f"dbound[{number}]"), *view.strides, *none, first, count,
                       _BIAS_TYPES[view.dtype], 0]  # fmt: skip
         first += count
     slices = views["argument_sums"].shape[0]
@@ -377,7 +377,7 @@ def _statistics(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
 
 def _scales(views: Views, name: str) -> tuple[Field, ...]:
     view = views.get(name)
-    return (0, 0, 0) if view is None else (Late(name), *view.broadcast().strides)
+    return (0, 0, 0) if view is None else (PerCall(name), *view.broadcast().strides)
 
 
 def _scale_arrays(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
@@ -387,8 +387,8 @@ def _scale_arrays(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
         return (0,) * 7
     group = p.cache.codes.groups["kv".index(name)]
     names = [unit for unit in CODE_SCALES[p.cache.codes.kind] if unit[0] == name]
-    zero = Late(names[1]) if len(names) == 2 else 0
-    return (Late(names[0]), zero, *views[names[0]].strides[:3], group.bit_length() - 1, 0)
+    zero = PerCall(names[1]) if len(names) == 2 else 0
+    return (PerCall(names[0]), zero, *views[names[0]].strides[:3], group.bit_length() - 1, 0)
 
 
 def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
@@ -412,7 +412,7 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
     if cos is None or sin is None:
         return (0,) * 13
     table_type, first = _BIAS_TYPES[cos.dtype], _address(views, "rotary_seqlens")
-    return (Late("rotary_cos"), Late("rotary_sin"), first, *cos.strides, *sin.strides, cos.shape[0],
+    return (PerCall("rotary_cos"), PerCall("rotary_sin"), first, *cos.strides, *sin.strides, cos.shape[0],
             p.cache.rotary, int(p.cache.interleaved), table_type, int(p.cache.unrotated),
             p.cache.first_rotated)  # fmt: skip
 
@@ -472,7 +472,7 @@ class Params:
         Names under which `of` gets addresses, for views of which they differ.
     """
 
-    __slots__ = ("_late", "_words")
+    __slots__ = ("_per_call", "_words")
 
     def __init__(
         self,
@@ -484,12 +484,14 @@ class Params:
     ) -> None:
         codes, fill = _codes(name, _arrays(problem)), _STRUCTS_OF_CALLS[name][1]
         fields = fill(problem, views, launch)
-        packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
+        packed = struct.pack("<" + codes, *[0 if isinstance(field, PerCall) else field for field in fields])
         ends = accumulate(struct.calcsize("<" + code) for code in codes)
-        late = [(end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is Late]
+        per_call = [
+            (end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is PerCall
+        ]
         # layout: a struct consists of 8-byte words, and every field that changes is one word.
         self._words = array("Q", packed)
-        self._late = tuple((word, (names or {}).get(field, str(field))) for word, field in late)
+        self._per_call = tuple((word, (names or {}).get(field, str(field))) for word, field in per_call)
 
     @property
     def nbytes(self) -> int:
@@ -499,6 +501,6 @@ class Params:
     def of(self, numbers: Mapping[str, int]) -> bytes:
         """Return the struct of one call, given its addresses and other numbers by name."""
         words = self._words[:]
-        for word, name in self._late:
+        for word, name in self._per_call:
             words[word] = numbers[name]
         return words.tobytes()

@@ -24,7 +24,7 @@ from ..call.spans import check_spans
 from ..call.values import RunOptions
 from ..device.abi import SEED
 from ..device.run import Driver
-from ..dispatch.backends import Backend, chosen_by_environment, driver_of, ready
+from ..dispatch.backends import Backend, chosen_by_environment, driver_of, prepare_backend
 from ..dispatch.memo import lifted
 from ..errors import UnsupportedError
 from ..varlen import check_packing, pack
@@ -247,7 +247,7 @@ def _ready(
     for name, source in _OTHERWISE:
         if name in views:
             places.setdefault(name, places.get(source, 0))
-    backend = ready(problem, views, driver)
+    backend = prepare_backend(problem, views, driver)
     integers = problem.function is not None and backend.integer_bits
     looked_at = config.longest or config.cached or problem.spans or problem.blocks or integers
     numbered = () if looked_at else tuple((name, places[array]) for name, array in backend.addressed)

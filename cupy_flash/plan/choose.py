@@ -7,7 +7,7 @@ from functools import lru_cache
 from ..call.operands import FLOAT8
 from ..call.problem import Problem
 from ..errors import UnsupportedError
-from ..program.errors import beyond
+from ..program.errors import integer_overflow
 from ..program.graph import Graph
 from ..program.ranges import OF_DTYPE, too_large
 from .catalog import architecture
@@ -95,4 +95,6 @@ def _refuse_what_wraps(function: Graph, sizes: tuple[int, int, int, int]) -> Non
     for bits, known in ((32, None), (64, held)):
         found = too_large(function, bits, sizes, known)
         if found is not None:
-            raise beyond(function.name, found, bits, "" if known is None else "; or arguments of int8")
+            raise integer_overflow(
+                function.name, found, bits, "" if known is None else "; or arguments of int8"
+            )

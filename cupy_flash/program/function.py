@@ -17,7 +17,7 @@ from .graph import POSITIONS, Argument, Body
 from .template import Template, check_text, only_in_python, refuse_gradients
 from .trace import trace
 
-__all__ = ["Bound", "Program", "both", "widened"]
+__all__ = ["Bound", "Program", "widened", "with_mask"]
 
 
 def widened(x: Any) -> Any:
@@ -215,7 +215,7 @@ class Bound(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def both(first: Program, count: int, mask: Program) -> Program:
+def with_mask(first: Program, count: int, mask: Program) -> Program:
     """Combine a score or mask function with `count` arguments and one more mask function.
 
     why cached: each `Program` is traced once, so a new one at each call would be traced each time.

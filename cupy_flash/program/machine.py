@@ -10,7 +10,7 @@ from .derivative import differentiated
 from .graph import POSITIONS, Graph, Node
 from .tape import Tape
 
-__all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "hides", "machine"]
+__all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "machine", "only_masks"]
 
 # The enum Op of kernels_cpu/function.h, in its order: names of operations, with the kind of the operands
 # where opcodes differ by it.
@@ -221,7 +221,7 @@ def machine(graph: Graph) -> tuple[Machine, Machine]:
     """
     derivative = differentiated(graph)
     kept, rest = _cut(graph, derivative.graph)
-    gradients = _of_gradients(hides(graph), rest, derivative.reads)
+    gradients = _of_gradients(only_masks(graph), rest, derivative.reads)
     return _of_values(graph, kept if gradients.code else None), gradients
 
 
@@ -265,9 +265,9 @@ def _of_values(graph: Graph, kept: int | None) -> Machine:
     return writer.finished(of_kept)._replace(keeps="made")
 
 
-def _of_gradients(only_hides: bool, made: Graph, reads: tuple[tuple[int, int], ...]) -> Machine:
+def _of_gradients(only_masks: bool, made: Graph, reads: tuple[tuple[int, int], ...]) -> Machine:
     slope = made.nodes[made.outputs[0]]
-    unchanged = (slope.op == "constant" and slope.value == 1) or only_hides
+    unchanged = (slope.op == "constant" and slope.value == 1) or only_masks
     if unchanged and not reads:
         return NOTHING
     writer = _Writer(made)
@@ -285,7 +285,7 @@ def _of_gradients(only_hides: bool, made: Graph, reads: tuple[tuple[int, int], .
     return writer.finished()
 
 
-def hides(graph: Graph) -> bool:
+def only_masks(graph: Graph) -> bool:
     """Whether the function only masks pairs; their gradients are 0 anyway."""
     node = graph.nodes[graph.outputs[0]]
     if node.op != "where" or graph.nodes[node.operands[1]].op != "s":

@@ -27,7 +27,7 @@ from .reference import (
 __all__ = ["reference_hvp", "reference_jvp"]
 
 
-class Along(NamedTuple):
+class Directional(NamedTuple):
     """Derivatives of the intermediates of the forward pass in one direction; shapes as in `Forward`."""
 
     q: np.ndarray
@@ -116,7 +116,7 @@ def reference_hvp(
     )
 
 
-def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any) -> Along:
+def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any) -> Directional:
     """Differentiate every intermediate of the forward pass in a direction."""
     heads_k = at.k.shape[1] // at.group
 
@@ -146,4 +146,4 @@ def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, d
     p = at.p * (scores - mean)
     p_sink = at.p_sink * (sink - mean)
     o = (p * at.dropout) @ at.v + (at.p * at.dropout) @ v_dot
-    return Along(q_dot, k_dot, v_dot, products, slope, curvature, p, p_sink, o, mean[..., 0])
+    return Directional(q_dot, k_dot, v_dot, products, slope, curvature, p, p_sink, o, mean[..., 0])

@@ -151,7 +151,7 @@ def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
     return make_dual(o, result_tangents[0]), make_dual(lse, result_tangents[1])
 
 
-def _spread(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _per_argument(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """One gradient per argument of the operator, from those of the differentiable arrays; others are None."""
     every: list[Any] = [None] * len(values)
     for position, grad in zip(_PRIMALS, grads, strict=True):
@@ -212,7 +212,7 @@ class Tangent(torch.autograd.Function):
         second: tuple[Any, ...] = (None,) * _N
         if any(ctx.needs_input_grad[2 + _N :]):
             second = _SecondGradient.apply(do, dlse, o, lse, o_dot, lse_dot, *along, *values)
-        return (None, None, *grads, *_spread(second, values))
+        return (None, None, *grads, *_per_argument(second, values))
 
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> tuple[Any, Any]:
@@ -257,7 +257,7 @@ class Backward(torch.autograd.Function):
             second = _SecondGradient.apply(do, dlse, o, lse, o_dot, lse_dot, *along, *values)
         return (
             None if do is None else o_dot, None if dlse is None else lse_dot, None, None,
-            *_spread(second, tuple(values)),
+            *_per_argument(second, tuple(values)),
         )  # fmt: skip
 
     @staticmethod

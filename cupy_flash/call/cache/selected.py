@@ -22,7 +22,7 @@ from ..operands import AXES, Views, cast, check_place, table_of, wrong
 from ..public_names import public_name, type_phrase
 from .describe import adopt_cache, pack_queries
 from .pages import rows_apart
-from .rows import Rows, int32_beside
+from .rows import Rows, int32_like
 from .values import check_lengths
 
 __all__ = ["Selection", "adopt_selection"]
@@ -146,7 +146,7 @@ class Selection(NamedTuple):
             seen = seen & (rows.stand - at <= min(band.left, MAX_SEQLEN))
         if options.get("cache_leftpad") is not None:
             seen = seen & (at >= options["cache_leftpad"][rows.sequence])
-        count, kind = math.prod(shape), int32_beside(xp, q)
+        count, kind = math.prod(shape), int32_like(xp, q)
         table = in_dtype(xp.where(seen, slot * apart + key, -1), xp.int32).reshape(count, selected)
         lengths = xp.zeros(count, **kind)
         if selected:
@@ -217,7 +217,7 @@ class _Queries(NamedTuple):
             )
             length, stand = (rows.first + rows.used)[rows.sequence], rows.first[rows.sequence] + rows.row
             return cls(*(x[:, None] for x in (rows.sequence, length, stand, rows.inside)))
-        length, kind = cache_seqlens, int32_beside(xp, q)
+        length, kind = cache_seqlens, int32_like(xp, q)
         batch, seqlen_q, _ = raw["indices"].shape
         if isinstance(length, (int, np.integer)):
             length = min(max(int(length), 0), room)

@@ -145,7 +145,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"does not split keys, and tuning.splits={p.cache.splits} is asked for")
     if p.spans:
         reasons.append("does not support Spans over a cache")
-    reasons += decode.refused_codes(p)
+    reasons += decode.code_refusals(p)
     if p.cache.dtype not in (p.dtype, *decode.CODES) and p.dtype in _ROUNDED:
         reasons.append(f"keys of {p.cache.dtype} times their scale are not exact in {p.dtype}")
     if p.mask and _keeps(p):

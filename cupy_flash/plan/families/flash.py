@@ -285,14 +285,14 @@ def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("gradients with Spans or a BlockMask need sm_80")
     if p.blocks and p.dtype == "float32":
         reasons.append("does not support a BlockMask in float32: there are too few registers")
-    reasons += simple.refused_of_function(p)
+    reasons += simple.function_refusals(p)
     if p.second_order and p.function is not None:
         reasons.append("does not support second derivatives of score functions")
     widest = max(p.head_dim, p.head_dim_v)
     if p.second_order and arch.capability < 80:
         reasons.append("second derivatives need the asynchronous copies of sm_80")
     if p.direction == "hvp":
-        reasons += _refused_of_hessian(p)
+        reasons += _hessian_refusals(p)
     if p.direction == "jvp" and widest > 128:
         reasons.append(f"does not support tangents of head_dim {widest}, above 128")
     elif _classes(p) is None:
@@ -300,7 +300,7 @@ def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
-def _refused_of_hessian(problem: Problem) -> list[str]:
+def _hessian_refusals(problem: Problem) -> list[str]:
     """Reasons against hvp."""
     p, reasons = problem, []
     most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
@@ -413,7 +413,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if problem.direction == "jvp":
         return Plan(arch.name, NAME, tuple(launches), notes=notes)
     if problem.direction == "hvp":
-        before, after = simple.around_hessian(problem)
+        before, after = simple.hessian_launches(problem)
         return Plan(
             arch.name, NAME, (*before, *launches, *after), *simple.hessian_workspace(problem), notes=notes
         )

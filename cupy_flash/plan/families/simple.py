@@ -11,9 +11,22 @@ from ...program.graph import MOST_ARGUMENTS, Body
 from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
-__all__ = ["HEAD_DIMS", "NAME", "ZEROED", "argument_gradients", "argument_sums", "around_hessian",
-           "delta", "hessian_workspace", "of_function", "plan", "refusals", "refused_of_function",
-           "sink_gradients", "variants"]  # fmt: skip
+__all__ = [
+    "HEAD_DIMS",
+    "NAME",
+    "ZEROED",
+    "argument_gradients",
+    "argument_sums",
+    "delta",
+    "function_refusals",
+    "hessian_launches",
+    "hessian_workspace",
+    "of_function",
+    "plan",
+    "refusals",
+    "sink_gradients",
+    "variants",
+]  # fmt: skip
 
 NAME = "simple"
 
@@ -155,7 +168,7 @@ def _steps(problem: Problem) -> list[str]:
     return [*steps, *_OF_ARGUMENTS * bool(problem.learned_elements)]
 
 
-def refused_of_function(problem: Problem) -> list[str]:
+def function_refusals(problem: Problem) -> list[str]:
     """Reasons why no kernel supports a score function."""
     function = problem.function
     if function is None:
@@ -172,7 +185,7 @@ def _computed_in(problem: Problem) -> str:
     return (SAME_BITS if problem.reproducible == "device" else SHORT)[problem.dtype]
 
 
-def _without_same_bits(problem: Problem) -> list[str]:
+def _same_bits_refusals(problem: Problem) -> list[str]:
     """Reasons why there is no kernel with the same bits on every architecture."""
     reasons = []
     if problem.dtype not in SAME_BITS:
@@ -182,7 +195,7 @@ def _without_same_bits(problem: Problem) -> list[str]:
     return reasons
 
 
-def _not_counted(problem: Problem) -> list[str]:
+def _statistics_refusals(problem: Problem) -> list[str]:
     """Reasons why there is no kernel for some statistics."""
     reasons = []
     if problem.cache is not None:
@@ -196,15 +209,15 @@ def _not_counted(problem: Problem) -> list[str]:
 
 def refusals(problem: Problem, _arch: Arch) -> list[str]:
     """All reasons why these kernels do not support a problem."""
-    reasons = _not_counted(problem) if problem.direction == "statistics" else []
+    reasons = _statistics_refusals(problem) if problem.direction == "statistics" else []
     if problem.dtype not in SHORT:
         return [*reasons, f"computes with 16-bit and wider inputs, not {problem.dtype}"]
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
     if problem.reproducible == "device":
-        reasons += _without_same_bits(problem)
-    reasons += refused_of_function(problem)
+        reasons += _same_bits_refusals(problem)
+    reasons += function_refusals(problem)
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:
@@ -270,7 +283,7 @@ def _slices(problem: Problem) -> int:
     return max(1, min(tiles, _MOST_SLICES, _SLICES_BYTES // (8 * p.learned_elements)))
 
 
-def around_hessian(problem: Problem) -> tuple[list[Launch], list[Launch]]:
+def hessian_launches(problem: Problem) -> tuple[list[Launch], list[Launch]]:
     """The launches before and after the hvp passes with products, for families that have only these."""
     return _launches(problem, ["delta_dot"]), _launches(problem, ["dsinks_dot"] * problem.sinks)
 
