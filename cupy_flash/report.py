@@ -333,8 +333,8 @@ def memory_report(
     InvalidArgumentsError, UnsupportedError
         As in `attention`.
     """
-    asked = Options(**options)
-    flag(asked.causal, "causal")
+    given = Options(**options)
+    flag(given.causal, "causal")
     flag(backward, "backward")
     _check_arch(arch)
     name_of_dtype = dtype_name(dtype)
@@ -354,7 +354,7 @@ def memory_report(
             f"{heads} heads are not a multiple of heads_k = {heads_k}.",
             hint=f"heads_k={math.gcd(heads, heads_k)}, or another divisor of {heads}",
         )
-    band = resolve_band(asked.causal, asked.window, asked.align, False, seqlen, seqlen_k)
+    band = resolve_band(given.causal, given.window, given.align, False, seqlen, seqlen_k)
     problem = Problem(
         direction="backward" if backward else "forward",
         dtype=name_of_dtype,

@@ -187,15 +187,15 @@ def results_of(want: Any, top_k: Any) -> tuple[str, ...]:
         raise InvalidArgumentsError(
             f"top_k is {top_k!r}.", hint=f"how many keys to list, from 1 to {MOST_PLACES}"
         )
-    asked = tuple(want) if isinstance(want, (tuple, list, set, frozenset)) else (want,)
-    for name in asked:
+    names = tuple(want) if isinstance(want, (tuple, list, set, frozenset)) else (want,)
+    for name in names:
         if not one_of(name, WANTED):
             raise InvalidArgumentsError(f"want has {name!r}.", hint=f"want= some of {', '.join(WANTED)}")
-    if not asked:
+    if not names:
         raise InvalidArgumentsError("want is empty.", hint=f"want= some of {', '.join(WANTED)}")
     return tuple(
         name for name in AttentionStatistics._fields
-        if (name if name not in _OF_PLACES else "top_k") in asked
+        if (name if name not in _OF_PLACES else "top_k") in names
     )  # fmt: skip
 
 
@@ -289,13 +289,13 @@ def _described_cache(
     every = cache_parts(k, k, options)
     if getattr(every.get("scale"), "shape", None):
         q = scaled_over_cache(q, every)
-    arrays, values, asked = split_of_cache(every)
+    arrays, values, cache_call = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
     raw["v_cache"] = raw["k_cache"]  # no kernel reads it
     packing = None
-    if asked.longest is not None or not PACKED.isdisjoint(raw):
-        packing = pack_queries(raw, values.layout, asked, length)
-    problem, views = describe_cache(raw, values, asked, packing=packing)
+    if cache_call.longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, cache_call, length)
+    problem, views = describe_cache(raw, values, cache_call, packing=packing)
     if problem.spans is not None:
         raise UnsupportedError("spans are not supported over a cache here.", hint="mask= a boolean array")
     check_values(problem, raw, length)

@@ -179,14 +179,14 @@ class Program:
         for launch, kernel in zip(plan.launches, kernels, strict=True):
             variant, names = launch.variant, dict(launch.seen)
             seen = {**views, **{there: views[here] for there, here in names.items()}}
-            asked = problem
+            described = problem
             if launch.heads_as_rows:
-                asked, seen = (
+                described, seen = (
                     problem_of_rows(problem),
                     views_of_rows(seen, problem.heads_q // problem.heads_k),
                 )
             if variant.params not in structs:
-                structs[variant.params] = Params(variant.params, asked, seen, launch, names)
+                structs[variant.params] = Params(variant.params, described, seen, launch, names)
             group = problem.heads_q // problem.heads_k if launch.head_bits else 1
             maps = tuple(
                 _Map(kernel, names.get(box.view, box.view), seen[box.view], box,

@@ -51,9 +51,9 @@ class _Stretch(NamedTuple):
 class _Call:
     """A checked call: the exchange of keys and values, and the stretches to compute afterwards."""
 
-    def __init__(self, asked: LocalCall) -> None:
-        link, arrays, causal, options, cut, _ = asked
-        self.terms = dict(asked.terms)
+    def __init__(self, local_call: LocalCall) -> None:
+        link, arrays, causal, options, cut, _ = local_call
+        self.terms = dict(local_call.terms)
         q, k = arrays["q"], arrays["k"]
         self.axis = axis = row_axis(options, q)
         call_options = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
@@ -86,7 +86,7 @@ class _Call:
         for stretch in self.stretches:
             if not stretch.cuts:
                 operands, values = split(stretch.call_options)
-                describe(asked.direction, {**operands, **self.operands(stretch, arrays)}, values)
+                describe(local_call.direction, {**operands, **self.operands(stretch, arrays)}, values)
 
     def operands(self, stretch: _Stretch, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays of the call for a stretch."""
@@ -100,13 +100,13 @@ class _Call:
         }
 
 
-def check_blocks(asked: LocalCall) -> None:
+def check_blocks(local_call: LocalCall) -> None:
     """Refuse a BlockMask whose blocks do not begin where stretches do."""
-    link, options = asked.link, asked.options
+    link, options = local_call.link, local_call.options
     blocks = [x for x in masks_of(options["mask"]) if isinstance(x, BlockMask)]
     if blocks:
-        q, k = (asked.arrays[name].shape[row_axis(options, asked.arrays["q"])] for name in "qk")
-        whole = Split(link.rank, link.ranks, (q, k), asked.causal, options["parts"], options["seqlen"])
+        q, k = (local_call.arrays[name].shape[row_axis(options, local_call.arrays["q"])] for name in "qk")
+        whole = Split(link.rank, link.ranks, (q, k), local_call.causal, options["parts"], options["seqlen"])
         for mask in blocks:
             block_rows(mask, whole.queries, whole.lengths[0])
 
@@ -223,12 +223,12 @@ def _sequence_by_sequence(
     return found
 
 
-def forward(asked: LocalCall) -> tuple[Any, Any]:
+def forward(local_call: LocalCall) -> tuple[Any, Any]:
     """As in `ring.forward`."""
-    link = asked.link
-    q, _, v = asked.arrays.values()
+    link = local_call.link
+    q, _, v = local_call.arrays.values()
     with link.agreement.refusals():
-        call = _Call(asked)
+        call = _Call(local_call)
         o = room(link, q, (*q.shape[:-1], v.shape[-1]))
         swapped = call.axis == -3
         lse = room(link, q, (*q.shape[:-3], q.shape[-2], q.shape[-3]) if swapped else q.shape[:-1], wide=True)
@@ -250,12 +250,12 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
     return o, lse
 
 
-def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As in `ring.backward`."""
-    link, arrays, options = asked.link, asked.arrays, asked.options
+    link, arrays, options = local_call.link, local_call.arrays, local_call.options
     q = arrays["q"]
     with link.agreement.refusals():
-        call = _Call(asked)
+        call = _Call(local_call)
         dq = room(link, q, tuple(q.shape))
         given_back = [name for name, x in zip("kv", wanted, strict=True) if x]
         shapes = {name: tuple(x.whole.shape) for name, x in zip("kv", call.there, strict=True)}

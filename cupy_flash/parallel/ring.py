@@ -34,10 +34,10 @@ class _Call(NamedTuple):
     terms: dict[str, Any]
 
 
-def checked(asked: LocalCall) -> _Call:
+def checked(local_call: LocalCall) -> _Call:
     """Check a call and return its parts; all refusals happen here, before the first message."""
-    link, arrays, causal, options, cut, _ = asked
-    terms = dict(asked.terms)
+    link, arrays, causal, options, cut, _ = local_call
+    terms = dict(local_call.terms)
     q, axis = arrays["q"], row_axis(options, arrays["q"])
     plain = {name: x for name, x in options.items() if name != "sinks"}
     parts: DenseParts | PackedParts
@@ -76,12 +76,12 @@ class _Buffers:
         )
 
 
-def forward(asked: LocalCall) -> tuple[Any, Any]:
+def forward(local_call: LocalCall) -> tuple[Any, Any]:
     """O and LSE of this process's queries over the keys of all processes."""
-    link, options = asked.link, asked.options
-    q, k, v = asked.arrays.values()
+    link, options = local_call.link, local_call.options
+    q, k, v = local_call.arrays.values()
     with link.agreement.refusals():
-        call = checked(asked)
+        call = checked(local_call)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
     link.agreement.reach(call.terms)
@@ -118,7 +118,7 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
     return link.cast_like(o, q), lse
 
 
-def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """Gradients of this process's q, k and v; gradients of k and v travel with the keys, and home at the end.
 
     With the LSE of the whole sequence, the gradients of each pair of parts are exact summands. A process that
@@ -126,13 +126,13 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
 
     `wanted` says whether any process needs the gradients of k, and of v; others are not sent, and are None.
     """
-    link, options = asked.link, asked.options
-    do, q, k, v, o, lse, dlse = asked.arrays.values()
+    link, options = local_call.link, local_call.options
+    do, q, k, v, o, lse, dlse = local_call.arrays.values()
     with link.agreement.refusals():
-        call = checked(asked)
+        call = checked(local_call)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
-        home = tuple(x for x, asked in zip((k, v), wanted, strict=True) if asked)
+        home = tuple(x for x, local_call in zip((k, v), wanted, strict=True) if local_call)
         room_of_sums = _Buffers(link, call, home, len(call.parts.steps), wide=True)
         dq, sums = link.upcast(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
@@ -149,7 +149,7 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
         given = do[mine], q[mine], *(x[theirs] for x in keys), o[mine], lse[of_lse]
         grads = parts.differentiate(todo, given, sinks, dlse=None if dlse is None else dlse[of_lse])
         dq[mine] += grads.dq
-        shares = tuple(x for x, asked in zip((grads.dk, grads.dv), wanted, strict=True) if asked)
+        shares = tuple(x for x, local_call in zip((grads.dk, grads.dv), wanted, strict=True) if local_call)
         dsinks = grads.dsinks if dsinks is None else dsinks
 
     def add(todo: Pair) -> None:
@@ -182,5 +182,5 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
         if returning is not None:
             sums = returning()
     narrowed = iter([link.cast_like(x, like) for x, like in zip(sums, home, strict=True)])
-    dk, dv = (next(narrowed) if asked else None for asked in wanted)
+    dk, dv = (next(narrowed) if local_call else None for local_call in wanted)
     return Gradients(link.cast_like(dq, q), dk, dv, dsinks=dsinks)

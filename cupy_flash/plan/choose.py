@@ -45,8 +45,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     from .families import CACHE_FAMILIES, FAMILIES, OF_STATISTICS, order
 
     unread = [(name, True) for name in problem.per_head if name not in _PER_HEAD]
-    for name, asked in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask), *unread):
-        if asked:
+    for name, given in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask), *unread):
+        if given:
             raise UnsupportedError(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
     if isinstance(problem.function, Graph):
         _refuse_what_wraps(problem.function, problem.extents)

@@ -56,8 +56,8 @@ def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> V
                 hint="a NumPy, CuPy, torch or JAX array",
             )
     raw, length = adopt_cache(given)
-    asked = CacheCall(longest=options.get("max_seqlen_q"), most_keys=options.get("max_seqlen_k"))
-    pack_queries(raw, options.get("layout", "bhsd"), asked, length)
+    cache_call = CacheCall(longest=options.get("max_seqlen_q"), most_keys=options.get("max_seqlen_k"))
+    pack_queries(raw, options.get("layout", "bhsd"), cache_call, length)
     return raw
 
 

@@ -328,8 +328,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return reasons
     variants = _passes(p, arch)
     if p.reproducible and p.seqlen_k > CHUNK_KEYS and _IN_PARTS in variants[0].macros:
-        asked = problem_of_rows(p) if heads_share_keys(p) else p
-        nbytes, most = _parts_bytes(asked, variants[0]), MOST_PARTS_BYTES
+        of_rows = problem_of_rows(p) if heads_share_keys(p) else p
+        nbytes, most = _parts_bytes(of_rows, variants[0]), MOST_PARTS_BYTES
         if p.packed or nbytes > most:
             reasons.append(
                 f"has too few registers to combine chunks of {CHUNK_KEYS} keys at head_dim {p.head_dim} of "
