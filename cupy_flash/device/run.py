@@ -139,13 +139,25 @@ class _Map:
 
 
 class _Step(NamedTuple):
-    """One launch, without addresses."""
+    """One launch, without addresses.
+
+    Attributes
+    ----------
+    launch : Launch
+    kernel : Kernel
+    struct : int
+        Index of its params struct in the program.
+    maps : tuple of _Map
+        Tensor maps, which precede the params.
+    padding : bytes
+        Zeros that pad a struct with tensor maps to its alignment.
+    """
 
     launch: Launch
     kernel: Kernel
-    struct: int  # index of its params struct in the program
+    struct: int
     maps: tuple[_Map, ...]
-    end: bytes  # zeros that pad a struct with tensor maps to its alignment
+    padding: bytes
 
 
 class Program:
@@ -193,8 +205,8 @@ class Program:
                      group if box.grouped else 0, launch.head_bits)
                 for box in variant.boxes
             )  # fmt: skip
-            end = bytes(-structs[variant.params].nbytes % _MAP_ALIGNMENT if maps else 0)
-            steps.append(_Step(launch, kernel, list(structs).index(variant.params), maps, end))
+            padding = bytes(-structs[variant.params].nbytes % _MAP_ALIGNMENT if maps else 0)
+            steps.append(_Step(launch, kernel, list(structs).index(variant.params), maps, padding))
         self._structs, self._steps = tuple(structs.values()), tuple(steps)
 
     def run(self, numbers: dict[str, int], workspace: int, stream: int) -> None:

@@ -114,7 +114,7 @@ def attention_with_kv_cache(
         q = jnp.asarray(q)
         factor = scale_shape(flat["scale"].shape, q.shape, layout)
         scale = flat["scale"].reshape(factor).astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
-        # why not q * scale: a program may forbid to mix dtypes (jax_numpy_dtype_promotion)
+        # why not q * scale: JAX may be set to refuse mixed dtypes (jax_numpy_dtype_promotion)
         q, flat["scale"] = times(q.astype(scale.dtype), scale).astype(q.dtype), 1.0
     want_lse, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)

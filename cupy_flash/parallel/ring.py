@@ -27,7 +27,16 @@ __all__ = ["backward", "checked", "forward"]
 
 
 class _Call(NamedTuple):
-    """A checked call: its parts, their axis of rows, and what must be the same in all processes."""
+    """A checked call.
+
+    Attributes
+    ----------
+    parts : DenseParts or PackedParts
+    axis : int
+        Axis of rows in q, k, v and o, from the end.
+    terms : dict
+        Arguments that must be the same in all processes, by name.
+    """
 
     parts: DenseParts | PackedParts
     axis: int

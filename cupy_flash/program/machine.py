@@ -87,7 +87,23 @@ NOTHING = Machine((), (0, 0, 0), (0, 0, 0))
 
 
 class _Step(NamedTuple):
-    """An instruction before register allocation; value numbers after the graph's nodes are temporaries."""
+    """An instruction before register allocation.
+
+    Attributes
+    ----------
+    op : str
+        Name of the operation, one of `OPS`.
+    reach : int
+        What the result varies over: lanes, keys or pairs.
+    to : int
+        Number of the result. Numbers of nodes are those of the graph; later ones are temporaries.
+    operands : tuple of int
+        Numbers of the operands.
+    array : int
+        Number of the argument that it reads.
+    value : float
+        The constant, if it is one.
+    """
 
     op: str
     reach: int
@@ -110,7 +126,7 @@ class _Writer:
         self.steps: list[_Step] = []
         self.reach: dict[int, int] = {_S: _PAIRS, _DS: _PAIRS}
         self._values = len(graph.nodes)
-        self._spread: dict[int, int] = {}
+        self._broadcast: dict[int, int] = {}
         self._as_int: dict[int, int] = {}
         self._lanes: dict[int, bool] = {}  # whether a value per lane varies between lanes
         self._place: list[int] = []
@@ -134,9 +150,9 @@ class _Writer:
         """Broadcast a value per key to pairs; other values need no broadcast."""
         if self.reach[value] != _KEYS:
             return value
-        if value not in self._spread:
-            self._spread[value] = self.new("spread", _PAIRS, (value,))
-        return self._spread[value]
+        if value not in self._broadcast:
+            self._broadcast[value] = self.new("spread", _PAIRS, (value,))
+        return self._broadcast[value]
 
     def joined(self, values: list[int]) -> tuple[int, tuple[int, ...]]:
         """The reach of a result of these operands, and the operands broadcast to it where needed."""

@@ -47,7 +47,17 @@ _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4}
 
 
 class Cell(NamedTuple):
-    """Warps per block, stages of each warp's ring buffer, and blocks that a multiprocessor should hold."""
+    """A cell of the tile table.
+
+    Attributes
+    ----------
+    warps : int
+        Warps per block.
+    stages : int
+        Stages of each warp's ring buffer.
+    min_blocks : int
+        Blocks that a multiprocessor should hold, which limits the registers of a thread.
+    """
 
     warps: int
     stages: int

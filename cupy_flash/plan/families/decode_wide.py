@@ -22,7 +22,17 @@ _WARPS = 8
 
 
 class Cell(NamedTuple):
-    """Rows and keys per step, warps that share the keys, and stages of the ring buffer."""
+    """A cell of the tile table.
+
+    Attributes
+    ----------
+    rows, keys : int
+        Rows of a block, and keys per step.
+    key_warps : int
+        Warps that share the keys of a step.
+    stages : int
+        Stages of the ring buffer.
+    """
 
     rows: int
     keys: int
