@@ -1,4 +1,4 @@
-// Attention backward on the CPU: dQ, dK, dV and the gradient of the sinks, with the weights computed again from LSE.
+// Attention backward on the CPU: dQ, dK, dV and the gradient of the sinks, with weights recomputed from LSE.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, the loops in this order:
 //   [A2.4]  delta = rowsum(dO O) - dLSE

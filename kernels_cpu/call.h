@@ -14,8 +14,7 @@ struct Tensor {
     int32_t unused;
 };
 
-// What codes of 4 bits stand for: (slot, head, key, group of features). Integers: `scale` each and `zero` for the
-// lowest. E2M1: groups of 16, `scale` is the bits of a float8 e4m3, and zero.data is null.
+// Scales of 4-bit codes, (slot, head, key, group of features). Integers: a code is code * `scale` + `zero`. E2M1: groups of 16, `scale` is the bits of a float8 e4m3, and zero.data is null.
 struct Codes {
     Tensor scale, zero;
     int64_t group;    // features of a group
@@ -30,8 +29,8 @@ struct Spans {
 struct SpanLimits;    // spans.h
 struct Function;      // function.h
 
-// Which blocks of queries see which blocks of keys: 0 not at all, 1 as a whole, n + 2 as the n-th bits say, of which
-// each query has a row of a bit for each key.
+// A block mask. Entries of the table: 0 empty, 1 full, n + 2 partial with the n-th block of bits, which has a row per
+// query and a bit per key.
 struct Blocks {
     const int32_t* table;    // null if the call has none; strides of (batch, heads_q, block, block)
     int64_t batch, head, row, column;

@@ -13,8 +13,8 @@ struct Rows {
     V<Real> row_max, row_sum;
 };
 
-// Rows of unnormalised O, `count` vectors that are `step` apart, over all chunks so far: one more comes to them. A chunk
-// in which a row sees nothing leaves the row as it is, but for the sign of 0.
+// Merges a chunk into the rows of unnormalised O over all chunks before it, `count` vectors that are `step` apart. A
+// chunk in which a row sees nothing leaves the row unchanged, except for the sign of 0.
 // why noinline: inlined twice, the sums of two products might be rounded in two ways.
 template <class Real>
 __attribute__((noinline)) void merge(Rows<Real>& all, Real* o, const Rows<Real>& chunk, const Real* o_chunk,

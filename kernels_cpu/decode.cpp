@@ -6,9 +6,9 @@
 //   [D3]      for each block of keys: S = score(Q K^T); row_max rises; P = e^(S - row_max); O += P V
 //   [D4]  O and LSE of a row from those of the chunks, from left to right
 //
-// Lanes are keys for S, W rows of K at a time transposed in registers, and features for O, which is summed as V lies.
-// Where rows fill panels, forward.cpp computes instead, with lanes along queries; where they do not, and nothing belongs
-// to pairs, this computes for it: with the same blocks, chunks and orders of sums, so that bits do not say who did.
+// Lanes are keys for S, W rows of K at a time transposed in registers, and features for O, in the order of V in memory.
+// Where rows fill panels, forward.cpp computes instead, with lanes along queries. Where they do not, and no option is per
+// pair, forward.cpp calls this: with the same blocks, chunks and orders of sums, so that the bits are the same.
 //
 // Jobs:    (sequence, key head, chunk of the keys).
 // Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied. Values of 16 bits
@@ -93,12 +93,13 @@ RARE void rotate_job(void* what, int64_t unit) {
 
 // ---- [D3]
 
-// Where memory is to be asked for meanwhile. why not in one burst: that would stall until most has been answered.
+// Rows to prefetch between the products. why not all at once: the core would stall until most lines have arrived.
 struct Ahead {
     const char* row;
     int64_t step, size;    // bytes: of a row, of an element
 
-    // For the line that begins at feature c, if one does, of some rows. why inline: a call would save all vectors.
+    // Prefetches the cache line that begins at feature c, if one does, of some rows. why inline: a call would save all
+    // vector registers.
     __attribute__((always_inline)) void prefetch(int64_t c, int rows) const {
         if (row && c * size % 64 == 0)
             _Pragma("GCC unroll 1") for (int y = 0; y < rows; ++y)
@@ -158,8 +159,8 @@ template <class Real>
 bool converts_values(Type type) {
     return sizeof(Real) == sizeof(float) && (type == kBf16 || (kConvertsF16 && type == kF16));
 }
-// Whether V, of floats, is read row by row, unasked: what comes in order a processor fetches by itself, faster than what
-// it is asked for. why two rows of O at most: sums of as many, of whole rows of V, fit the registers.
+// Whether V, of floats, is read row by row, without prefetches: the hardware prefetches consecutive rows faster.
+// why two rows of O at most: registers hold the sums of no more whole rows.
 constexpr int kWholeRow = 8;    // vectors
 template <class Real>
 constexpr bool in_order(int64_t rows, int64_t wide) {
@@ -256,8 +257,8 @@ void decode_job(void* what, int64_t number) {
                 const char* at = static_cast<const char*>(p.k.data) + keys.at(j) * k_size;
                 k = reinterpret_cast<const Entry*>(at), step = p.k.row / depth;
             }
-            // V of these keys is read after the block's scores, K soon. why not both a block ahead: of each chunk the
-            // first block, a quarter of it, would come unasked.
+            // V of these keys is read after the block's scores, K soon. why not both a block ahead: the
+            // first block of each chunk, a quarter of it, would not be prefetched.
             int64_t later = j + kAhead;
             Ahead k_ahead{}, v_ahead{};
             if (later + w <= end && p.k.column == 1 && !keys.hidden(later))

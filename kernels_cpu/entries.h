@@ -1,9 +1,9 @@
-// What a product multiplies: reals, or pairs of bfloat16, neighbours along its depth, whose two products one instruction
-// adds (AVX512-BF16). Its sums are reals.
+// Operands of products: reals, or pairs of bfloat16, neighbours along the depth, whose two products one instruction adds
+// (AVX512-BF16). Sums are reals.
 //
 // Q, K, V and dO are bfloat16 already and lose nothing; weights and dS are rounded, as kernels of GPUs round them.
-// layout: depth x lanes reals become half as many rows of pairs, a row that is missing being 0; where the depth lies
-// along the rows, each row becomes half as many pairs and begins where it did. Both in place.
+// layout: depth x lanes reals become half as many rows of pairs, with 0 for a missing row; where rows are along the
+// depth, each becomes half as many pairs and begins where it did. Both in place.
 #pragma once
 #include "panel.h"
 
@@ -55,7 +55,9 @@ INLINE V<Pair> interleave(__m512i halves) {
     return (V<Pair>)_mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
 }
 // The lanes of two vectors, rounded, interleaved; or those that lie in memory.
-INLINE V<Pair> interleave(V<float> first, V<float> second) { return interleave((__m512i)both(first, second)); }
+INLINE V<Pair> interleave(V<float> first, V<float> second) {
+    return interleave((__m512i)both(first, second));
+}
 INLINE V<Pair> interleave(const Bf16* first, const Bf16* second) {
     const auto half = [](const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
     // why a mask: GCC warns of the header's form without one.
@@ -84,7 +86,7 @@ INLINE const Entry* down(Real* to, const Real* from, int64_t rows, int64_t width
         return reinterpret_cast<const Entry*>(to);
     }
 }
-// The same of rows that lie along the depth, of whole panels.
+// The same for rows along the depth, of whole panels.
 template <class Entry, class Real = RealOf<Entry>>
 INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
     if constexpr (kDepth<Entry> == 1) return rows;
@@ -98,7 +100,7 @@ INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
     }
 }
 
-// A vector of row k of what a product multiplies: as it lies, or from halves, of which a pair takes two rows.
+// A vector of row k of an operand: as stored, or pairs made of two rows of 16-bit elements.
 template <class Entry, class B>
 INLINE V<Entry> load_row(const B* b, int64_t step, int64_t k) {
     if constexpr (sizeof(B) == sizeof(Entry) || kDepth<Entry> == 1) return load(b + k * step);

@@ -1,4 +1,4 @@
-// What both kernels of the backward pass compute for a panel and some keys: the weights again, and dS.
+// Code that both kernels of the backward pass share, for a panel and some keys: recomputed weights, and dS.
 #pragma once
 #include "lse.h"
 #include <math.h>

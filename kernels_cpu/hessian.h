@@ -1,4 +1,4 @@
-// What both entries of H compute for a panel and some keys: dS, and its derivative in a direction.
+// Code that both entries of H share, for a panel and some keys: dS, and its derivative in a direction.
 #pragma once
 #include "gradient.h"
 #include "second_order.h"
@@ -73,7 +73,7 @@ struct HessianTiles {
         return true;
     }
 
-    // [H.2] [H.3] [H.5] [H.6]: p_dot and ds_dot of keys that are `behind` the first one in hand of the direction; k are
+    // [H.2] [H.3] [H.5] [H.6]: p_dot and ds_dot of keys that are `behind` the first current one of the direction; k are
     // finite_rows.
     void compute_tangents(const Score<Real>& score, const GradientPanel<Real>& g, const HessianPanel<Real>& h,
                           const Direction<Real>& direction, int64_t from, int64_t keys, int64_t behind,

@@ -1,4 +1,4 @@
-// Keys and values as products read them: where they lie, or copied block by block.
+// Keys and values as products read them: in place, or copied block by block.
 #pragma once
 #include "product.h"
 
@@ -8,15 +8,16 @@ struct Operand {
     const Keys<Real>& keys;
     static constexpr bool kPairs = kDepth<Entry> > 1, kTransposed = kPairs && kTiles;
 
-    // Whether each row of bfloat16 lies as pairs of features; and all of them in one piece.
+    // Whether each row of bfloat16 can be read as pairs of features in place.
     bool are_pairs() const {
         const Tensor& t = keys.t;
         return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0 &&
                !keys.rotated_on_read;
     }
+    // The same, and rows are one stride apart.
     bool rows_are_pairs() const { return are_pairs() && !keys.p.pages; }
     int64_t wide() const { return kPairs ? up(keys.width, kPanel<Real>) : keys.width; }    // of a row
-    // Reals of space for so many keys, for rows that follow the features, or the keys.
+    // Reals of space that `rows`, or `columns`, need for this number of keys.
     int64_t space_of_rows(int64_t count) const {
         return (kPairs ? rows_are_pairs() : keys.in_place()) ? 0 : count * wide();
     }

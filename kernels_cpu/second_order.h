@@ -1,4 +1,4 @@
-// What both passes of second order have: the call with its directions, the weights again, and tangents of scores.
+// Code that both passes of second order share: the call with its directions, recomputed weights, tangents of scores.
 #pragma once
 #include "lse.h"
 
@@ -29,12 +29,12 @@ EXPORTED int32_t cupy_flash_hvp_dbias(SecondOrder*);
 constexpr int64_t kDirections =
     4;    // of a job, at most: they share the weights, and scratch does not grow with them
 
-// One direction in the hands of a job.
+// The arrays of one direction, and the tangents of the keys that a job is working on.
 template <class Real>
 struct Direction {
     static constexpr int w = W<Real>, panel = kPanel<Real>;
     Tensor q, k, v, bias, sinks, o, lse, dq, dk, dv, dbias, dsinks;
-    const Real *k_rows, *v_rows;    // tangents of the keys in hand
+    const Real *k_rows, *v_rows;    // tangents of the current keys
     int64_t k_step, v_step;
 
     __attribute__((noinline))    // why: every pass has some, and size counts
@@ -50,7 +50,7 @@ struct Direction {
         if (t.data) t.data = static_cast<char*>(t.data) + n * x.step * bytes[t.type];
         return t;
     }
-    // Takes some keys in hand; space has room for a row of K and one of V each.
+    // Makes keys the current ones; space has room for a row of K and one of V for each.
     __attribute__((noinline)) void set_keys(const Call& p, const Sequence& s, int64_t head, int64_t from,
                                             int64_t count, Real* space) {
         if (k.data) k_rows = Keys<Real>{p, k, s, head, p.head_dim}.rows(from, count, space, &k_step);
@@ -60,7 +60,7 @@ struct Direction {
     // Whether scores have tangents.
     bool has_score_tangent() const { return q.data || k.data || bias.data; }
 
-    // Tangents of the scores of a tile of keys, which are `behind` the first one in hand. With softcap `capped` is
+    // Tangents of the scores of a tile of keys, which are `behind` the first current one. With softcap `capped` is
     // tanh of what `inside` gets the tangents of; pairs has room for a tile if the bias has a tangent.
     __attribute__((noinline)) void    // why: all passes share it, and size counts
     score_tangents(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys, int64_t behind,

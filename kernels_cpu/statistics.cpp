@@ -1,4 +1,4 @@
-// Statistics of the weights of attention, computed again from LSE tile by tile.
+// Statistics of the weights of attention, recomputed from LSE tile by tile.
 //
 // The tags are those of cupy_flash/cpu/statistics.py:
 //   [S.2]  LSE as given, else from a pass over the keys (lse.h)
@@ -42,7 +42,7 @@ struct KeyStatistics {
     }
 };
 
-// The strongest keys of the rows of a panel, which lie in the results, falling.
+// The keys with the largest weights for the rows of a panel, kept in the results in descending order.
 template <class Real>
 struct TopKeys {
     const Statistics& f;
@@ -53,7 +53,7 @@ struct TopKeys {
     int32_t* key(int64_t l, int64_t place) const {
         return static_cast<int32_t*>(f.top_keys.data) + keys.of[l] + place * f.top_keys.column;
     }
-    // A weight above the least of lane l comes to them, behind those that equal it; returns the least.
+    // Inserts a weight above the least of lane l, behind equal ones; returns the new least.
     __attribute__((noinline)) Real insert(int64_t l, Real weight, int64_t j) const {
         int64_t place = f.places - 1;
         for (; place > 0 && *of(l, place - 1) < weight; --place)

@@ -1,7 +1,7 @@
 // Products of pairs of bfloat16 by AMX: C (16 rows x 16 floats) += A (16 x 16 pairs) B (16 x 16 pairs), in one instruction
 // of 16 cycles, 16 times the rate of floats.
 //
-// A is read where it lies, rows along the depth; B is what `down` made, a pair of its rows a row. Four tiles of C stay in
+// A is read in place, rows along the depth; B comes from `down`, which makes one row of each pair of rows. Four tiles of C stay in
 // registers, two rows of them by two columns; two each hold A and B. Tiles are full but for the last rows and the end of
 // the depth, for which they get other shapes. Each job begins and ends with full ones (pool.h): a shape takes as
 // long as ten products.

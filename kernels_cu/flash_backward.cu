@@ -279,7 +279,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                 }
             }
         }
-        // sync: all are done with K and V, whose tiles dK and dV leave through.
+        // sync: all are done with K and V, in whose tiles dK and dV are staged.
         __syncthreads();
     }
 
@@ -310,7 +310,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                                                              warp % kDVRowGroups, warp / kDVRowGroups);
     };
     if constexpr (!kVInRegisters) stage_dv();
-    // sync: what is staged is complete before any thread stores it.
+    // sync: the staged tile is complete before any thread stores it.
     __syncthreads();
     store_tile<KTile, kThreads>(
         rows_of<Element>(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),

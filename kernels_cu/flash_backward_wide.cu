@@ -227,7 +227,7 @@ CF_DEVICE void for_each_step(int32_t first, int32_t end, Copy copy, MakeParts ma
         __syncthreads();
         add(step);
     }
-    // sync: the warp has read what it streamed, through whose place its gradients leave.
+    // sync: the warp has read what it streamed, in whose memory its gradients are staged.
     __syncwarp();
 }
 

@@ -163,7 +163,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         for (int i = 0; i < kStages - 1; i++) start(i);
     }
 
-    // sync: Q and what is saved are in shared memory, written by all threads.
+    // sync: Q and the saved values are in shared memory, written by all threads.
     __syncthreads();
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;

@@ -52,7 +52,7 @@ using Product = Math<Element, 1, false>;
 using Softmax = OnlineSoftmax<Product, 1, 0, 8>;
 using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
 using KeyTile = SwizzledTile<Element, kBlockN, kHeadDim>;
-// A half of the columns of values, as it lies in a tile of keys.
+// A half of the columns of values, in place in a tile of keys.
 using HalfTile = SwizzledTile<Element, kBlockN, kHalf>;
 using WeightTile = SwizzledTile<Element, kBlockM, kBlockN>;
 using Ring = StageRing<kStages>;
@@ -85,7 +85,7 @@ CF_DEVICE void produce(const HopperDecodeParams& p, SharedStorage& s, const Work
     for (int32_t step = work.steps.count - 1; step >= 0; step--, at.advance()) {
         const int32_t key = work.key(step), slot = slot_of(cache, work.block.batch, key);
         s.ring.acquire(at, KeyTile::kBytes);
-        // why also from slot -1: a page that lies nowhere is zeros, and hidden.
+        // why also from slot -1: a page outside the cache reads as zeros, and is masked.
         load_tile(s.keys[at.stage], p.k_map, s.ring.full[at.stage], row_in_slot(cache, key),
                   work.block.kv_head, slot);
     }

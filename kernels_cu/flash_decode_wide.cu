@@ -212,7 +212,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
                 }
                 if (copied_chunk == 0) s.nowhere[stage][copied_row] = slot < 0;
             }
-            // why: asked for a step early, an entry of the table arrives while the products run.
+            // why a step early: an entry of the table arrives while the products run.
             if (kLatent || values) slot = slot_at(step + 1);
         }
         cp_async_commit();
@@ -251,7 +251,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
             __syncthreads();
         }
         const uint32_t sK = take(tile);
-        // sync: keys of this step are visible to all, in the first step Q and what is saved too; all are done
+        // sync: keys of this step are visible to all, in the first step Q and the saved values too; all are done
         // with the tile before, whose stage is filled next.
         __syncthreads();
         start(tile + kStages - 1);
@@ -354,7 +354,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
             if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = sum;
         }
     }
-    // sync: row_sum of every warp, and what is saved where there was no step, are visible.
+    // sync: row_sum of every warp, and the saved values if there was no step, are visible.
     __syncthreads();
 
     // [A1.12] [A1.13]

@@ -52,9 +52,8 @@
 #define CF_MIN_BLOCKS 2
 #define CF_SHARED_BYTES 24704
 #endif
-// What a score can meet. band: the end of the keys, causal, window. any: everything, asked for at run time.
-// why: without a causal mask or window, the loop of `band` has the same instructions as one that could do
-// neither.
+// Options that change scores. band: the end of the keys, causal, window. any: all of them, tested at run time.
+// why no kind without a band: its loop would have the same instructions.
 enum class Mask { band, any };
 using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;

@@ -74,7 +74,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// What the headers of hopper/ ask for.
+// Types and constants that the headers of hopper/ need.
 struct Kernel {
     struct KTile {
         using Element = float;

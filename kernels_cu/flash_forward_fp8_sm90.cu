@@ -99,7 +99,7 @@ constexpr int kTransposers = 3;    // warps
 // 932 with 3 and 929 with 4, which spill. why not elsewhere: 2 were 3 % slower at head dim 128.
 constexpr int kAtOnce = kHeadDimV > 128 ? 3 : 1;
 
-// What the headers of hopper/ ask for.
+// Types and constants that the headers of hopper/ need.
 struct Kernel {
     using Params = HopperFp8ForwardParams;
     using Storage = SharedStorage;
@@ -131,7 +131,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
     Ring::Cursor to;
 #pragma unroll 1
     for (QRing::Cursor q;; q.advance()) {
-        // sync: what a tile is has come, with its Q.
+        // sync: the description of a tile has arrived, with its Q.
         s.q_ring.wait(q);
         const WorkTile<Kernel>& work = s.work[q.phase][q.stage];
         int32_t left = work.blocks;
@@ -167,7 +167,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
     }
 }
 
-// Where a consumer stands in the rings, from tile to tile.
+// The position of a consumer in the rings, kept from tile to tile.
 struct Cursors {
     QRing::Cursor q;
     Ring::Cursor k, v;

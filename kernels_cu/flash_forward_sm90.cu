@@ -93,7 +93,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// What the headers of hopper/ ask for.
+// Types and constants that the headers of hopper/ need.
 struct Kernel {
     using Params = HopperForwardParams;
     using Storage = SharedStorage;

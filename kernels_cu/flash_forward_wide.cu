@@ -90,7 +90,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
-static_assert(OTile::kBytes <= QTile::kBytes + kSlots * kSlotBytes, "O leaves through Q and the ring");
+static_assert(OTile::kBytes <= QTile::kBytes + kSlots * kSlotBytes, "O is staged in Q and the ring");
 
 // One operand's chunks: of columns (K) or of rows (V).
 template <class T, bool kOfColumns>

@@ -102,7 +102,7 @@ struct HopperForwardParams {
     ForwardParams call;
 };
 
-// Factors on stored numbers, (1 or batch, heads_k): a value is what is stored times its factor.
+// Factors on stored numbers, (1 or batch, heads_k): a value is the stored number times its factor.
 struct Scales {
     const float* data;    // may be null: 1
     int64_t batch, head;
@@ -205,8 +205,8 @@ struct F16x3BackwardParams {
     void *q_halves, *k_halves, *v_halves, *do_halves;
 };
 
-// Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
-// What codes of 4 bits stand for: feature f of a key is scale[f / group] * code + zero[f / group], of E2M1
+// Keys and values of sequences are in slots of a cache, one for a sequence or one for each of its pages.
+// Scales of 4-bit codes: feature f of a key is scale[f / group] * code + zero[f / group], for E2M1
 // scale[f / 16] * code times the scale of its head. (slots, heads_k, keys of a slot, groups), groups contiguous.
 struct Units {
     void* scale;                // of half, of E2M1 e4m3; null: no codes

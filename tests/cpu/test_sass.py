@@ -594,7 +594,7 @@ def test_what_stands_between_products_is_what_the_worst_case_says(target, head_d
 
 
 UNDER = next(v for v in families.variants("sm_80") if v.name.startswith("flash_backward_dqkv_f16_d128_band"))
-BESIDE = "            beside(Share{i, kBlocks});\n"
+INTERLEAVED = "            interleaved(Share{i, kBlocks});\n"
 
 
 @pytest.mark.skipif(
@@ -609,11 +609,11 @@ def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatc
     built(UNDER, cuda, "sm_80")
     folder = tmp_path / "kernels"
     shutil.copytree(sources.folder(), folder)
-    (header,) = (path for path in folder.rglob("*.cuh") if BESIDE in path.read_text())
-    text = header.read_text().replace(BESIDE, "")
-    whole = "        multiply_together<Math, kSteps>(d, a, b, beside);\n"
+    (header,) = (path for path in folder.rglob("*.cuh") if INTERLEAVED in path.read_text())
+    text = header.read_text().replace(INTERLEAVED, "")
+    whole = "        multiply_together<Math, kSteps>(d, a, b, interleaved);\n"
     assert whole in text
-    header.write_text(text.replace(whole, "        beside(Share{0, 1});\n" + whole))
+    header.write_text(text.replace(whole, "        interleaved(Share{0, 1});\n" + whole))
     monkeypatch.setattr(sources, "folder", lambda: folder)
     _, refused, _ = compile_variant(compiler, UNDER, "sm_80", tmp_path)
     assert any("overlap: 32 exponentials from one product to the next" in reason for reason in refused)

@@ -127,9 +127,9 @@ struct NoWork {
     CF_DEVICE void operator()(Share) const {}
 };
 
-// d += A B over kSteps blocks of k, and interleaved(share) share after share between its products.
-// why: B is asked for kAhead blocks early and A one step, which covers the latency of shared memory. A warp issues
-// in order, so that work runs under products if it stands between them; but it takes registers.
+// d += A B over kSteps blocks of k; between the products, interleaved(share) is called for one share of work after another.
+// why: B is loaded kAhead blocks early and A one step, which covers the latency of shared memory. A warp issues in
+// order, so that work overlaps with products if it stands between them; but it takes registers.
 template <class Math, int kSteps, int kM, int kN, class A, class B, class Interleaved>
 CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, Interleaved interleaved) {
     constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = smaller(kBlocks, kSame<Interleaved, NoWork> ? 2 : 1);

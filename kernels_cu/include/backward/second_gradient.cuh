@@ -12,7 +12,7 @@ CF_DEVICE RowNumbers row_numbers(float lse, float mean, float delta, float delta
     return {exists && lse != -kInfinity ? lse * kLog2e : kInfinity, mean, delta, delta_dot};
 }
 
-// The rule of one head. Whatever only scales, caps and shifts a score by its position, asked for at run time.
+// The score of one head: options that only scale, cap or shift a score by its position, tested at run time.
 template <class Math>
 struct SecondGradient {
     TileScore<Math> score;
