@@ -52,12 +52,12 @@ class _Call:
     """A checked call: the exchange of keys and values, and the stretches to compute afterwards."""
 
     def __init__(self, local_call: LocalCall) -> None:
-        link, arrays, causal, options, cut, _ = local_call
+        link, arrays, causal, options, cu_seqlens, _ = local_call
         self.terms = dict(local_call.terms)
         q, k = arrays["q"], arrays["k"]
         self.axis = axis = row_axis(options, q)
         call_options = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
-        if cut is None:
+        if cu_seqlens is None:
             whole = Split(
                 link.rank,
                 link.ranks,
@@ -71,10 +71,10 @@ class _Call:
                 whole, link.rank, causal, call_options, lambda rows: link.index_array(rows, q)
             )
         else:
-            starts, longest = packed_starts(cut, q, causal)
+            starts, longest = packed_starts(cu_seqlens, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
             keys = packed_stretches(link.ranks, starts, causal)
-            self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, call_options)
+            self.stretches = _packed_stretches(link, q, cu_seqlens, (starts, longest), causal, call_options)
         self.stretches = [
             stretch._replace(
                 call_options=dropping(stretch.call_options, 2 * (link.rank + n // 2 * link.ranks) + n % 2)
@@ -162,7 +162,7 @@ def _mask_of(mask: Any, rows: range, whole: Split, index_array: Callable[..., An
 def _packed_stretches(
     link: Link,
     q: Any,
-    cut: Any,
+    cu_seqlens: Any,
     lengths: tuple[np.ndarray[Any, Any], int],
     causal: bool,
     options: dict[str, Any],
@@ -185,7 +185,9 @@ def _packed_stretches(
 
     cut_k = offsets(starts * link.ranks)
     if not causal:
-        return [_Stretch(everything, everything, {**call_options, "max_seqlen_q": longest}, (cut, cut_k))]
+        return [
+            _Stretch(everything, everything, {**call_options, "max_seqlen_q": longest}, (cu_seqlens, cut_k))
+        ]
     cuts, each = (offsets(starts // 2), cut_k), np.diff(starts) // 2
     ends = link.rank + 1, 2 * link.ranks - link.rank
     return [

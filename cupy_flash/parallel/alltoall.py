@@ -55,7 +55,7 @@ class _Call:
     """A checked call: the exchange of its arrays for whole sequences, and the call on these."""
 
     def __init__(self, local_call: LocalCall) -> None:
-        link, arrays, causal, options, cut, _ = local_call
+        link, arrays, causal, options, cu_seqlens, _ = local_call
         self._link = link
         self.terms = dict(local_call.terms)
         q, k = arrays["q"], arrays["k"]
@@ -67,12 +67,12 @@ class _Call:
         given["mask"] = self._mask(given["mask"])
         self.how = {"causal": causal, **dropping(given, link.rank)}
         self.cuts: tuple[Any, ...] = ()
-        if cut is None:
+        if cu_seqlens is None:
             held = q.shape[self._rows_axis], k.shape[self._rows_axis]
             whole = Split(link.rank, link.ranks, held, causal, options["parts"], options["seqlen"])
             queries, keys = whole.queries, whole.keys
         else:
-            starts, _ = packed_starts(cut, q, causal)
+            starts, _ = packed_starts(cu_seqlens, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
             queries = keys = packed_stretches(link.ranks, starts, causal)
             self.cuts = (link.index_array((starts * link.ranks).astype(np.int32), q),) * 2
@@ -84,7 +84,7 @@ class _Call:
             if x is not None
         }
         self.terms["dlse"] = "given" if "dlse" in self.there else "none"  # why: dlse is sent too
-        if cut is None:
+        if cu_seqlens is None:
             operands, values = split(self.how)
             operands |= {name: x.whole for name, x in self.there.items()}
             describe(local_call.direction, operands, values)

@@ -60,7 +60,7 @@ class LocalCall(NamedTuple):
     causal : bool
     options : dict
         The other `RingOptions`.
-    cut : array of int32, optional
+    cu_seqlens : array of int32, optional
         Offsets of its rows, for packed sequences; layout is then "bshd".
     terms : dict
         Further arguments that must be the same in all processes.
@@ -70,7 +70,7 @@ class LocalCall(NamedTuple):
     arrays: dict[str, Any]
     causal: bool
     options: dict[str, Any]
-    cut: Any = None
+    cu_seqlens: Any = None
     terms: Mapping[str, Any] = MappingProxyType({})
 
     @property

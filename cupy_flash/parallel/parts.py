@@ -400,13 +400,13 @@ def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tupl
         )
 
 
-def packed_starts(cut: Any, q: Any, causal: bool) -> tuple[np.ndarray[Any, Any], int]:
+def packed_starts(cu_seqlens: Any, q: Any, causal: bool) -> tuple[np.ndarray[Any, Any], int]:
     """Offsets of packed sequences in a part, as integers on the host, and their longest length there."""
     if len(q.shape) != 3:
         raise InvalidArgumentsError(
             f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
         )
-    view = offsets(cut, "cu_seqlens")
+    view = offsets(cu_seqlens, "cu_seqlens")
     longest = longest_length(view, "cu_seqlens", q.shape[0], None)
     starts = view.integers().astype(np.int64)
     if causal:
@@ -442,12 +442,19 @@ class PackedParts:
     """Parts of packed sequences, (rows, heads, head_dim)."""
 
     def __init__(
-        self, rank: int, ranks: int, cut: Any, q: Any, causal: bool, options: dict[str, Any], index_array: Any
+        self,
+        rank: int,
+        ranks: int,
+        cu_seqlens: Any,
+        q: Any,
+        causal: bool,
+        options: dict[str, Any],
+        index_array: Any,
     ):
         self._rank, self._ranks, self._causal = rank, ranks, causal
         self.steps, self.most_rows = tuple(range(ranks)), int(q.shape[0])
-        self.starts, self._longest = starts, _ = packed_starts(cut, q, causal)
-        self._cuts: dict[bool, Any] = {False: cut}
+        self.starts, self._longest = starts, _ = packed_starts(cu_seqlens, q, causal)
+        self._cuts: dict[bool, Any] = {False: cu_seqlens}
         if causal:
             self._early, self._late = (index_array(rows, q) for rows in packed_halves(starts))
             self._cuts[True] = index_array((starts // 2).astype(np.int32), q)

@@ -45,15 +45,15 @@ class _Call(NamedTuple):
 
 def checked(local_call: LocalCall) -> _Call:
     """Check a call and return its parts; all refusals happen here, before the first message."""
-    link, arrays, causal, options, cut, _ = local_call
+    link, arrays, causal, options, cu_seqlens, _ = local_call
     terms = dict(local_call.terms)
     q, axis = arrays["q"], row_axis(options, arrays["q"])
     plain = {name: x for name, x in options.items() if name != "sinks"}
     parts: DenseParts | PackedParts
-    if cut is None:
+    if cu_seqlens is None:
         parts = DenseParts(link.rank, link.ranks, (q.shape[axis], arrays["k"].shape[axis]), causal, plain)
     else:
-        parts = PackedParts(link.rank, link.ranks, cut, q, causal, plain, link.index_array)
+        parts = PackedParts(link.rank, link.ranks, cu_seqlens, q, causal, plain, link.index_array)
         terms["cu_seqlens"] = parts.starts.tolist()
     return _Call(parts, axis, terms)
 

@@ -99,7 +99,7 @@ def _costs_of_shards(local_call: LocalCall, supported: list[str]) -> _Costs:
     """`_costs` of both passes inside `jax.shard_map`, where parts are padded to one length."""
     options, ranks, arrays = local_call.options, local_call.link.ranks, local_call.arrays
     part = part_of(local_call, (True, True), padded=True)
-    if local_call.cut is None and options["seqlen"] is not None:
+    if local_call.cu_seqlens is None and options["seqlen"] is not None:
         axis, zigzag = (
             row_axis(options, arrays["q"]),
             order_of(options["parts"], local_call.causal) == "zigzag",
@@ -123,7 +123,7 @@ def _unsupported(local_call: LocalCall, supported: list[str]) -> tuple[int, dict
         )
     found: dict[str, Exception] = {}
     steps = local_call.link.ranks
-    if local_call.cut is None:
+    if local_call.cu_seqlens is None:
         try:
             steps = len(ring.checked(local_call).parts.steps)
         except InvalidArgumentsError as error:
@@ -150,7 +150,7 @@ def _cheapest(costs: _Costs) -> str:
 def _module(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> tuple[ModuleType, LocalCall]:
     """The module of the named or chosen schedule, and the call with its name among the options."""
     with local_call.link.agreement.refusals():
-        supported = check(local_call.options, local_call.cut is not None)
+        supported = check(local_call.options, local_call.cu_seqlens is not None)
         terms = terms_of(local_call)
         schedule = supported[0] if len(supported) == 1 else _cheapest(_costs(local_call, supported, wanted))
     terms |= {**local_call.terms, "schedule": schedule}

@@ -26,7 +26,7 @@ def part_of(local_call: LocalCall, wanted: tuple[bool, bool], padded: bool = Fal
     q, k, v = (local_call.arrays[name] for name in "qkv")
     rows = q.shape[axis], k.shape[axis]
     parts = rows
-    if local_call.cut is None and options["seqlen"] is not None and not padded:
+    if local_call.cu_seqlens is None and options["seqlen"] is not None and not padded:
         whole = Split(link.rank, link.ranks, rows, local_call.causal, options["parts"], options["seqlen"])
         parts = (whole.lengths[0] / link.ranks, whole.lengths[1] / link.ranks)
     item = adopt(q, "q").item_bytes

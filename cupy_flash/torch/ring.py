@@ -179,20 +179,20 @@ class _Ring(torch.autograd.Function):
         recorded: list[str],
         causal: bool,
         options: dict[str, Any],
-        cut: Any,
+        cu_seqlens: Any,
         return_lse: bool,
     ) -> tuple[Any, Any]:
         with_sinks = {**options, "sinks": sinks}
         arrays, terms = {"q": q, "k": k, "v": v}, {"gradients of": recorded}
-        o, lse = schedules.forward(LocalCall(link, arrays, causal, with_sinks, cut, terms))
+        o, lse = schedules.forward(LocalCall(link, arrays, causal, with_sinks, cu_seqlens, terms))
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.rest = link, recorded, causal, options, cut, return_lse
+        ctx.rest = link, recorded, causal, options, cu_seqlens, return_lse
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-        link, recorded, causal, options, cut, return_lse = ctx.rest
+        link, recorded, causal, options, cu_seqlens, return_lse = ctx.rest
         link = link.returning()
         with link.agreement.refusals():  # memory may run out here too
             if in_batches(do) or in_batches(dlse):
@@ -210,7 +210,7 @@ class _Ring(torch.autograd.Function):
             with_sinks = {**options, "sinks": sinks}
             wanted = "k" in recorded, "v" in recorded
             arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-            grads = schedules.backward(LocalCall(link, arrays, causal, with_sinks, cut), wanted)
+            grads = schedules.backward(LocalCall(link, arrays, causal, with_sinks, cu_seqlens), wanted)
         firsts = (*grads[:3], grads.dsinks)
         return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 6
 
@@ -250,7 +250,7 @@ def _attend(
     v: Any,
     group: Any,
     agreement: Any,
-    cut: Any,
+    cu_seqlens: Any,
     return_lse: bool,
     every: dict[str, Any],
     check: Callable[[], None] | None = None,
@@ -267,7 +267,7 @@ def _attend(
     with link.agreement.refusals():
         if check is not None:
             check()
-        _refuse(every, cut is not None)
+        _refuse(every, cu_seqlens is not None)
         check_tensors(("q", "k", "v"), **named, alibi_slopes=every["alibi_slopes"])
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedError(
@@ -283,7 +283,7 @@ def _attend(
     recorded = [name for name, x in named.items() if x is not None and x.requires_grad]
     if not torch.is_grad_enabled():
         recorded = []
-    return _Ring.apply(*named.values(), link, recorded, causal, every, cut, return_lse)
+    return _Ring.apply(*named.values(), link, recorded, causal, every, cu_seqlens, return_lse)
 
 
 def attend(*call: Any) -> Any:
