@@ -20,8 +20,8 @@ from ..device.run import Driver
 from ..dispatch.backends import driver_of
 from ..varlen import pack
 from .buffers import address
-from .call import alike
-from .run import READ, held, values_of
+from .call import vary_alike
+from .run import READ, read_on_host, values_of
 
 __all__ = ["directed"]
 
@@ -92,7 +92,7 @@ def directed(
     )  # fmt: skip
     wire = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written.values())
     call = buffer_callback(_callback(static), wire, vmap_method="expand_dims")
-    return list(alike(*call(*args), over=args))[: len(of) or None]
+    return list(vary_alike(*call(*args), over=args))[: len(of) or None]
 
 
 def _dtype(x: Any) -> str:
@@ -157,7 +157,7 @@ def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
     results = {name: view for (name, _, _), view in zip(static.results, views[count:], strict=True)}
     driver = driver_of(device, "jax")
     numbers = {name: given.pop(name) for name in READ if name in given}
-    known = {n: held(x.pointer, x.shape, x.dtype, device, driver, stream) for n, x in numbers.items()}
+    known = {n: read_on_host(x.pointer, x.shape, x.dtype, device, driver, stream) for n, x in numbers.items()}
     options = static.options._replace(**values_of(known))
     packing = None
     if static.longest is not None:

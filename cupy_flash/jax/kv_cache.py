@@ -20,7 +20,7 @@ from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
-from .call import alike
+from .call import vary_alike
 from .functional import attention, refuse_ragged
 from .numbers import fixed, fixed_options, is_array, types_of
 from .primitives import attention_over_cache
@@ -245,7 +245,7 @@ def _attend(
 ) -> tuple[Any, ...]:
     """The traced call. why jit: as in `attend.attend`; also, checks run once per shapes and options."""
     _check(arrays, options, cached)
-    given = dict(zip(arrays, alike(*arrays.values()), strict=True))
+    given = dict(zip(arrays, vary_alike(*arrays.values()), strict=True))
     return attention_over_cache(given, options, cached)
 
 

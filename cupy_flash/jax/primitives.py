@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..call.given import Options
 from ..errors import UnsupportedError
-from .call import alike, backward, differentiable, forward, over_cache, rows_of
+from .call import backward, differentiable, forward, over_cache, rows_of, vary_alike
 from .directed import directed
 from .ffi import exporting
 from .run import Cached
@@ -88,7 +88,7 @@ def _split(args: Any, linear: int) -> tuple[list[Any], list[Any]]:
 
 
 def _bind(primitive: Primitive, params: _Params, *args: Any) -> Any:
-    return primitive.bind(*alike(*args), params=params)
+    return primitive.bind(*vary_alike(*args), params=params)
 
 
 def _with_all_axes(x: Any, residual: int, params: _Params, lead: tuple[int, ...]) -> Any:
@@ -369,7 +369,7 @@ def missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | No
     if not given:
         return None
     kinds = tuple((x.shape, jnp.dtype(x.dtype)) for x in results)
-    return list(_missing_p.bind(*alike(*given), why=why, kinds=kinds))
+    return list(_missing_p.bind(*vary_alike(*given), why=why, kinds=kinds))
 
 
 def _missing_shapes(*avals: Any, why: Any, kinds: Any) -> list[Any]:

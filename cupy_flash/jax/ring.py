@@ -21,7 +21,7 @@ from ..merge import merge_parts
 from ..parallel.parts import DenseParts, Pair, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
-from .call import alike, backward, forward, results_of
+from .call import backward, forward, results_of, vary_alike
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
 from .numbers import next_seed, split_seed
@@ -167,7 +167,7 @@ def _in_band(
     def branch(options: Options | None) -> Callable[..., Any]:
         if options is not None:
             return functools.partial(call, options)
-        return lambda *arrays: alike(*nothing(*arrays), over=arrays)
+        return lambda *arrays: vary_alike(*nothing(*arrays), over=arrays)
 
     assert static.bands is not None
     near, far = static.bands[static.steps.index(step)]
@@ -451,7 +451,7 @@ def ring_attention(
         check_parts(*rows)
         if causal:
             halves(rows[0])
-        q, k, v, offsets = alike(q, k, v, given["cu_seqlens_q"])
+        q, k, v, offsets = vary_alike(q, k, v, given["cu_seqlens_q"])
         queries = keys = Shards.packed(ranks, rows[0], offsets, causal)
         packed = Packed.of(offsets, rows[0], causal)
     shapes = {
@@ -493,7 +493,7 @@ def _by_ring(
     plain = values._replace(window=None, align=None)
     static = _Static(call.axis_name, causal, plain, steps, longest, bands, call.lengths, band)
     of_all = {name: x for name, x in (("sinks", sinks), ("seed", call.seed)) if x is not None}
-    q, k, v, *extra = alike(q, k, v, *of_all.values())
+    q, k, v, *extra = vary_alike(q, k, v, *of_all.values())
     extras = _Extras(packed=call.packed, rows=rows, **dict(zip(of_all, extra, strict=True)))
     o, lse = _compiled_ring(q, k, v, extras, static)
     return o, lse

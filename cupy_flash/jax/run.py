@@ -29,7 +29,7 @@ from ..dispatch.memo import lifted
 from ..errors import UnsupportedError
 from ..varlen import check_packing, pack
 
-__all__ = ["READ", "Cached", "Config", "described", "held", "run", "values_of"]
+__all__ = ["READ", "Cached", "Config", "described", "read_on_host", "run", "values_of"]
 
 # Options that may be traced: arrays of one number, which the host reads at run time. A seed is two words, the
 # low one first, as JAX may have no 64-bit integers.
@@ -132,7 +132,7 @@ def run(
         environment = chosen_by_environment(driver, device)
         read = values_of(
             {
-                name: held(pointers[i], own[i], dtypes[i], device, driver, stream)
+                name: read_on_host(pointers[i], own[i], dtypes[i], device, driver, stream)
                 for i, name in enumerate(config.names)
                 if name in READ
             }
@@ -187,7 +187,7 @@ def values_of(known: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
     }
 
 
-def held(
+def read_on_host(
     pointer: int,
     shape: tuple[int, ...],
     dtype: str,

@@ -18,7 +18,7 @@ from ..call.signature import takes
 from ..errors import InvalidArgumentsError
 from ..statistics import WANTED, AttentionStatistics, kinds_of_results, refuse_gpus, results_of
 from .buffers import address
-from .call import alike
+from .call import vary_alike
 from .numbers import fixed, is_array
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def attention_statistics(
         jax.ShapeDtypeStruct(*kind) for kind in _kinds(q, k, cache_seqlens, given, names, top_k).values()
     )
     made = buffer_callback(_callback(call), wire, vmap_method="sequential")(*ins)
-    return AttentionStatistics(**dict(zip(names, alike(*made, over=ins), strict=True)))
+    return AttentionStatistics(**dict(zip(names, vary_alike(*made, over=ins), strict=True)))
 
 
 # Integers that are never traced.

@@ -17,7 +17,7 @@ from ..derivatives.second_order import run_hvp, run_jvp
 from ..errors import UnsupportedError
 from ..varlen import pack, split_packed
 from .call import deterministic
-from .eager import are_untouched
+from .eager import are_plain_memory
 from .inputs import cast_by_context, check_parts, drawn_seed, widen
 from .ops import first_derivative_only
 
@@ -57,7 +57,7 @@ def attend_by_function(
             "q is on device meta, and a score function computes on numbers.",
             hint="q.new_empty(*q.shape[:-1], v.shape[-1]), the shape of the result",
         )
-    if not are_untouched(*tensors.values()):
+    if not are_plain_memory(*tensors.values()):
         raise UnsupportedError(
             "score functions are not supported under torch.func or tracing.",
             hint="the call outside of torch.func and of programs that are traced",

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import InvalidArgumentsError, UnsupportedError
-from .eager import are_untouched
+from .eager import are_plain_memory
 from .flash_ops import NAME, has_registry, register
 from .functional import scaled_dot_product_attention
 from .tally import Calls, counted, left_to_torch, ran_backward, ran_forward, reason_of
@@ -107,7 +107,7 @@ def sdpa_with_fallback(
 def _replacement(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
     """Replacement of torch's operator, called before torch chooses a backend."""
     tensors, options = (query, key, value), _options(*args, **named)
-    if not are_untouched(*tensors, options["attn_mask"]):
+    if not are_plain_memory(*tensors, options["attn_mask"]):
         # why: torch.compile caches graphs on disk, and does not know that this operator is overridden.
         left_to_torch("scaled_dot_product_attention: torch is tracing, or a mode or subclass sees the call.")
     elif _only_math():
