@@ -27,7 +27,7 @@ _SHOWN = ("sm_75", "sm_80", "sm_90a", "sm_120")
 
 
 def _integer(text: str, what: str) -> int:
-    """An integer, or what argparse shows; of a ValueError it shows the name of the function."""
+    """Parse an integer. why not int alone: for a ValueError argparse shows the name of the function."""
     try:
         return int(text)
     except ValueError:
