@@ -27,7 +27,7 @@ _SHOWN = ("sm_75", "sm_80", "sm_90a", "sm_120")
 
 
 def _integer(text: str, what: str) -> int:
-    """An integer, or what argparse shows; of a ValueError it shows the name of the function."""
+    """Parse an integer. why not int alone: for a ValueError argparse shows the name of the function."""
     try:
         return int(text)
     except ValueError:
@@ -175,56 +175,56 @@ def _parser() -> argparse.ArgumentParser:
 # ---------------------------------------------------------------------- commands
 
 
-def _info(asked: argparse.Namespace) -> int:
+def _info(args: argparse.Namespace) -> int:
     from .info import info_text
 
-    print(info_text(as_json=asked.json))
+    print(info_text(as_json=args.json))
     return 0
 
 
-def _check(asked: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> int:
     from .check import check
 
     try:
-        found = check(asked.device, quick=asked.quick, seed=asked.seed)
+        found = check(args.device, quick=args.quick, seed=args.seed)
     except KeyboardInterrupt:
         print("interrupted; nothing is left behind", file=sys.stderr)
         return 130
     shown = {None: found.screen, "markdown": found.as_markdown, "json": found.as_json}
-    print(shown[asked.report]())
+    print(shown[args.report]())
     return found.status
 
 
-def _explain(asked: argparse.Namespace) -> int:
-    call = arguments_of_explain(asked)
-    if asked.score is not None:
-        function = _function(asked.score)(*_stand_ins(asked.score_arg))
+def _explain(args: argparse.Namespace) -> int:
+    call = arguments_of_explain(args)
+    if args.score is not None:
+        function = _function(args.score)(*_stand_ins(args.score_arg))
         if function.program.masks:
             call["mask"] = (*(call["mask"] or ()), function)
         else:
             call["score"] = function
-    for arch in asked.arch or _SHOWN:
+    for arch in args.arch or _SHOWN:
         print(explain(**call, arch=None if arch == "cpu" else arch), end="\n\n")
     return 0
 
 
-def _memory(asked: argparse.Namespace) -> int:
+def _memory(args: argparse.Namespace) -> int:
     report = memory_report(
-        asked.batch,
-        asked.heads,
-        asked.seqlen,
-        asked.head_dim,
-        heads_k=asked.heads_k,
-        seqlen_k=asked.seqlen_k,
-        head_dim_v=asked.head_dim_v,
-        dtype=asked.dtype,
-        causal=asked.causal,
-        window=asked.window,
-        align=asked.align,
-        backward=asked.backward,
-        arch=asked.arch,
+        args.batch,
+        args.heads,
+        args.seqlen,
+        args.head_dim,
+        heads_k=args.heads_k,
+        seqlen_k=args.seqlen_k,
+        head_dim_v=args.head_dim_v,
+        dtype=args.dtype,
+        causal=args.causal,
+        window=args.window,
+        align=args.align,
+        backward=args.backward,
+        arch=args.arch,
     )
-    print(_as_json(report) if asked.json else report)
+    print(_as_json(report) if args.json else report)
     return 0
 
 
@@ -241,29 +241,29 @@ def _as_json(report: MemoryReport) -> str:
     return json.dumps(facts, indent=2)
 
 
-def _build(asked: argparse.Namespace) -> int:
+def _build(args: argparse.Namespace) -> int:
     from .cubins.build import BuildFailed
     from .cubins.locate import usable_sets
     from .cubins.user_cache import into_user_cache
 
-    refuse_without(asked, "score", "score_arg", "dtype", "head_dim", "second_order", "out")
-    archs: Sequence[str] = [asked.arch]
+    refuse_without(args, "score", "score_arg", "dtype", "head_dim", "second_order", "out")
+    archs: Sequence[str] = [args.arch]
     cudas = usable_sets(None)
-    if asked.arch is None:
+    if args.arch is None:
         from .device.choice import gpu_driver
 
         driver = gpu_driver("torch")
         archs = sorted({device.arch for device in driver.devices()})
         cudas = usable_sets(driver.driver_version())
     try:
-        if asked.score is not None:
-            folders = _function(asked.score).build(
-                _stand_ins(asked.score_arg), archs=archs, dtypes=asked.dtype or ["float16"],
-                head_dims=asked.head_dim or [64], second_order=asked.second_order, cuda=asked.cuda,
-                out=asked.out,
+        if args.score is not None:
+            folders = _function(args.score).build(
+                _stand_ins(args.score_arg), archs=archs, dtypes=args.dtype or ["float16"],
+                head_dims=args.head_dim or [64], second_order=args.second_order, cuda=args.cuda,
+                out=args.out,
             )  # fmt: skip
         else:
-            folders = into_user_cache(archs, (asked.cuda,) if asked.cuda else cudas)
+            folders = into_user_cache(archs, (args.cuda,) if args.cuda else cudas)
         for folder in folders:
             print(folder)
     except BuildFailed as error:
@@ -310,9 +310,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         try:
-            asked = _parser().parse_args(arguments)
-            run: Callable[[argparse.Namespace], int] = asked.run
-            return run(asked)
+            args = _parser().parse_args(arguments)
+            run: Callable[[argparse.Namespace], int] = args.run
+            return run(args)
         finally:
             if sys.stdout is not None:  # None if the shell has closed it
                 sys.stdout.flush()

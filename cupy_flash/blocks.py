@@ -76,11 +76,11 @@ def block_mask(
             hint = "cupy_flash.mask(lambda b, h, i, j: ...)"
             raise InvalidArgumentsError(f"{function!r} returns scores, not which pairs are kept.", hint=hint)
         function = function.in_python()
-    ask = _checked_function(function, arguments)
+    evaluate = _checked_function(function, arguments)
     made = _Builder(lead, lengths, sizes)
     for b, h, m in np.ndindex(*made.table.shape[:3]):
         for first, stop in made.strips():
-            kept = ask(b, h, *made.positions(m, first, stop))
+            kept = evaluate(b, h, *made.positions(m, first, stop))
             made.put((b, h, m), first, kept)
     return made.finished()
 
@@ -196,20 +196,20 @@ def table_of_lists(lists: dict[str, Any], blocks: tuple[int, int], partial: int)
     return table
 
 
-def filled(codes: Array, lengths: tuple[int, int], sizes: tuple[int, int], ask: Function) -> BlockMask:
-    """A mask whose blocks with the code PARTIAL are evaluated by calling `ask`.
+def filled(codes: Array, lengths: tuple[int, int], sizes: tuple[int, int], evaluate: Function) -> BlockMask:
+    """A mask whose blocks with the code PARTIAL are evaluated by calling `evaluate`.
 
     Parameters
     ----------
     codes : array of int32, shape (batch or 1, heads or 1, blocks of queries, blocks of keys)
     lengths, sizes : (int, int)
-    ask : callable
+    evaluate : callable
         Returns the visible pairs for b, h, and positions of queries (m, 1) and keys (1, n).
     """
     made = _Builder(codes.shape[:2], lengths, sizes)
     made.table[codes == WHOLE] = WHOLE
     for b, h, m, n in np.argwhere(codes == PARTIAL).tolist():
-        made.put((b, h, m), n, ask(b, h, *made.positions(m, n, n + 1)))
+        made.put((b, h, m), n, evaluate(b, h, *made.positions(m, n, n + 1)))
     return made.finished()
 
 
@@ -264,7 +264,7 @@ def _checked_function(function: Any, args: Sequence[Any]) -> Function:
 
     arguments = tuple(map(widened, args))
 
-    def ask(b: int, h: int, i: Array, j: Array) -> Array:
+    def evaluate(b: int, h: int, i: Array, j: Array) -> Array:
         kept = np.asarray(function(np.int64(b), np.int64(h), i, j, *arguments))
         shape = (i.shape[0], j.shape[1])
         try:
@@ -277,7 +277,7 @@ def _checked_function(function: Any, args: Sequence[Any]) -> Function:
             hint=f"booleans that broadcast to {shape}: queries, keys",
         )
 
-    return ask
+    return evaluate
 
 
 def _integers(values: Any, name: str, rank: int) -> Array:

@@ -11,8 +11,8 @@ from . import api
 from .call.adopt import adopt
 from .call.opaque import opaque
 from .call.options import ConfigOptions, declared
+from .call.public_names import type_phrase
 from .call.signature import Array, documented, takes
-from .call.spelling import kind_of
 from .errors import InvalidArgumentsError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _with_options(config: type[T]) -> type[T]:
         if not args and "head_dim" not in given:
             raise InvalidArgumentsError(
                 f"{made.__name__}() is given no head_dim, the features per head of q and k.",
-                hint=f"{made.__name__}({_spelled({'head_dim': 64, **given})})",
+                hint=f"{made.__name__}({_as_keywords({'head_dim': 64, **given})})",
             )
         init(self, *args, **given)
 
@@ -54,7 +54,7 @@ def _with_options(config: type[T]) -> type[T]:
     return made  # type: ignore[no-any-return]
 
 
-def _spelled(fields: Mapping[str, Any]) -> str:
+def _as_keywords(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
@@ -128,10 +128,10 @@ def takes_a_config(init: Callable[P, None]) -> Callable[P, None]:
         elif len(given) != 1:
             headline = f"FlashAttention() takes one configuration, {len(given)} were given."
         else:
-            headline = f"config is {kind_of(given[0])}, not an AttentionConfig."
+            headline = f"config is {type_phrase(given[0])}, not an AttentionConfig."
         fields = {name: kwargs[name] for name in foreign if name in ("head_dim", *declared(ConfigOptions))}
-        spelled = _spelled({"head_dim": 64, **fields})
-        raise InvalidArgumentsError(headline, hint=f"FlashAttention(AttentionConfig({spelled}))")
+        keywords = _as_keywords({"head_dim": 64, **fields})
+        raise InvalidArgumentsError(headline, hint=f"FlashAttention(AttentionConfig({keywords}))")
 
     return checked
 

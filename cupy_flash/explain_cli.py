@@ -35,7 +35,7 @@ def _tensor(layout: str, batch: int, heads: int, rows: int, features: int, dtype
     return _array((batch, *middle, features), dtype)
 
 
-def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
+def arguments_of_explain(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `explain` for a command line.
 
     Raises
@@ -44,19 +44,19 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
         A size below 0, or options of what is not asked for, such as of a cache without one.
     """
     for name in _SIZES:
-        size = getattr(asked, name)
+        size = getattr(args, name)
         least = int(name == "page")
         if size is not None and size < least:
             option = name.replace("_", "-")
             raise InvalidArgumentsError(f"--{option} is {size}.", hint=f"--{option} {least}, or more")
-    refuse_without(asked, "score", "score_arg")
-    refuse_without(asked, "bias", "bias_dtype")
-    queries = asked.seqlen
-    heads_k = asked.heads if asked.heads_k is None else asked.heads_k
-    keys = queries if asked.seqlen_k is None else asked.seqlen_k
-    head_dim_v = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
-    full = (asked.batch, asked.heads, queries, keys if asked.cache is None else _room(asked))
-    of_heads = _array((asked.heads,), "float64" if asked.dtype == "float64" else "float32")
+    refuse_without(args, "score", "score_arg")
+    refuse_without(args, "bias", "bias_dtype")
+    queries = args.seqlen
+    heads_k = args.heads if args.heads_k is None else args.heads_k
+    keys = queries if args.seqlen_k is None else args.seqlen_k
+    head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    full = (args.batch, args.heads, queries, keys if args.cache is None else _room(args))
+    of_heads = _array((args.heads,), "float64" if args.dtype == "float64" else "float32")
 
     def score(kind: str, dtype: str) -> ArrayView:
         return _array(tuple(n if axis in BROADCASTS[kind] else 1 for axis, n in enumerate(full)), dtype)
@@ -65,37 +65,37 @@ def arguments_of_explain(asked: argparse.Namespace) -> dict[str, Any]:
     spans = {"key": (1, keys, 2), "query": (queries, 1, 2)}
     options = ("causal", "window", "align", "scale", "softcap", "dropout", "layout", "precision",
                "reproducible")  # fmt: skip
-    call: dict[str, Any] = {name: getattr(asked, name) for name in options}
-    if asked.tile is not None:
-        call["tuning"] = Tuning(tile=asked.tile)
+    call: dict[str, Any] = {name: getattr(args, name) for name in options}
+    if args.tile is not None:
+        call["tuning"] = Tuning(tile=args.tile)
     masks = (
-        score(asked.mask, "bool") if asked.mask else None,
-        Spans(_array(spans[asked.spans], "int32")) if asked.spans else None,
-        _blocks(asked.blocks, queries, keys) if asked.blocks is not None else None,
+        score(args.mask, "bool") if args.mask else None,
+        Spans(_array(spans[args.spans], "int32")) if args.spans else None,
+        _blocks(args.blocks, queries, keys) if args.blocks is not None else None,
     )
     call |= {
-        "q": _tensor(asked.layout, asked.batch, asked.heads, queries, asked.head_dim, asked.dtype),
-        "direction": "backward" if asked.backward else "forward",
-        "seed": 0 if asked.dropout else None,  # any seed: plans do not depend on it
+        "q": _tensor(args.layout, args.batch, args.heads, queries, args.head_dim, args.dtype),
+        "direction": "backward" if args.backward else "forward",
+        "seed": 0 if args.dropout else None,  # any seed: plans do not depend on it
         "mask": tuple(x for x in masks if x is not None) or None,
-        "bias": score(asked.bias, asked.bias_dtype or asked.dtype) if asked.bias else None,
-        **{name: of_heads for name in PER_HEAD if getattr(asked, name)},
+        "bias": score(args.bias, args.bias_dtype or args.dtype) if args.bias else None,
+        **{name: of_heads for name in PER_HEAD if getattr(args, name)},
     }
-    if asked.cache is not None:
-        return call | _over_a_cache(asked, heads_k, head_dim_v)
-    refuse_without(asked, "cache", "page", "cache_dtype", "append", "rotary", "splits")
-    for name, features in (("k", asked.head_dim), ("v", head_dim_v)):
-        call[name] = _tensor(asked.layout, asked.batch, heads_k, keys, features, asked.dtype)
-    if asked.dtype == FLOAT8:
+    if args.cache is not None:
+        return call | _over_a_cache(args, heads_k, head_dim_v)
+    refuse_without(args, "cache", "page", "cache_dtype", "append", "rotary", "splits")
+    for name, features in (("k", args.head_dim), ("v", head_dim_v)):
+        call[name] = _tensor(args.layout, args.batch, heads_k, keys, features, args.dtype)
+    if args.dtype == FLOAT8:
         call |= {name: QuantizedArray(call[name], _array((heads_k,), "float32")) for name in "qkv"}
     return call
 
 
-def refuse_without(asked: argparse.Namespace, needed: str, *names: str) -> None:
+def refuse_without(args: argparse.Namespace, needed: str, *names: str) -> None:
     """Refuse options that would be ignored, because the one that they belong to is not given."""
-    values = {name: getattr(asked, name) for name in names}
+    values = {name: getattr(args, name) for name in names}
     given = [name for name, x in values.items() if not (x is None or x is False or x == [])]
-    if given and getattr(asked, needed) is None:
+    if given and getattr(args, needed) is None:
         option = given[0].replace("_", "-")
         raise InvalidArgumentsError(
             f"--{option} is an option of --{needed}, which is not given.", hint=f"--{needed} too"
@@ -108,36 +108,36 @@ def _blocks(size: int, queries: int, keys: int) -> BlockMask:
     return BlockMask(_array(counts, "int32"), _array((1, size, size // 8), "uint8"))
 
 
-def _room(asked: argparse.Namespace) -> int:
+def _room(args: argparse.Namespace) -> int:
     """The capacity of a sequence in the cache, rounded up to whole pages."""
-    page = asked.page or 1
-    return -(-int(asked.cache) // page) * page
+    page = args.page or 1
+    return -(-int(args.cache) // page) * page
 
 
-def _over_a_cache(asked: argparse.Namespace, heads_k: int, head_dim_v: int) -> dict[str, Any]:
-    """The arguments for a KV cache with a capacity of ``asked.cache`` keys per sequence."""
-    if asked.seqlen_k is not None:
+def _over_a_cache(args: argparse.Namespace, heads_k: int, head_dim_v: int) -> dict[str, Any]:
+    """The arguments for a KV cache with a capacity of ``args.cache`` keys per sequence."""
+    if args.seqlen_k is not None:
         raise InvalidArgumentsError("--seqlen-k and --cache are both given.", hint="--cache KEYS alone")
-    features = {"k": asked.head_dim, "v": head_dim_v}
-    dtype = asked.cache_dtype or asked.dtype
-    own: dict[str, Any] = {"cache_seqlens": np.zeros(asked.batch, np.int32)}
-    if asked.splits is not None:
-        own["tuning"] = Tuning(splits=asked.splits)
-    slots, rows, room = asked.batch, asked.cache, _room(asked)
-    if asked.page:
-        pages = room // asked.page
-        own["block_table"] = _array((asked.batch, pages), "int32")
-        slots, rows = asked.batch * pages, asked.page
-    if asked.rotary and asked.rotary % 2:
-        raise InvalidArgumentsError(f"--rotary is {asked.rotary}.", hint="an even count: pairs are rotated")
-    if asked.rotary:
-        table = _array((room, asked.rotary // 2), "float32")
+    features = {"k": args.head_dim, "v": head_dim_v}
+    dtype = args.cache_dtype or args.dtype
+    own: dict[str, Any] = {"cache_seqlens": np.zeros(args.batch, np.int32)}
+    if args.splits is not None:
+        own["tuning"] = Tuning(splits=args.splits)
+    slots, rows, room = args.batch, args.cache, _room(args)
+    if args.page:
+        pages = room // args.page
+        own["block_table"] = _array((args.batch, pages), "int32")
+        slots, rows = args.batch * pages, args.page
+    if args.rotary and args.rotary % 2:
+        raise InvalidArgumentsError(f"--rotary is {args.rotary}.", hint="an even count: pairs are rotated")
+    if args.rotary:
+        table = _array((room, args.rotary // 2), "float32")
         own["rotary"] = Rotary(table, table)
     caches: dict[str, Any] = {}
     for name, dim in features.items():
-        codes = _tensor(asked.layout, slots, heads_k, rows, dim, dtype)
-        scaled = dtype != asked.dtype
+        codes = _tensor(args.layout, slots, heads_k, rows, dim, dtype)
+        scaled = dtype != args.dtype
         caches[name] = QuantizedCache(codes, _array((heads_k,), "float32")) if scaled else codes
-        if asked.append:
-            own[name] = _tensor(asked.layout, asked.batch, heads_k, asked.append, dim, asked.dtype)
+        if args.append:
+            own[name] = _tensor(args.layout, args.batch, heads_k, args.append, dim, args.dtype)
     return {**caches, "kv_cache": own}

@@ -24,7 +24,7 @@ from .call.compound import LatentCache, QuantizedArray, QuantizedCache, Tuning
 from .call.signature import takes
 from .errors import InvalidArgumentsError, UnsupportedError
 from .flash_attn import flash_attn_interface as second
-from .flash_attn.words import OF_3, by_their_names
+from .flash_attn.error_names import FLASH_ATTN_3, errors_in_names_of
 from .merge import merge_parts
 from .torch import attention, attention_varlen, attention_with_kv_cache
 from .torch.inputs import check_tensors
@@ -98,7 +98,7 @@ def _quantized(q: Tensor, k: Tensor, v: Tensor, scales: dict[str, Any]) -> list[
     ]
 
 
-@takes(retell=by_their_names(OF_3))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_3))
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -174,7 +174,7 @@ def flash_attn_func(
     return attention(q, k, v, layout="bshd", **options)
 
 
-@takes(retell=by_their_names(OF_3))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_3))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -225,7 +225,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-@takes(retell=by_their_names(OF_3))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_3))
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -296,7 +296,7 @@ def flash_attn_varlen_func(
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
-@takes(retell=by_their_names(OF_3))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_3))
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -332,7 +332,7 @@ def flash_attn_combine(
     return whole.to(out_dtype or out_partial.dtype), lse
 
 
-@takes(retell=by_their_names(OF_3))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_3))
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -150,7 +150,7 @@ def attend_over_cache(
         whole, options = {**options, "cache_seqlens": cache_seqlens}, shared.behind(options)
         own = dict(options)
     workspace, check = options.pop("workspace", None), options.pop("check", None)
-    arrays, values, asked = split_of_cache(options)
+    arrays, values, cache_call = split_of_cache(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
     space = None if workspace is None else adopt(workspace, "workspace")
@@ -160,12 +160,12 @@ def attend_over_cache(
         )
     want_lse = flag(return_lse, "return_lse")
     packing = None
-    if asked.longest is not None or not PACKED.isdisjoint(raw):
-        packing = pack_queries(raw, values.layout, asked, length)
+    if cache_call.longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, cache_call, length)
     needs_lse = want_lse or shared is not None
     progress = CALLBACK.get()
     run_options = NO_RUN_OPTIONS if progress is None else RunOptions(0, progress)
-    call = prepared("decode", raw, values, needs_lse, packing, asked)
+    call = prepared("decode", raw, values, needs_lse, packing, cache_call)
     if raw["q"].device == CPU if check is None else flag(check, "tuning.check"):
         check_values(call.problem, raw, length)
     if shared is None:

@@ -22,8 +22,8 @@ from .call.operands import FLOATS
 from .call.options import BandOptions, CacheOptions, DenseOptions, defaults
 from .call.outputs import namespace
 from .call.problem import Problem
+from .call.public_names import type_phrase
 from .call.signature import REMOVED, takes
-from .call.spelling import kind_of
 from .call.values import check_options
 from .dispatch.backends import driver_of, refuse_tensor_cores
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
@@ -192,7 +192,7 @@ def _describe_cache(
 ) -> tuple[Problem, dict[str, ArrayView], list[str]]:
     """Describe attention over a cache, given options of `attention` and of the cache; and notes."""
     if not isinstance(kv_cache, Mapping):
-        raise InvalidArgumentsError(f"kv_cache is {kind_of(kv_cache)}.", hint="a dictionary of options")
+        raise InvalidArgumentsError(f"kv_cache is {type_phrase(kv_cache)}.", hint="a dictionary of options")
     own = ("cache_seqlens", *defaults(CacheOptions))
     usual = defaults(DenseOptions)
     # why: an option at its default asks for nothing, even one that caches do not have; arrays are never
@@ -333,8 +333,8 @@ def memory_report(
     InvalidArgumentsError, UnsupportedError
         As in `attention`.
     """
-    asked = Options(**options)
-    flag(asked.causal, "causal")
+    given = Options(**options)
+    flag(given.causal, "causal")
     flag(backward, "backward")
     _check_arch(arch)
     name_of_dtype = dtype_name(dtype)
@@ -354,7 +354,7 @@ def memory_report(
             f"{heads} heads are not a multiple of heads_k = {heads_k}.",
             hint=f"heads_k={math.gcd(heads, heads_k)}, or another divisor of {heads}",
         )
-    band = resolve_band(asked.causal, asked.window, asked.align, False, seqlen, seqlen_k)
+    band = resolve_band(given.causal, given.window, given.align, False, seqlen, seqlen_k)
     problem = Problem(
         direction="backward" if backward else "forward",
         dtype=name_of_dtype,

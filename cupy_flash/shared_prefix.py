@@ -20,8 +20,8 @@ from .call.checks import one_of
 from .call.codes import kind_of_codes
 from .call.compound import Spans
 from .call.head_scale import in_dtype
+from .call.public_names import public_name, type_phrase
 from .call.reproducible import refuse_reproducible
-from .call.spelling import kind_of, spelled
 from .call.values import LAYOUTS
 from .errors import InvalidArgumentsError, UnsupportedError
 from .merge import merge_parts
@@ -77,7 +77,7 @@ class Prefix(NamedTuple):
         for name, x in (("q", q), ("k", k), ("v", v), (names[0], prefix[0]), (names[1], prefix[1])):
             if not (isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "swapaxes")):
                 raise InvalidArgumentsError(
-                    f"{name} is {kind_of(x)}, and a shared prefix is an array.",
+                    f"{name} is {type_phrase(x)}, and a shared prefix is an array.",
                     hint="a NumPy, CuPy, torch or JAX array",
                 )
         if len(q.shape) != rank or len(k.shape) != 4 or len(v.shape) != 4 or not one_of(layout, LAYOUTS):
@@ -237,6 +237,6 @@ def _check_options(prefix: tuple[Any, Any], options: Mapping[str, Any]) -> None:
         x = options.get(name)
         if x is not None and x is not False and not (name == "reproducible" and x == "run"):
             raise UnsupportedError(
-                f"{spelled(name)} is given with a shared prefix: {reason}.",
+                f"{public_name(name)} is given with a shared prefix: {reason}.",
                 hint="the prefix in the cache, its pages in the block_table of every sequence",
             )

@@ -28,7 +28,7 @@ from .call.progress import CALLBACK
 from .call.signature import takes
 from .call.spans import check_spans
 from .call.values import RunOptions
-from .dispatch.backends import BackendView, driver_of, ready
+from .dispatch.backends import BackendView, driver_of, prepare_backend
 from .dispatch.memo import computed_by, prepared
 from .errors import InvalidArgumentsError, UnsupportedError
 from .varlen import pack, split_dense_or_packed
@@ -170,7 +170,7 @@ def attention_statistics(
     # why not unchanged: the pass has 4-axis views of 3-axis results.
     table = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
     counted = problem._replace(direction="statistics", wanted=names)
-    backend = ready(counted, every, driver_of(raw["q"].device, raw["q"].library), table)
+    backend = prepare_backend(counted, every, driver_of(raw["q"].device, raw["q"].library), table)
     if "top_keys" in seen:
         seen["top_keys"].numpy()[...] = -1
     computed_by(backend.kernels)
@@ -187,15 +187,15 @@ def results_of(want: Any, top_k: Any) -> tuple[str, ...]:
         raise InvalidArgumentsError(
             f"top_k is {top_k!r}.", hint=f"how many keys to list, from 1 to {MOST_PLACES}"
         )
-    asked = tuple(want) if isinstance(want, (tuple, list, set, frozenset)) else (want,)
-    for name in asked:
+    names = tuple(want) if isinstance(want, (tuple, list, set, frozenset)) else (want,)
+    for name in names:
         if not one_of(name, WANTED):
             raise InvalidArgumentsError(f"want has {name!r}.", hint=f"want= some of {', '.join(WANTED)}")
-    if not asked:
+    if not names:
         raise InvalidArgumentsError("want is empty.", hint=f"want= some of {', '.join(WANTED)}")
     return tuple(
         name for name in AttentionStatistics._fields
-        if (name if name not in _OF_PLACES else "top_k") in asked
+        if (name if name not in _OF_PLACES else "top_k") in names
     )  # fmt: skip
 
 
@@ -289,13 +289,13 @@ def _described_cache(
     every = cache_parts(k, k, options)
     if getattr(every.get("scale"), "shape", None):
         q = scaled_over_cache(q, every)
-    arrays, values, asked = split_of_cache(every)
+    arrays, values, cache_call = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
     raw["v_cache"] = raw["k_cache"]  # no kernel reads it
     packing = None
-    if asked.longest is not None or not PACKED.isdisjoint(raw):
-        packing = pack_queries(raw, values.layout, asked, length)
-    problem, views = describe_cache(raw, values, asked, packing=packing)
+    if cache_call.longest is not None or not PACKED.isdisjoint(raw):
+        packing = pack_queries(raw, values.layout, cache_call, length)
+    problem, views = describe_cache(raw, values, cache_call, packing=packing)
     if problem.spans is not None:
         raise UnsupportedError("spans are not supported over a cache here.", hint="mask= a boolean array")
     check_values(problem, raw, length)

@@ -79,7 +79,7 @@ def make_folder(folder: Path) -> None:
         step.mkdir(mode=0o700, exist_ok=True)
 
 
-def exposed(path: Path, beside: Iterable[Path] = ()) -> tuple[Path, str] | None:
+def exposed(path: Path, others: Iterable[Path] = ()) -> tuple[Path, str] | None:
     """The first part of a path that another user could write to, with the reason; None if there is none.
 
     Parameters
@@ -88,12 +88,12 @@ def exposed(path: Path, beside: Iterable[Path] = ()) -> tuple[Path, str] | None:
         This file, and every folder and link from the root to it, must belong to the user or root, and must
         not be writable by others. A sticky folder of root, such as /tmp, is allowed: other users cannot
         replace files in it.
-    beside : iterable of Path
+    others : iterable of Path
         Other files in folders that are checked already.
     """
     if sys.platform == "win32":
         return None  # user profiles are private on Windows
-    for step in chain(_path_components(path), beside):
+    for step in chain(_path_components(path), others):
         try:
             status = step.lstat()
         except FileNotFoundError:  # not created yet, or being replaced by a build

@@ -1,4 +1,4 @@
-// Attention backward on the CPU: dQ, dK, dV and the gradient of the sinks, with the weights computed again from LSE.
+// Attention backward on the CPU: dQ, dK, dV and the gradient of the sinks, with weights recomputed from LSE.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, the loops in this order:
 //   [A2.4]  delta = rowsum(dO O) - dLSE
@@ -66,13 +66,14 @@ void backward_job(void* what, int64_t number) {
     GradientTiles<Entry> tiles;
     GradientPanel<Entry>* panels;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
-        x.take(space, most_panels * GradientPanel<Entry>::reals(p)), x.take(dq, most_panels * panel * d);
-        x.take(k_space, of_k.space_of_rows(kBlock)), x.take(v_space, of_v.space_of_rows(kBlock));
-        x.take(k_columns_space, of_k.space_of_finite_columns(kBlock)),
-            x.take(ds_space, depth > 1 ? kKeys * panel : 0);
-        x.take(row, up(dv, w)), x.take(panels, most_panels);
-        tiles.take(x, p, kKeys);
+        x.allocate(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
+        x.allocate(space, most_panels * GradientPanel<Entry>::reals(p)),
+            x.allocate(dq, most_panels * panel * d);
+        x.allocate(k_space, of_k.space_of_rows(kBlock)), x.allocate(v_space, of_v.space_of_rows(kBlock));
+        x.allocate(k_columns_space, of_k.space_of_finite_columns(kBlock)),
+            x.allocate(ds_space, depth > 1 ? kKeys * panel : 0);
+        x.allocate(row, up(dv, w)), x.allocate(panels, most_panels);
+        tiles.allocate(x, p, kKeys);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -165,7 +166,7 @@ void add_job(void* what, int64_t number) {
 template <class Entry>
 RARE void backward(Call& p) {
     using Real = RealOf<Entry>;
-    const LseAgain<Entry> again(p);
+    const RecomputedLse<Entry> recomputed(p);
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.most_parts, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
     if (p.function && p.function->sums) f.slice = blocks_of(jobs, p.function->slices);

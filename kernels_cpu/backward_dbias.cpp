@@ -10,9 +10,9 @@ struct OfBackward {
     Real *space, *row;
 
     template <class Scratch>
-    void take(Scratch& x, int64_t keys) {
-        x.take(space, GradientPanel<Real>::reals(p)), x.take(row, up(p.head_dim_v, W<Real>));
-        tiles.take(x, p, keys);
+    void allocate(Scratch& x, int64_t keys) {
+        x.allocate(space, GradientPanel<Real>::reals(p)), x.allocate(row, up(p.head_dim_v, W<Real>));
+        tiles.allocate(x, p, keys);
     }
     const Real* compute(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys,
                         const Real* k, int64_t k_step, const Real* v, int64_t v_step) {
@@ -23,7 +23,7 @@ struct OfBackward {
 
 template <class Real>
 RARE void dbias(Call& p) {
-    const LseAgain<Real> again(p);
+    const RecomputedLse<Real> recomputed(p);
     sum_bias<Real>(p, OfBackward<Real>{p, {}, nullptr, nullptr}, p.dbias);
 }
 

@@ -1,7 +1,7 @@
 // The gradient of the bias: dS, summed over whatever axes the bias is broadcast along.
 //
 // The weights are computed once more, so that each element of dbias is summed by one job, always in one order, in
-// full precision and without memory of its own. What dS is says Source: take(scratch) its memory, and
+// full precision and without memory of its own. What dS is says Source: allocate(scratch) its memory, and
 // compute(panel, ...) a tile of it, null if the mask leaves nothing.
 //
 // Jobs:    (batch, head of dbias, panel of its rows): all panels if it has one row for all queries.
@@ -29,9 +29,9 @@ void bias_job(void* what, int64_t number) {
     Real *k_space, *v_space, *total;
     Source source = f.source;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(k_space, kBiasKeys * p.head_dim), x.take(v_space, kBiasKeys * p.head_dim_v);
-        x.take(total, kBiasKeys * panel);
-        source.take(x, kBiasKeys);
+        x.allocate(k_space, kBiasKeys * p.head_dim), x.allocate(v_space, kBiasKeys * p.head_dim_v);
+        x.allocate(total, kBiasKeys * panel);
+        source.allocate(x, kBiasKeys);
     });
     if (!scratch) return;
     const Tensor& t = f.to;

@@ -1,17 +1,17 @@
-// Blocks of queries and keys: which a table leaves out, and which pairs of the others their bits keep.
+// Block masks: which blocks of queries and keys a table marks as empty, and which pairs of partial blocks are visible.
 //
-// Blocks of a table and blocks of a pass are of different sizes: a tile is cut to the keys between the first and the last
-// eight that any of its queries sees, and what is left is hidden pair by pair.
+// Blocks of a table and blocks of a pass have different sizes: a tile is cut to the keys between the first and the last
+// group of eight that any of its queries sees, and other masked pairs are hidden one by one.
 #pragma once
 #include "panel.h"
 
-// Queries and heads that have a table's rows in common: those of a panel. why no Panel: one code for floats and doubles,
-// and the library is to stay small.
+// Ranges of queries and heads, those of a panel. why not the Panel: floats and doubles share this code, and the library
+// stays small.
 struct BlockRows {
     int32_t query_first, query_last, head_first, head_last;
 };
 
-// The row of the table that a query of a head has, from the block of key 0 on.
+// The row of the table for a query of a head, from the block of key 0 on.
 inline const int32_t* block_row(const Blocks& t, int64_t batch, int64_t head, int64_t query) {
     return t.table + batch * t.batch + head * t.head + (query >> t.log_queries) * t.row;
 }
@@ -36,7 +36,7 @@ __attribute__((noinline)) inline unsigned eight_keys(const Blocks& t, int64_t ba
 // Cuts keys to those between the first and the last eight that any of the rows may see.
 __attribute__((noinline)) inline void trim_blocks(const Blocks& t, int64_t batch, BlockRows x, int64_t* from,
                                                   int64_t* to) {
-    // Keys of a block of which none is seen, or eight: as many as there is no need to look at one by one.
+    // log2 of the keys around key j that can be skipped at once: those of an empty block, or eight; 0 if it may be seen.
     const auto unseen = [&](int64_t j) {
         bool seen = false;
         for (int64_t head = x.head_first; head <= x.head_last; ++head)

@@ -14,8 +14,7 @@ struct Tensor {
     int32_t unused;
 };
 
-// What codes of 4 bits stand for: (slot, head, key, group of features). Integers: `scale` each and `zero` for the
-// lowest. E2M1: groups of 16, `scale` is the bits of a float8 e4m3, and zero.data is null.
+// Scales of 4-bit codes, (slot, head, key, group of features). Integers: a code is code * `scale` + `zero`. E2M1: groups of 16, `scale` is the bits of a float8 e4m3, and zero.data is null.
 struct Codes {
     Tensor scale, zero;
     int64_t group;    // features of a group
@@ -30,8 +29,8 @@ struct Spans {
 struct SpanLimits;    // spans.h
 struct Function;      // function.h
 
-// Which blocks of queries see which blocks of keys: 0 not at all, 1 as a whole, n + 2 as the n-th bits say, of which
-// each query has a row of a bit for each key.
+// A block mask. Entries of the table: 0 empty, 1 full, n + 2 partial with the n-th block of bits, which has a row per
+// query and a bit per key.
 struct Blocks {
     const int32_t* table;    // null if the call has none; strides of (batch, heads_q, block, block)
     int64_t batch, head, row, column;
@@ -71,12 +70,12 @@ struct Call {
     int64_t slots;                          // of the cache
     int64_t appended;                       // new keys of each sequence
     const int32_t* starts_new;              // (batch + 1), rows where new keys of sequences begin; or null
-    const int32_t* turned_from;    // (batch,), rotation: position of the first query and new key; or null
-    const int32_t* leftpad;        // (batch,), keys of a cache that nobody sees before the first; or null
-    int64_t first_batch;           // of the dropout's counter
+    const int32_t* rotary_starts;    // (batch,), rotation: position of the first query and new key; or null
+    const int32_t* leftpad;          // (batch,), keys of a cache that nobody sees before the first; or null
+    int64_t first_batch;             // of the dropout's counter
     int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t offset, left, right;                 // keeps i + offset - left <= j <= i + offset + right
-    int64_t rotary, first_rotated, positions;    // features that turn, the first of them; rows of the tables
+    int64_t rotary, first_rotated, positions;    // rotated features, the first of them; rows of the tables
     uint64_t seed;
     double scale, softcap, dropout_scale;    // softcap: 0 for none; 1 / (1 - dropout)
     uint32_t dropout_threshold;              // random words below it are dropped; 0: no dropout

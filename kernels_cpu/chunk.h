@@ -1,10 +1,10 @@
 // Keys by chunks, counted from key 0 of a sequence. The softmax of a row begins anew with each, and those of its chunks
-// are united from left to right, by one function. So a chunk may be another thread's, and a row has the same bits
+// are merged from left to right, by one function. So a chunk may be another thread's, and a row has the same bits
 // whether it is part of a prompt or a token of its own.
 #pragma once
 #include "spans.h"
 
-// why: half a megabyte of keys and values of 128 floats, 50 us of a core; uniting takes a prompt 1/300 of its products.
+// why: half a megabyte of keys and values of 128 floats, 50 us of a core; merging takes a prompt 1/300 of its products.
 constexpr int64_t kChunkKeys = 4 * kSpanKeys;
 
 // Of a vector of rows: maximum, and sum of weights.
@@ -13,11 +13,11 @@ struct Rows {
     V<Real> row_max, row_sum;
 };
 
-// Rows of unnormalised O, `count` vectors that are `step` apart, over all chunks so far: one more comes to them. A chunk
-// in which a row sees nothing leaves the row as it is, but for the sign of 0.
+// Merges a chunk into the rows of unnormalised O over all chunks before it, `count` vectors that are `step` apart. A
+// chunk in which a row sees nothing leaves the row unchanged, except for the sign of 0.
 // why noinline: inlined twice, the sums of two products might be rounded in two ways.
 template <class Real>
-__attribute__((noinline)) void unite(Rows<Real>& all, Real* o, const Rows<Real>& chunk, const Real* o_chunk,
+__attribute__((noinline)) void merge(Rows<Real>& all, Real* o, const Rows<Real>& chunk, const Real* o_chunk,
                                      int64_t count, int64_t step) {
     V<Real> top = bigger(chunk.row_max, all.row_max);
     V<Real> finite = top == splat<Real>(-kInfinity<Real>) ? zero<Real>() : top;

@@ -70,7 +70,7 @@ INLINE From element(const void* s, int64_t at) {
     return x;
 }
 
-// A vector of bfloat16 or int8, from where it lies and back: the same as one at a time.
+// Loads and stores a vector of bfloat16 or int8: the same numbers as one at a time.
 typedef uint16_t Bf16s __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 INLINE V<float> load_bf16(const void* s, int64_t at) {
@@ -223,7 +223,7 @@ INLINE V<float> from_e2m1(I<float> x) {
     size -= bigger(-below, V<float>{});
     return (V<float>)((I<float>)size | (x & 8) << 28);
 }
-// n features from codes, of groups of which each says what its codes are.
+// Dequantises n features; `next` gives the values of the codes of each group.
 template <class Group>
 INLINE void widen_groups(float* d, const uint8_t* row, int64_t n, int64_t group, Group next) {
     constexpr int w = W<float>;
@@ -284,8 +284,8 @@ inline RARE void narrow_e2m1(uint8_t* row, const float* s, int64_t n, const Code
     }
 }
 
-// The other way: the lowest of a group is code 0, the highest 15, by scale and zero as they are stored. A NaN is not
-// counted and is code 0; what is too large for zero, or for the span of a group, is the largest number that is not.
+// Quantises: the lowest of a group is code 0, the highest 15, by scale and zero as they are stored. A NaN counts for
+// neither and becomes code 0; values that overflow zero or the span of a group are clamped.
 inline RARE void narrow_codes(uint8_t* row, const float* s, int64_t n, const Codes& c, int64_t scale,
                               int64_t zero) {
     if (!c.zero.data) return narrow_e2m1(row, s, n, c, scale);

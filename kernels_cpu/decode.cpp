@@ -6,9 +6,9 @@
 //   [D3]      for each block of keys: S = score(Q K^T); row_max rises; P = e^(S - row_max); O += P V
 //   [D4]  O and LSE of a row from those of the chunks, from left to right
 //
-// Lanes are keys for S, W rows of K at a time transposed in registers, and features for O, which is summed as V lies.
-// Where rows fill panels, forward.cpp computes instead, with lanes along queries; where they do not, and nothing belongs
-// to pairs, this computes for it: with the same blocks, chunks and orders of sums, so that bits do not say who did.
+// Lanes are keys for S, W rows of K at a time transposed in registers, and features for O, in the order of V in memory.
+// Where rows fill panels, forward.cpp computes instead, with lanes along queries. Where they do not, and no option is per
+// pair, forward.cpp calls this: with the same blocks, chunks and orders of sums, so that the bits are the same.
 //
 // Jobs:    (sequence, key head, chunk of the keys).
 // Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied. Values of 16 bits
@@ -21,7 +21,7 @@
 namespace {
 
 constexpr int64_t kBlock = kSpanKeys;         // keys; a multiple of the lanes of any vector
-constexpr int64_t kAhead = 32;                // keys of K that are asked for before they are read; likewise
+constexpr int64_t kAhead = 32;                // keys of K that are prefetched before they are read; likewise
 constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 25 us
 
 // Elements from a row of scores to the next: whole panels, as `along` makes pairs of them.
@@ -33,7 +33,7 @@ struct Decode {
     int64_t chunks;    // of the longest sequence
     char* partial;     // (unit, chunk): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
     int64_t partial_bytes;
-    Tensor turned;    // queries, rotated
+    Tensor rotated_q;    // queries, rotated
 };
 
 // ---- [D1]
@@ -46,8 +46,8 @@ RARE void append_job(void* what, int64_t unit) {
     int64_t start = least(most(p.used_k[b * p.used_step], 0), p.seqlen_k);
     Real *row, *cos_row, *sin_row;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(row, most(p.head_dim, p.head_dim_v)), x.take(cos_row, p.rotary / 2),
-            x.take(sin_row, p.rotary / 2);
+        x.allocate(row, most(p.head_dim, p.head_dim_v)), x.allocate(cos_row, p.rotary / 2),
+            x.allocate(sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     for (int is_v = 0; is_v < 2; ++is_v) {
@@ -63,7 +63,7 @@ RARE void append_job(void* what, int64_t unit) {
             widen(row, from.data, b * from.batch + head * from.head + (first + fresh) * from.row, width,
                   from.column, from.type);
             if (!is_v && p.rotary && !p.rotate_cache)
-                rotate(p, row, p.turned_from ? p.turned_from[b] + fresh : j, cos_row, sin_row);
+                rotate(p, row, p.rotary_starts ? p.rotary_starts[b] + fresh : j, cos_row, sin_row);
             for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
             if (to.type == kCodes) cache.write_codes(row, j);
             else narrow(to.data, cache.at(j), row, width, to.column, to.type);
@@ -80,26 +80,27 @@ RARE void rotate_job(void* what, int64_t unit) {
     const Sequence s(p, b);
     Real *row, *cos_row, *sin_row;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(row, d), x.take(cos_row, p.rotary / 2), x.take(sin_row, p.rotary / 2);
+        x.allocate(row, d), x.allocate(cos_row, p.rotary / 2), x.allocate(sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     for (int64_t i = 0; i < s.queries; ++i) {
         auto in = [&](const Tensor& t) { return b * t.batch + head * t.head + (s.first_q + i) * t.row; };
         widen(row, p.q.data, in(p.q), d, p.q.column, p.q.type);
-        rotate(p, row, (p.turned_from ? p.turned_from[b] : s.offset) + i, cos_row, sin_row);
-        narrow(f.turned.data, in(f.turned), row, d, 1, p.q.type);
+        rotate(p, row, (p.rotary_starts ? p.rotary_starts[b] : s.offset) + i, cos_row, sin_row);
+        narrow(f.rotated_q.data, in(f.rotated_q), row, d, 1, p.q.type);
     }
 }
 
 // ---- [D3]
 
-// Where memory is to be asked for meanwhile. why not in one burst: that would stall until most has been answered.
+// Rows to prefetch between the products. why not all at once: the core would stall until most lines have arrived.
 struct Ahead {
     const char* row;
     int64_t step, size;    // bytes: of a row, of an element
 
-    // For the line that begins at feature c, if one does, of some rows. why inline: a call would save all vectors.
-    __attribute__((always_inline)) void ask(int64_t c, int rows) const {
+    // Prefetches the cache line that begins at feature c, if one does, of some rows. why inline: a call would save all
+    // vector registers.
+    __attribute__((always_inline)) void prefetch(int64_t c, int rows) const {
         if (row && c * size % 64 == 0)
             _Pragma("GCC unroll 1") for (int y = 0; y < rows; ++y)
                 __builtin_prefetch(row + y * step + c * size, 0, 2);
@@ -120,7 +121,7 @@ INLINE void dots(const Entry* q, int64_t wide, const Entry* k, int64_t step, Rea
         transpose<Entry>(keys);
         UNROLL for (int i = 0; i < w; ++i) UNROLL for (int r = 0; r < m; ++r) x[r] =
             add_products<Entry>(x[r], splat_at(q + r * wide + c + i), keys[i]);
-        first.ask(c * kDepth<Entry>, w), second.ask(c * kDepth<Entry>, w);
+        first.prefetch(c * kDepth<Entry>, w), second.prefetch(c * kDepth<Entry>, w);
     }
     UNROLL for (int r = 0; r < m; ++r) store(s + r * kRowOfScores<Real>, x[r]);
 }
@@ -158,8 +159,8 @@ template <class Real>
 bool converts_values(Type type) {
     return sizeof(Real) == sizeof(float) && (type == kBf16 || (kConvertsF16 && type == kF16));
 }
-// Whether V, of floats, is read row by row, unasked: what comes in order a processor fetches by itself, faster than what
-// it is asked for. why two rows of O at most: sums of as many, of whole rows of V, fit the registers.
+// Whether V, of floats, is read row by row, without prefetches: the hardware prefetches consecutive rows faster.
+// why two rows of O at most: registers hold the sums of no more whole rows.
 constexpr int kWholeRow = 8;    // vectors
 template <class Real>
 constexpr bool in_order(int64_t rows, int64_t wide) {
@@ -217,9 +218,9 @@ void decode_job(void* what, int64_t number) {
     auto hidden = [&](int64_t j, int l) { return keys.hidden(crosses && j + l < s.keys ? j + l : j); };
     Real *q, *scores, *k_space, *v_space, *slopes;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, rows * wide), x.take(scores, rows * of_scores), x.take(slopes, rows);
-        x.take(k_space, w * wide), x.take(v_space, v_copied ? kBlock * wide_v : pairs ? wide_v : 0);
-        x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
+        x.allocate(q, rows * wide), x.allocate(scores, rows * of_scores), x.allocate(slopes, rows);
+        x.allocate(k_space, w * wide), x.allocate(v_space, v_copied ? kBlock * wide_v : pairs ? wide_v : 0);
+        x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -256,8 +257,8 @@ void decode_job(void* what, int64_t number) {
                 const char* at = static_cast<const char*>(p.k.data) + keys.at(j) * k_size;
                 k = reinterpret_cast<const Entry*>(at), step = p.k.row / depth;
             }
-            // V of these keys is read after the block's scores, K soon. why not both a block ahead: of each chunk the
-            // first block, a quarter of it, would come unasked.
+            // V of these keys is read after the block's scores, K soon. why not both a block ahead: the
+            // first block of each chunk, a quarter of it, would not be prefetched.
             int64_t later = j + kAhead;
             Ahead k_ahead{}, v_ahead{};
             if (later + w <= end && p.k.column == 1 && !keys.hidden(later))
@@ -345,7 +346,7 @@ void decode_job(void* what, int64_t number) {
 
 // [D4]
 template <class Real>
-void unite_job(void* what, int64_t unit) {
+void combine_job(void* what, int64_t unit) {
     constexpr int64_t w = W<Real>;
     const Decode& f = *static_cast<Decode*>(what);
     const Call& p = f.p;
@@ -364,7 +365,7 @@ void unite_job(void* what, int64_t unit) {
         for (int64_t chunk = 1; chunk < f.chunks; ++chunk) {
             const Real* x = of_chunk(chunk);
             if (x[rows + r] == 0) continue;    // nothing seen
-            unite<Real>(all, o, {splat(x[r]), splat(x[rows + r])}, x + 2 * rows + r * wide_v, wide_v / w, w);
+            merge<Real>(all, o, {splat(x[r]), splat(x[rows + r])}, x + 2 * rows + r * wide_v, wide_v / w, w);
         }
         Real factor = 0, lse = 0;
         int64_t head = head_k * group + r % group, i = r / group;
@@ -396,9 +397,9 @@ RARE void decode(Call& p) {
         int64_t of_batch = p.starts_q ? 0 : p.heads_q * of_head, batches = p.starts_q ? 1 : p.batch;
         rotated = static_cast<char*>(malloc(size_t(batches * p.heads_q * of_head * bytes_of(p.q.type)) + 1));
         if (!rotated) p.state = kNoMemory;
-        f.turned = {rotated, of_batch, of_head, p.head_dim, 1, p.q.type, 0};
+        f.rotated_q = {rotated, of_batch, of_head, p.head_dim, 1, p.q.type, 0};
         if (rotated) pool::run(p, rotate_job<Real>, &f, p.batch * p.heads_q);
-        p.q = f.turned;
+        p.q = f.rotated_q;
     }
     if (!few_rows(p)) {
         if (!pool::stopped(p)) cupy_flash_forward(&p);
@@ -416,7 +417,7 @@ RARE void decode(Call& p) {
     f.partial = static_cast<char*>(allocate_aligned(64, size_t(units * f.chunks * f.partial_bytes)));
     if (!f.partial) p.state = kNoMemory;
     if (!pool::stopped(p)) pool::run(p, decode_job<Entry>, &f, units * f.chunks);
-    if (!pool::stopped(p)) pool::run(p, unite_job<Real>, &f, units);
+    if (!pool::stopped(p)) pool::run(p, combine_job<Real>, &f, units);
     free_aligned(f.partial), free(rotated);
 }
 

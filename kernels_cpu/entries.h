@@ -1,9 +1,9 @@
-// What a product multiplies: reals, or pairs of bfloat16, neighbours along its depth, whose two products one instruction
-// adds (AVX512-BF16). Its sums are reals.
+// Operands of products: reals, or pairs of bfloat16, neighbours along the depth, whose two products one instruction adds
+// (AVX512-BF16). Sums are reals.
 //
 // Q, K, V and dO are bfloat16 already and lose nothing; weights and dS are rounded, as kernels of GPUs round them.
-// layout: depth x lanes reals become half as many rows of pairs, a row that is missing being 0; where the depth lies
-// along the rows, each row becomes half as many pairs and begins where it did. Both in place.
+// layout: depth x lanes reals become half as many rows of pairs, with 0 for a missing row; where rows are along the
+// depth, each becomes half as many pairs and begins where it did. Both in place.
 #pragma once
 #include "panel.h"
 
@@ -47,19 +47,21 @@ INLINE V<float> add_both(V<float> sum, V<Pair> a, V<Pair> b) {
 INLINE V<Pair> both(V<float> first, V<float> second) {
     return (V<Pair>)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 }
-// The halves of a vector, in turn.
-INLINE V<Pair> in_turn(__m512i halves) {
+// The halves of a vector, interleaved.
+INLINE V<Pair> interleave(__m512i halves) {
     alignas(64) static constexpr uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                        21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                        11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return (V<Pair>)_mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
 }
-// The lanes of two vectors, rounded, in turn; or those that lie in memory.
-INLINE V<Pair> in_turn(V<float> first, V<float> second) { return in_turn((__m512i)both(first, second)); }
-INLINE V<Pair> in_turn(const Bf16* first, const Bf16* second) {
+// The lanes of two vectors, rounded, interleaved; or those that lie in memory.
+INLINE V<Pair> interleave(V<float> first, V<float> second) {
+    return interleave((__m512i)both(first, second));
+}
+INLINE V<Pair> interleave(const Bf16* first, const Bf16* second) {
     const auto half = [](const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
     // why a mask: GCC warns of the header's form without one.
-    return in_turn(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(half(first)), half(second), 1));
+    return interleave(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(half(first)), half(second), 1));
 }
 #endif
 
@@ -79,12 +81,12 @@ INLINE const Entry* down(Real* to, const Real* from, int64_t rows, int64_t width
             for (int64_t c = 0; c < width; c += W<Real>) {
                 V<Real> second = r + 1 < rows ? load(from + (r + 1) * step + c) : zero<Real>();
                 store(reinterpret_cast<Entry*>(to + r / 2 * step + c),
-                      in_turn(load(from + r * step + c), second));
+                      interleave(load(from + r * step + c), second));
             }
         return reinterpret_cast<const Entry*>(to);
     }
 }
-// The same of rows that lie along the depth, of whole panels.
+// The same for rows along the depth, of whole panels.
 template <class Entry, class Real = RealOf<Entry>>
 INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
     if constexpr (kDepth<Entry> == 1) return rows;
@@ -98,9 +100,9 @@ INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
     }
 }
 
-// A vector of row k of what a product multiplies: as it lies, or from halves, of which a pair takes two rows.
+// A vector of row k of an operand: as stored, or pairs made of two rows of 16-bit elements.
 template <class Entry, class B>
 INLINE V<Entry> load_row(const B* b, int64_t step, int64_t k) {
     if constexpr (sizeof(B) == sizeof(Entry) || kDepth<Entry> == 1) return load(b + k * step);
-    else return in_turn(b + 2 * k * step, b + (2 * k + 1) * step);
+    else return interleave(b + 2 * k * step, b + (2 * k + 1) * step);
 }

@@ -9,7 +9,7 @@
 //   [A1.9]  row_max rises; P = e^(S - row_max); row_sum = e^(old_max - row_max) row_sum + rowsum(P);
 //           O = e^(old_max - row_max) O
 //   [A1.10] O^T = O^T + V_j^T dropout(P)^T
-//   [D4]    O, row_sum and row_max of the chunk are united with those of the chunks before it
+//   [D4]    O, row_sum and row_max of the chunk are merged with those of the chunks before it
 //   [A1.12] O = O / row_sum, 0 in a row without keys
 //   [A1.13] LSE = row_max + log(row_sum), -inf in a row without keys                  (lines 13 to 15)
 //
@@ -54,7 +54,7 @@ struct Chunk : Softmax<Real> {
         }
         for (int j = 0; j * w < lanes; ++j) {
             Rows<Real> all = before.rows(j);
-            unite(all, before.o + j * w, rows(j), o + j * w, features, kPanel<Real>);
+            merge(all, before.o + j * w, rows(j), o + j * w, features, kPanel<Real>);
             store(before.row_max + j * w, all.row_max), store(before.row_sum + j * w, all.row_sum);
         }
         *this = Chunk(o);
@@ -99,14 +99,15 @@ void forward_job(void* what, int64_t number) {
     Panel<Real>* panels;
     Chunk<Real>*chunks, *before;    // those at hand, and all before them
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, count * panel * d), x.take(o, count * panel * dv);
-        x.take(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
-        x.take(tile, kKeys * panel + p.function_reals),
-            x.take(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
-        x.take(bias, p.bias.data ? kKeys * panel : 0);
-        x.take(k_space, k_rows.space_of_rows(kKeys)), x.take(v_space, v_columns.space_of_columns(kKeys));
-        x.take(panels, count), x.take(chunks, count), x.take(before, count);
-        x.take(keys.cos_row, p.rotary / 2), x.take(keys.sin_row, p.rotary / 2);
+        x.allocate(q, count * panel * d), x.allocate(o, count * panel * dv);
+        x.allocate(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
+        x.allocate(tile, kKeys * panel + p.function_reals),
+            x.allocate(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
+        x.allocate(bias, p.bias.data ? kKeys * panel : 0);
+        x.allocate(k_space, k_rows.space_of_rows(kKeys)),
+            x.allocate(v_space, v_columns.space_of_columns(kKeys));
+        x.allocate(panels, count), x.allocate(chunks, count), x.allocate(before, count);
+        x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
     });
     if (!scratch) return;
 

@@ -1,7 +1,7 @@
 // The interpreter of score functions: a graph that Python has traced, as instructions over the tiles of the core.
 //
-//   [F.1]  what belongs to lanes (heads, queries) and to keys, once for each tile
-//   [F.2]  what belongs to pairs, some keys at a time: every instruction is a loop of vectors over registers in L1
+//   [F.1]  values per lane (head, query) and per key, once for each tile
+//   [F.2]  values per pair, some keys at a time: every instruction is a loop of vectors over registers in L1
 //   [F.3]  gradients of arguments: each slice of jobs sums its own in double; slices are added in their order
 //
 // Source: the graph is cupy_flash/program/graph.py's, its instructions are cupy_flash/program/machine.py's.

@@ -1,4 +1,4 @@
-// What both kernels of the backward pass compute for a panel and some keys: the weights again, and dS.
+// Code that both kernels of the backward pass share, for a panel and some keys: recomputed weights, and dS.
 #pragma once
 #include "lse.h"
 #include <math.h>
@@ -63,12 +63,12 @@ struct GradientTiles {
     Real *seen, *bias, *capped, *dropped;
 
     template <class Scratch>
-    void take(Scratch& scratch, const Call& p, int64_t keys) {
+    void allocate(Scratch& scratch, const Call& p, int64_t keys) {
         int64_t n = keys * kPanel<Real>;
-        scratch.take(weights, n), scratch.take(ds, n + p.function_reals),
-            scratch.take(seen, Score<Real>::masked(p) ? n : 0);
-        scratch.take(bias, p.bias.data ? n : 0), scratch.take(capped, p.softcap > 0 ? n : 0);
-        scratch.take(dropped, p.dropout_threshold ? n : 0);
+        scratch.allocate(weights, n), scratch.allocate(ds, n + p.function_reals),
+            scratch.allocate(seen, Score<Real>::masked(p) ? n : 0);
+        scratch.allocate(bias, p.bias.data ? n : 0), scratch.allocate(capped, p.softcap > 0 ? n : 0);
+        scratch.allocate(dropped, p.dropout_threshold ? n : 0);
     }
 
     // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before the slopes of the function

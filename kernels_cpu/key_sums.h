@@ -60,8 +60,8 @@ struct KeySums {
 constexpr int64_t kAdded = kSpanKeys;    // keys of a job that adds up
 constexpr int64_t kWantedJobs = 8, kLeastRows = 512;
 
-// Parts of the rows of a key head, of which each has sums of its own, added up in their order; how many there are follows
-// from the problem alone. Jobs have one part each where key heads are few, else all parts of a head, one by one.
+// The rows of a key head in parts, each with sums of its own, which are added in order; the number of parts depends on the
+// problem alone. A job has one part where key heads are few, else all parts of a head, one after the other.
 struct KeyParts {
     const Call& p;
     bool apart;            // a job has one part
@@ -85,7 +85,8 @@ struct KeyParts {
     }
     bool no_memory() const { return apart && !sums; }
     int64_t jobs_of_head() const { return apart ? most_parts : 1; }
-    // Parts of so many rows of a key head. why not the heads: a row's company has no say in a reproducible call.
+    // Number of parts for this number of rows of a key head. why a reproducible call ignores the heads: its bits must not
+    // depend on what else is computed.
     int64_t of_rows(int64_t rows) const {
         int64_t wanted = p.reproducible ? kWantedJobs : p.starts_q ? 1 : kWantedJobs / most(heads, 1);
         return most(1, least(wanted, rows / kLeastRows));

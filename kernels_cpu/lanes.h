@@ -214,7 +214,7 @@ template <int... i>
 struct Count<0, i...> {
     typedef Sequence_<i...> type;
 };
-// Lanes of a and b in turn, within each 16 bytes: of those of their first halves, or of the second.
+// Lanes of a and b interleaved, within each 16 bytes: of those of their first halves, or of the second.
 template <bool second, class Vector, int... i>
 INLINE Vector zip(Vector a, Vector b, Sequence_<i...>) {
     constexpr int w = sizeof...(i), lane = 16 * w / sizeof(Vector), from = second * lane / 2;

@@ -1,21 +1,21 @@
-// LSE as the passes need it that compute the weights again, P = e^(S - LSE).
+// LSE for the passes that recompute the weights, P = e^(S - LSE).
 //
-// LSE is one real, which keeps log(row_sum) to half an ulp of LSE, and P is off by as much of itself: in float32 nothing
-// of it is left at 1e9, where each of n equal weights would be 1 and not 1/n. So the sums of a row whose LSE is far from 0
-// are formed again, from its scores as the pass at hand computes them, and its LSE becomes two: the maximum,
-// and `unit` = 1 / row_sum. All weights are e^(S - LSE) unit; in any other row unit is 1, which changes no bit.
+// LSE is one real, which keeps log(row_sum) to half an ulp of LSE, and P has that as its relative error: at 1e9 in float32
+// nothing of log(row_sum) is left, and each of n equal weights would be 1 and not 1/n. So the sums of a row whose LSE is
+// far from 0 are recomputed, from its scores as this pass computes them, and its LSE becomes two numbers: the maximum, and
+// `unit` = 1 / row_sum. All weights are e^(S - LSE) unit; in any other row unit is 1, which changes no bit.
 #pragma once
 #include "pool.h"
 #include "score.h"
 
-// why 1024: up to there P is off by at most 2^-14 of itself in float32, 2^-43 in float64, and scores of models stay below.
+// why 1024: up to there the relative error of P is at most 2^-14 in float32, 2^-43 in float64; scores of models are lower.
 template <class Real>
 bool far_from_0(Real lse) {
     Real size = lse < 0 ? -lse : lse;
     return size > 1024 && size < kInfinity<Real>;
 }
 
-// Of the lanes of a panel. Infinite, for weights of 0, where a lane is no query or sees no key.
+// LSE of the lanes of a panel: infinite, for weights of 0, in a lane that is no query or sees no key.
 template <class Real>
 struct PanelLse {
     Real lse[kPanel<Real>], unit[kPanel<Real>];
@@ -34,17 +34,17 @@ struct PanelLse {
     }
 };
 
-// By how much of itself a far LSE may be larger than what the keys at hand give, and still be theirs.
+// The relative difference by which an LSE far from 0 may exceed the one of these keys, and still be recomputed from them.
 template <class Real>
 constexpr double kSameLse = sizeof(Real) == 4 ? 0x1p-21 : 0x1p-50;
 
-// While it lives, the LSE of a call are a copy of its own, with units, if any of them is far from 0, or the call has none.
+// Within its scope the LSE of a call is a copy, with units, if any LSE is far from 0 or the call has none.
 template <class Entry>
-class LseAgain {
+class RecomputedLse {
     using Real = RealOf<Entry>;
 
   public:
-    RARE explicit LseAgain(Call& call, bool second_order = false, double same = kSameLse<Real>)
+    RARE explicit RecomputedLse(Call& call, bool second_order = false, double same = kSameLse<Real>)
         : p_(call), given_(call.lse), own_(nullptr), same_(same), unknown_(!call.lse.data) {
         // why: the forward pass of bfloat16 may have been of pairs, where these are of reals.
         other_sums_ = kDepth<Entry> == 1 && p_.q.type == kBf16 && (second_order || p_.dbias.data != nullptr);
@@ -74,8 +74,8 @@ class LseAgain {
         // why: who looks on counts the jobs of the pass itself.
         __atomic_store_n(&p_.jobs, 0, __ATOMIC_RELAXED), __atomic_store_n(&p_.done, 0, __ATOMIC_RELAXED);
     }
-    RARE ~LseAgain() { free_aligned(own_), p_.lse = given_, p_.lse_unit = nullptr; }
-    LseAgain(const LseAgain&) = delete;
+    RARE ~RecomputedLse() { free_aligned(own_), p_.lse = given_, p_.lse_unit = nullptr; }
+    RecomputedLse(const RecomputedLse&) = delete;
 
   private:
     Call& p_;
@@ -85,7 +85,7 @@ class LseAgain {
     double same_;
     bool unknown_, other_sums_;
 
-    // [A1.9] of a vector of lanes. why not that of softmax.h: few rows come here, and size counts.
+    // [A1.9] for a vector of lanes. why not softmax.h's: few rows are recomputed, and the library stays small.
     RARE static void add_weights(const Real* tile, int64_t keys, Real* row_max, Real* row_sum) {
         V<Real> top = load(row_max), total = load(row_sum);
         for (int64_t key = 0; key < keys; ++key) top = bigger(load(tile + key * kPanel<Real>), top);
@@ -98,7 +98,7 @@ class LseAgain {
     // The rows of a panel, by [A1.8] and [A1.9] of forward.cpp.
     RARE static void job(void* what, int64_t number) {
         constexpr int64_t panel = kPanel<Real>, depth = kDepth<Entry>;
-        const LseAgain& f = *static_cast<LseAgain*>(what);
+        const RecomputedLse& f = *static_cast<RecomputedLse*>(what);
         Call& p = f.p_;
         int64_t bh = number / f.panels_, head_k = bh % p.heads_k, group = p.heads_q / p.heads_k;
         const Sequence s(p, bh / p.heads_k);
@@ -115,10 +115,10 @@ class LseAgain {
         const Operand<Entry> of_k{keys};
         Real *q, *tile, *seen, *bias, *k_space;
         pool::Scratch scratch(p, [&](pool::Scratch& y) {
-            y.take(q, panel * d), y.take(tile, kSpanKeys * panel + p.function_reals);
-            y.take(seen, Score<Real>::masked(p) ? kSpanKeys * panel : 0);
-            y.take(bias, p.bias.data ? kSpanKeys * panel : 0);
-            y.take(k_space, of_k.space_of_rows(kSpanKeys));
+            y.allocate(q, panel * d), y.allocate(tile, kSpanKeys * panel + p.function_reals);
+            y.allocate(seen, Score<Real>::masked(p) ? kSpanKeys * panel : 0);
+            y.allocate(bias, p.bias.data ? kSpanKeys * panel : 0);
+            y.allocate(k_space, of_k.space_of_rows(kSpanKeys));
         });
         if (!scratch) return;
         const Score<Real> score(p, s, head_k);

@@ -1,4 +1,4 @@
-// Keys and values as products read them: where they lie, or copied block by block.
+// Keys and values as products read them: in place, or copied block by block.
 #pragma once
 #include "product.h"
 
@@ -6,25 +6,27 @@
 template <class Entry, class Real = RealOf<Entry>>
 struct Operand {
     const Keys<Real>& keys;
-    static constexpr bool kPairs = kDepth<Entry> > 1, kTurned = kPairs && kTiles;
+    static constexpr bool kPairs = kDepth<Entry> > 1, kTransposed = kPairs && kTiles;
 
-    // Whether each row of bfloat16 lies as pairs of features; and all of them in one piece.
+    // Whether each row of bfloat16 can be read as pairs of features in place.
     bool are_pairs() const {
         const Tensor& t = keys.t;
-        return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0 && !keys.turned;
+        return t.type == kBf16 && t.column == 1 && keys.width % 2 == 0 && t.row % 2 == 0 &&
+               !keys.rotated_on_read;
     }
+    // The same, and rows are one stride apart.
     bool rows_are_pairs() const { return are_pairs() && !keys.p.pages; }
     int64_t wide() const { return kPairs ? up(keys.width, kPanel<Real>) : keys.width; }    // of a row
-    // Reals of space for so many keys, for rows that follow the features, or the keys.
+    // Reals of space that `rows`, or `columns`, need for this number of keys.
     int64_t space_of_rows(int64_t count) const {
         return (kPairs ? rows_are_pairs() : keys.in_place()) ? 0 : count * wide();
     }
     int64_t space_of_columns(int64_t count) const {
-        if constexpr (kTurned) return turned_space(count) + space_of_rows(count);
+        if constexpr (kTransposed) return transposed_space(count) + space_of_rows(count);
         return kPairs ? count * up(keys.width, W<Real>) : keys.in_place() ? 0 : count * keys.width;
     }
     int64_t space_of_finite_columns(int64_t count) const {
-        return kTurned ? turned_space(count) : count * up(keys.width, W<Real>);
+        return kTransposed ? transposed_space(count) : count * up(keys.width, W<Real>);
     }
     // The depth is features: row i is key j + i.
     const Entry* rows(int64_t j, int64_t count, Real* space, int64_t* step) const {
@@ -42,9 +44,9 @@ struct Operand {
     }
     // What `product_of_keys` takes: row i is key j + i, or two of them, or a feature.
     const Entry* columns(int64_t j, int64_t count, Real* space, int64_t* step) const {
-        if constexpr (kTurned) {
-            const Entry* from = rows(j, count, space + turned_space(count), step);
-            return turned(from, count, space, step);
+        if constexpr (kTransposed) {
+            const Entry* from = rows(j, count, space + transposed_space(count), step);
+            return transposed(from, count, space, step);
         }
         if constexpr (kPairs && !kTiles)
             if (rows_are_pairs() && keys.width % W<Real> == 0) return pairs_down(j, count, space, step);
@@ -55,9 +57,9 @@ struct Operand {
     const Entry* finite_columns(const Entry* given, int64_t j, int64_t count, Real* space,
                                 int64_t* step) const {
         if constexpr (!kPairs) return finite_rows(given, count, keys.width, step, space);
-        else if constexpr (kTurned) {
-            const Entry* columns = turned(given, count, space, step);
-            make_finite(reinterpret_cast<Entry*>(space), turned_space(count));
+        else if constexpr (kTransposed) {
+            const Entry* columns = transposed(given, count, space, step);
+            make_finite(reinterpret_cast<Entry*>(space), transposed_space(count));
             return columns;
         } else {
             keys.rows(j, count, space, step, up(keys.width, W<Real>));
@@ -82,13 +84,13 @@ struct Operand {
         }
         return reinterpret_cast<const Entry*>(space);
     }
-    int64_t turned_step(int64_t count) const { return up(count, 2 * kTile) / 2; }
-    int64_t turned_space(int64_t count) const { return up(keys.width, 2) * turned_step(count); }
+    int64_t transposed_step(int64_t count) const { return up(count, 2 * kTile) / 2; }
+    int64_t transposed_space(int64_t count) const { return up(keys.width, 2) * transposed_step(count); }
     // Of rows *step apart, which becomes that of the result.
-    const Entry* turned(const Entry* rows, int64_t count, Real* space, int64_t* step) const {
+    const Entry* transposed(const Entry* rows, int64_t count, Real* space, int64_t* step) const {
         Entry* to = reinterpret_cast<Entry*>(space);
-        turn(rows, *step, count, keys.width, to, turned_step(count));
-        *step = turned_step(count);
+        transpose_pairs(rows, *step, count, keys.width, to, transposed_step(count));
+        *step = transposed_step(count);
         return to;
     }
 };
@@ -99,7 +101,7 @@ INLINE void product_of_keys(const Entry* columns, int64_t step, int64_t first, c
                             int64_t rows, int64_t keys, bool add) {
     constexpr int64_t depth = kDepth<Entry>;
     first /= depth, keys = blocks_of(keys, depth);
-    if constexpr (Operand<Entry>::kTurned)
+    if constexpr (Operand<Entry>::kTransposed)
         product<Along::depth, n>(columns + first, step, b, c, rows, keys, add);
     else product<Along::rows, n>(columns + first * step, step, b, c, rows, keys, add);
 }

@@ -45,7 +45,7 @@ struct LaneOffsets {
     int64_t of[kPanel<Real>];    // in elements
 };
 
-// Which query of which head a lane is, and the keys that it sees.
+// A panel of queries: the head and query of each lane, and the keys that it sees.
 template <class Real>
 struct Panel {
     static constexpr int kLanes = kPanel<Real>;
@@ -87,7 +87,7 @@ struct Panel {
     }
 
   private:
-    // What the lanes see of their intervals. [all_from, all_to) is that of the interval with more of it.
+    // Cuts the keys of the lanes to their spans. [all_from, all_to) is in the interval that leaves more keys.
     __attribute__((noinline)) void meet_spans(const Call& p, const Sequence& s) {
         const Spans& t = p.spans;
         int64_t any_from = end, any_to = begin, from[2] = {all_from, all_from}, to[2] = {all_to, all_to};
@@ -116,7 +116,7 @@ struct Panel {
     }
 };
 
-// Whether rows of a tensor are read and written by vectors where they lie: of reals, or of bfloat16.
+// Whether rows of a tensor, of reals or of bfloat16, are read and written in place by vectors.
 template <class Real>
 bool by_vectors(const Tensor& t) {
     bool halves = sizeof(Real) == sizeof(float) && t.type == kBf16;
@@ -203,7 +203,7 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
     }
 }
 
-// The features of a row that turn, by the angles of a position.
+// Rotates features of a row by the angles of a position.
 template <class Real>
 __attribute__((noinline)) void rotate(const Call& p, Real* x, int64_t position, Real* cos_row,
                                       Real* sin_row) {
@@ -220,25 +220,25 @@ __attribute__((noinline)) void rotate(const Call& p, Real* x, int64_t position, 
     }
 }
 
-// Keys or values: where those of a sequence and a head lie, in one piece or in the pages of a cache.
+// Keys or values of a sequence and a head, contiguous or in the pages of a cache.
 template <class Real>
 struct Keys {
     const Call& p;
     const Tensor& t;
     const Sequence& s;
     int64_t head, width;
-    bool turned = false;                            // rotated when they are read
+    bool rotated_on_read = false;                   // rotated when they are read
     Real *cos_row = nullptr, *sin_row = nullptr;    // space for it
 
-    // Whether rows can be computed with where they lie, as far as they are in one page.
+    // Whether products can read the rows of a page in place.
     bool as_they_are() const {
-        return !turned && t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
+        return !rotated_on_read && t.column == 1 && t.type == (sizeof(Real) == 4 ? kF32 : kF64);
     }
     bool in_place() const { return as_they_are() && !p.pages; }
     // The first key behind j that is in another page.
     int64_t page_end(int64_t j) const { return p.pages ? (j / p.page + 1) * p.page : INT64_MAX; }
     int64_t slot(int64_t j) const { return p.pages[s.batch * p.page_row + j / p.page * p.page_column]; }
-    // Whether key j lies outside the cache: then it is not read, and nobody sees it.
+    // Whether the page of key j is outside the cache: the key is then masked and not read.
     bool hidden(int64_t j) const { return p.pages && (slot(j) < 0 || slot(j) >= p.slots); }
     int64_t at(int64_t j) const { return at(j, t); }
     __attribute__((noinline)) int64_t at(int64_t j, const Tensor& t) const {    // why: size counts
@@ -251,7 +251,7 @@ struct Keys {
     }
     const Real* address(int64_t j) const { return static_cast<const Real*>(t.data) + at(j); }
 
-    // Keys from j on as reals, *step apart: where they lie if that will do, else copied to space, hidden ones as 0.
+    // Keys from j on as reals, *step apart: in place if possible, else copied to space, hidden ones as 0.
     const Real* rows(int64_t j, int64_t count, Real* space, int64_t* step, int64_t space_step = 0) const {
         if (as_they_are() && j + count <= page_end(j) && !hidden(j)) {
             *step = t.row;
@@ -266,7 +266,7 @@ struct Keys {
                 else {
                     if (t.type == kCodes) read_codes(row, i);
                     else widen(row, t.data, from, width, t.column, t.type);
-                    if (turned) rotate(p, row, i, cos_row, sin_row);
+                    if (rotated_on_read) rotate(p, row, i, cos_row, sin_row);
                 }
         }
         return space;

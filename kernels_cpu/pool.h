@@ -130,9 +130,9 @@ struct Team {
     void* what;
     int64_t count;
     pthread_t caller;
-    int threads, came;    // that were asked for; that have begun
-    bool late;            // whether one had not begun when the caller found no more jobs
-    int64_t ended;        // when that was
+    int threads, came;    // threads requested; threads that have begun
+    bool late;            // whether a thread had not begun when the caller found no more jobs
+    int64_t ended;        // when the caller found none
 };
 
 inline void serve_team(void* of) {
@@ -212,7 +212,7 @@ class Scratch {
     Scratch(const Scratch&) = delete;
 
     template <class T>
-    void take(T*& array, int64_t count) {
+    void allocate(T*& array, int64_t count) {
         array = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
         used_ += (size_t(count) * sizeof(T) + 63) / 64 * 64;
     }

@@ -55,7 +55,7 @@ template <class Entry, int n, Along along, class Real = RealOf<Entry>>
 __attribute__((noinline)) void strip(const Entry* a, int64_t step, const Entry* b, int64_t b_step, Real* c,
                                      int64_t c_step, int64_t rows, int64_t depth, bool add) {
     if constexpr (kTiles && kDepth<Entry> > 1) {
-        static_assert(along == Along::depth, "what is multiplied along its rows is turned first");
+        static_assert(along == Along::depth, "what is multiplied along its rows is transposed first");
         return strip_of_tiles<n>(a, step, b, b_step, c, c_step, rows, depth, add);
     }
     constexpr int second = kRows / 3 * 2;

@@ -50,8 +50,8 @@ struct Score {
         q_factor = Real(factor);
     }
 
-    // What q is multiplied by before a product of entries of so many reals, and so many results after: pairs hold what
-    // was given and not what was rounded once more, which a power of 2 does not.
+    // The factor of q before a product of entries of `depth` reals. 1, and `scale` multiplies the products instead, where q
+    // times its factor would be rounded to bfloat16 once more; a power of 2 rounds nothing.
     Real factor_of_q(int64_t depth) const {
         bool exact = depth == 1 || (to_bits(float(q_factor)) & 0x7fffff) == 0;
         return exact ? q_factor : Real(1);

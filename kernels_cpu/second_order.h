@@ -1,4 +1,4 @@
-// What both passes of second order have: the call with its directions, the weights again, and tangents of scores.
+// Code that both passes of second order share: the call with its directions, recomputed weights, tangents of scores.
 #pragma once
 #include "lse.h"
 
@@ -29,16 +29,16 @@ EXPORTED int32_t cupy_flash_hvp_dbias(SecondOrder*);
 constexpr int64_t kDirections =
     4;    // of a job, at most: they share the weights, and scratch does not grow with them
 
-// One direction in the hands of a job.
+// The arrays of one direction, and the tangents of the keys that a job is working on.
 template <class Real>
-struct Way {
+struct Direction {
     static constexpr int w = W<Real>, panel = kPanel<Real>;
     Tensor q, k, v, bias, sinks, o, lse, dq, dk, dv, dbias, dsinks;
-    const Real *k_rows, *v_rows;    // tangents of the keys in hand
+    const Real *k_rows, *v_rows;    // tangents of the current keys
     int64_t k_step, v_step;
 
     __attribute__((noinline))    // why: every pass has some, and size counts
-    Way(const SecondOrder& f, int64_t n)
+    Direction(const SecondOrder& f, int64_t n)
         : q(nth(f.q_dot, n)), k(nth(f.k_dot, n)), v(nth(f.v_dot, n)), bias(nth(f.bias_dot, n)),
           sinks(nth(f.sinks_dot, n)), o(nth(f.o_dot, n)), lse(nth(f.lse_dot, n)), dq(nth(f.dq, n)),
           dk(nth(f.dk, n)), dv(nth(f.dv, n)), dbias(nth(f.dbias, n)), dsinks(nth(f.dsinks, n)),
@@ -50,22 +50,22 @@ struct Way {
         if (t.data) t.data = static_cast<char*>(t.data) + n * x.step * bytes[t.type];
         return t;
     }
-    // Takes some keys in hand; space has room for a row of K and one of V each.
-    __attribute__((noinline)) void turn_to(const Call& p, const Sequence& s, int64_t head, int64_t from,
-                                           int64_t count, Real* space) {
+    // Makes keys the current ones; space has room for a row of K and one of V for each.
+    __attribute__((noinline)) void set_keys(const Call& p, const Sequence& s, int64_t head, int64_t from,
+                                            int64_t count, Real* space) {
         if (k.data) k_rows = Keys<Real>{p, k, s, head, p.head_dim}.rows(from, count, space, &k_step);
         space += count * p.head_dim;
         if (v.data) v_rows = Keys<Real>{p, v, s, head, p.head_dim_v}.rows(from, count, space, &v_step);
     }
     // Whether scores have tangents.
-    bool moves_scores() const { return q.data || k.data || bias.data; }
+    bool has_score_tangent() const { return q.data || k.data || bias.data; }
 
-    // Tangents of the scores of a tile of keys, which are `behind` the first one in hand. With softcap `capped` is
+    // Tangents of the scores of a tile of keys, which are `behind` the first current one. With softcap `capped` is
     // tanh of what `inside` gets the tangents of; pairs has room for a tile if the bias has a tangent.
     __attribute__((noinline)) void    // why: all passes share it, and size counts
-    move_scores(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys, int64_t behind,
-                const Real* key_rows, int64_t key_step, const Real* q_columns, const Real* q_dot,
-                const Real* capped, Real* inside, Real* tile, Real* pairs) const {
+    score_tangents(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys, int64_t behind,
+                   const Real* key_rows, int64_t key_step, const Real* q_columns, const Real* q_dot,
+                   const Real* capped, Real* inside, Real* tile, Real* pairs) const {
         const Call& p = score.p;
         if (q.data) product<Along::depth>(key_rows, key_step, q_dot, tile, keys, p.head_dim, false);
         if (k.data)
@@ -86,7 +86,7 @@ struct Way {
 
 // Tiles (keys x kPanel) with the weights of a panel, from LSE.
 template <class Real>
-struct WeightsAgain {
+struct RecomputedWeights {
     Real *weights, *capped;    // P, and with softcap tanh of the scores
     Real *seen, *bias, *kept;
 
@@ -98,13 +98,13 @@ struct WeightsAgain {
     }
 
     template <class Scratch>
-    void take(Scratch& scratch, const SecondOrder& f, int64_t keys) {
+    void allocate(Scratch& scratch, const SecondOrder& f, int64_t keys) {
         int64_t n = keys * kPanel<Real>;
         const Call& p = f.call;
-        scratch.take(weights, n), scratch.take(capped, p.softcap > 0 ? n : 0);
-        scratch.take(seen, p.mask.data ? n : 0);
-        scratch.take(bias, p.bias.data ? n : 0);    // and then its tangents
-        scratch.take(kept, p.dropout_threshold ? n : 0);
+        scratch.allocate(weights, n), scratch.allocate(capped, p.softcap > 0 ? n : 0);
+        scratch.allocate(seen, p.mask.data ? n : 0);
+        scratch.allocate(bias, p.bias.data ? n : 0);    // and then its tangents
+        scratch.allocate(kept, p.dropout_threshold ? n : 0);
     }
     // The scores of a tile, where the weights go. False if the mask leaves nothing.
     __attribute__((noinline)) bool scores(const Score<Real>& score, const Panel<Real>& x, int64_t from,

@@ -48,8 +48,8 @@ class SpanTable {
     Call& p_;
 };
 
-// The spans of one sequence, over panels of any heads. why noinline: the tiles of every pass and precision ask, and
-// the library is to stay small.
+// The spans of one sequence, over panels of any heads. why noinline: the tiles of every pass and precision call
+// it, and the library stays small.
 template <class Real>
 struct KeySpans {
     const Call& p;

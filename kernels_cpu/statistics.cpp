@@ -1,4 +1,4 @@
-// Statistics of the weights of attention, computed again from LSE tile by tile.
+// Statistics of the weights of attention, recomputed from LSE tile by tile.
 //
 // The tags are those of cupy_flash/cpu/statistics.py:
 //   [S.2]  LSE as given, else from a pass over the keys (lse.h)
@@ -42,7 +42,7 @@ struct KeyStatistics {
     }
 };
 
-// The strongest keys of the rows of a panel, which lie in the results, falling.
+// The keys with the largest weights for the rows of a panel, kept in the results in descending order.
 template <class Real>
 struct TopKeys {
     const Statistics& f;
@@ -53,7 +53,7 @@ struct TopKeys {
     int32_t* key(int64_t l, int64_t place) const {
         return static_cast<int32_t*>(f.top_keys.data) + keys.of[l] + place * f.top_keys.column;
     }
-    // A weight above the least of lane l comes to them, behind those that equal it; returns the least.
+    // Inserts a weight above the least of lane l, behind equal ones; returns the new least.
     __attribute__((noinline)) Real insert(int64_t l, Real weight, int64_t j) const {
         int64_t place = f.places - 1;
         for (; place > 0 && *of(l, place - 1) < weight; --place)
@@ -126,11 +126,11 @@ void statistics_job(void* what, int64_t number) {
     Real *q, *tile, *seen, *bias, *k_space, *sums, *largest;
     RowsOf<Real>* rows;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, at_once * panel * d), x.take(tile, kKeys * panel + p.function_reals);
-        x.take(seen, Score<Real>::masked(p) ? kKeys * panel : 0),
-            x.take(bias, p.bias.data ? kKeys * panel : 0);
-        x.take(k_space, keys.in_place() ? 0 : kKeys * d);
-        x.take(sums, kKeys * w), x.take(largest, kKeys * w), x.take(rows, at_once);
+        x.allocate(q, at_once * panel * d), x.allocate(tile, kKeys * panel + p.function_reals);
+        x.allocate(seen, Score<Real>::masked(p) ? kKeys * panel : 0),
+            x.allocate(bias, p.bias.data ? kKeys * panel : 0);
+        x.allocate(k_space, keys.in_place() ? 0 : kKeys * d);
+        x.allocate(sums, kKeys * w), x.allocate(largest, kKeys * w), x.allocate(rows, at_once);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -207,7 +207,7 @@ RARE void statistics(Statistics& f) {
     Call& p = f.call;
     bool first = p.lse.data;
     // [S.2] why not second order's rule: here LSE of more keys counts. Of pairs its last bits are others; as NumPy has it.
-    const LseAgain<Real> again(p, false, p.q.type == kBf16 ? 0x1p-17 : kSameLse<Real>);
+    const RecomputedLse<Real> recomputed(p, false, p.q.type == kBf16 ? 0x1p-17 : kSameLse<Real>);
     Parts t{f, Parts::of_rows(p.seqlen_q), nullptr};
     int64_t heads = p.batch * p.heads_q, jobs = heads * t.most;
     bool wanted = (f.key_sum.data || f.key_max.data) && p.seqlen_k;

@@ -37,8 +37,8 @@ inline void free_aligned(void* data) {
 #endif
 }
 
-// While it lives its thread rounds to nearest and keeps denormal numbers.
-// why: a program may ask for something else in one of the threads that compute a call (torch.set_flush_denormal).
+// Within its scope the thread rounds to nearest and keeps denormal numbers.
+// why: the program may have changed that in one of the threads that compute a call (torch.set_flush_denormal).
 struct DefaultFloats {
 #if defined(__x86_64__)
     unsigned before = __builtin_ia32_stmxcsr();

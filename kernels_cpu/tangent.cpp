@@ -55,26 +55,26 @@ __attribute__((noinline)) void weigh(Real* tile, const Real* weights, int64_t ke
 // [J.6] [J.7] of a panel in one direction; o: O^T.
 template <class Real>
 __attribute__((noinline)) void finish(const Call& p, const Sequence& s, const Panel<Real>& x,
-                                      const PanelLse<Real>& lse, const Way<Real>& way,
+                                      const PanelLse<Real>& lse, const Direction<Real>& direction,
                                       TangentSums<Real>& sums, const Real* o) {
     constexpr int64_t w = W<Real>, panel = kPanel<Real>;
-    const LaneOffsets<Real> at = x.in(way.lse, s);
+    const LaneOffsets<Real> at = x.in(direction.lse, s);
     Real ones[panel];
     for (int64_t l = 0; l < panel; ++l) {
         ones[l] = 1;
         if (l >= x.lanes) continue;
-        if (way.sinks.data) {
+        if (direction.sinks.data) {
             double sink = element<Real>(p.sinks.data, x.head[l] * p.sinks.head);
             if (sink != -kInfinity<double>)
-                sums.mean[l] +=
-                    Real(lse.of_sink(sink, l) * element<Real>(way.sinks.data, x.head[l] * way.sinks.head));
+                sums.mean[l] += Real(lse.of_sink(sink, l) *
+                                     element<Real>(direction.sinks.data, x.head[l] * direction.sinks.head));
         }
-        static_cast<Real*>(way.lse.data)[at.of[l]] = sums.mean[l];
+        static_cast<Real*>(direction.lse.data)[at.of[l]] = sums.mean[l];
     }
     const V<Real> unit = splat<Real>(p.dropout_threshold ? Real(p.dropout_scale) : Real(1));
     for (int64_t i = 0; i < p.head_dim_v * panel; i += w)
         store(sums.o + i, load(sums.o + i) * unit - load(o + i) * load(sums.mean + i % panel));
-    write_panel(sums.o, ones, way.o, x.lanes, x.in(way.o, s), p.head_dim_v);
+    write_panel(sums.o, ones, direction.o, x.lanes, x.in(direction.o, s), p.head_dim_v);
 }
 
 // [A1.12] [A1.13] of a panel, which one job of all directions writes, and the same for its sums; o becomes O^T.
@@ -120,40 +120,43 @@ void tangent_job(void* what, int64_t number) {
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t r0 = part * t.panels * panel, r1 = least(rows, r0 + t.panels * panel);
     if (r0 >= r1) return;
-    int64_t count = blocks_of(r1 - r0, panel), ways_count = least(kDirections, f.directions - first);
+    int64_t count = blocks_of(r1 - r0, panel), direction_count = least(kDirections, f.directions - first);
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
     Real *q, *o, *tile, *k_space, *finite_space, *v_space, *dot_spaces, *space;
     Panel<Real>* panels;
     TangentSums<Real>* sums;
     PanelLse<Real>* lse;
     Softmax<Real>* softmaxes;
-    Way<Real>* ways;
-    WeightsAgain<Real> again;
+    Direction<Real>* direction;
+    RecomputedWeights<Real> recomputed;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.take(q, count * panel * d), x.take(lse, count);
-        x.take(o, (together ? count : 1) * panel * dv), x.take(softmaxes, together ? count : 0);
-        x.take(space, ways_count * count * panel * (d + dv));
-        x.take(tile, kKeys * panel);
-        x.take(k_space, keys.in_place() ? 0 : kKeys * d), x.take(v_space, values.in_place() ? 0 : kKeys * dv);
-        x.take(finite_space, kKeys * d);
-        x.take(dot_spaces, ways_count * kKeys * (d + dv));
-        x.take(panels, count), x.take(sums, ways_count * count), x.take(ways, ways_count);
-        again.take(x, f, kKeys);
+        x.allocate(q, count * panel * d), x.allocate(lse, count);
+        x.allocate(o, (together ? count : 1) * panel * dv), x.allocate(softmaxes, together ? count : 0);
+        x.allocate(space, direction_count * count * panel * (d + dv));
+        x.allocate(tile, kKeys * panel);
+        x.allocate(k_space, keys.in_place() ? 0 : kKeys * d),
+            x.allocate(v_space, values.in_place() ? 0 : kKeys * dv);
+        x.allocate(finite_space, kKeys * d);
+        x.allocate(dot_spaces, direction_count * kKeys * (d + dv));
+        x.allocate(panels, count), x.allocate(sums, direction_count * count),
+            x.allocate(direction, direction_count);
+        recomputed.allocate(x, f, kKeys);
     });
     if (!scratch) return;
 
     const Score<Real> score(p, s, head_k);
     int64_t begin = s.keys, end = 0;
-    for (int64_t n = 0; n < ways_count; ++n) ways[n] = Way<Real>(f, first + n);
+    for (int64_t n = 0; n < direction_count; ++n) direction[n] = Direction<Real>(f, first + n);
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
         read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
         if (together) softmaxes[n] = Softmax<Real>();
         else lse[n].read(p, s, x);
-        for (int64_t i = 0; i < ways_count; ++i) {
-            TangentSums<Real>& sum = sums[n * ways_count + i];
+        for (int64_t i = 0; i < direction_count; ++i) {
+            TangentSums<Real>& sum = sums[n * direction_count + i];
             sum.q = space, sum.o = space + panel * d, space += panel * (d + dv);
-            if (ways[i].q.data) read_panel(sum.q, ways[i].q, x.lanes, x.in(ways[i].q, s), d, score.q_factor);
+            if (direction[i].q.data)
+                read_panel(sum.q, direction[i].q, x.lanes, x.in(direction[i].q, s), d, score.q_factor);
             memset(sum.o, 0, size_t(panel * dv) * sizeof(Real)), memset(sum.mean, 0, sizeof sum.mean);
         }
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
@@ -164,9 +167,9 @@ void tangent_job(void* what, int64_t number) {
         int64_t finite_step = k_step;
         const Real* finite_block = finite_rows(k_block, to_block - from_block, d, &finite_step, finite_space);
         const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
-        for (int64_t i = 0; i < ways_count; ++i)
-            ways[i].turn_to(p, s, head_k, from_block, to_block - from_block,
-                            dot_spaces + i * kKeys * (d + dv));
+        for (int64_t i = 0; i < direction_count; ++i)
+            direction[i].set_keys(p, s, head_k, from_block, to_block - from_block,
+                                  dot_spaces + i * kKeys * (d + dv));
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end), m = to - from;
@@ -174,54 +177,55 @@ void tangent_job(void* what, int64_t number) {
             int64_t behind = from - from_block;
             const Real *k = k_block + behind * k_step, *v = v_block + behind * v_step,
                        *of_q = q + n * panel * d;
-            TangentSums<Real>* of_panel = sums + n * ways_count;
+            TangentSums<Real>* of_panel = sums + n * direction_count;
             Real* o_panel = o + n * panel * dv;
-            if (!again.scores(score, x, from, m, k, k_step, of_q)) continue;    // [J.2]
+            if (!recomputed.scores(score, x, from, m, k, k_step, of_q)) continue;    // [J.2]
             if (together) {
-                softmaxes[n].template weigh<kVectors>(again.weights, m, [&](const V<Real>* by) {
+                softmaxes[n].template weigh<kVectors>(recomputed.weights, m, [&](const V<Real>* by) {
                     scale_lanes<kVectors>(o_panel, dv, by);
-                    for (int64_t i = 0; i < ways_count; ++i) {
+                    for (int64_t i = 0; i < direction_count; ++i) {
                         scale_lanes<kVectors>(of_panel[i].o, dv, by);
                         scale_lanes<kVectors>(of_panel[i].mean, 1, by);
                     }
                 });
             } else {
-                again.weigh(lse[n], m);
+                recomputed.weigh(lse[n], m);
             }
-            for (int64_t i = 0; i < ways_count; ++i) {
-                if (!ways[i].moves_scores()) continue;
+            for (int64_t i = 0; i < direction_count; ++i) {
+                if (!direction[i].has_score_tangent()) continue;
                 TangentSums<Real>& sum = of_panel[i];
-                ways[i].move_scores(score, x, from, m, behind, finite_block + behind * finite_step,
-                                    finite_step, of_q, sum.q, again.capped,
-                                    nullptr,    // [J.3]
-                                    tile, again.bias);
-                weigh(tile, again.weights, m, sum.mean);    // [J.4]
-                again.drop(tile, p, m);
+                direction[i].score_tangents(score, x, from, m, behind, finite_block + behind * finite_step,
+                                            finite_step, of_q, sum.q, recomputed.capped,
+                                            nullptr,    // [J.3]
+                                            tile, recomputed.bias);
+                weigh(tile, recomputed.weights, m, sum.mean);    // [J.4]
+                recomputed.drop(tile, p, m);
                 product<Along::rows>(v, v_step, tile, sum.o, dv, m, true);    // [J.5]
             }
             if (!together && !f.v_dot.first.data) continue;
-            again.drop(again.weights, p, m);
+            recomputed.drop(recomputed.weights, p, m);
             if (together) {    // [A1.10]
-                product<Along::rows>(v, v_step, again.weights, o_panel, dv, m, !softmaxes[n].fresh);
+                product<Along::rows>(v, v_step, recomputed.weights, o_panel, dv, m, !softmaxes[n].fresh);
                 softmaxes[n].fresh = false;
             }
             if (!f.v_dot.first.data) continue;
-            for (int64_t i = 0; i < ways_count; ++i)
-                product<Along::rows>(ways[i].v_rows + behind * ways[i].v_step, ways[i].v_step, again.weights,
-                                     of_panel[i].o, dv, m, true);
+            for (int64_t i = 0; i < direction_count; ++i)
+                product<Along::rows>(direction[i].v_rows + behind * direction[i].v_step, direction[i].v_step,
+                                     recomputed.weights, of_panel[i].o, dv, m, true);
         }
     }
     for (int64_t n = 0; n < count; ++n) {
         const Panel<Real>& x = panels[n];
         Real* o_panel = o + (together ? n * panel * dv : 0);
-        TangentSums<Real>* of_panel = sums + n * ways_count;
+        TangentSums<Real>* of_panel = sums + n * direction_count;
         if (together) {
             if (softmaxes[n].fresh) memset(o_panel, 0, size_t(panel * dv) * sizeof(Real));
-            divide(p, s, x, softmaxes[n], lse[n], of_panel, ways_count, first == 0, o_panel);
+            divide(p, s, x, softmaxes[n], lse[n], of_panel, direction_count, first == 0, o_panel);
         } else {
             read_panel(o_panel, p.o, x.lanes, x.in(p.o, s), dv, Real(1));
         }
-        for (int64_t i = 0; i < ways_count; ++i) finish(p, s, x, lse[n], ways[i], of_panel[i], o_panel);
+        for (int64_t i = 0; i < direction_count; ++i)
+            finish(p, s, x, lse[n], direction[i], of_panel[i], o_panel);
     }
 }
 
@@ -239,7 +243,7 @@ void tangent(SecondOrder& f) {
 
 template <class Real>
 void of_lse(SecondOrder& f) {
-    const LseAgain<Real> again(f.call, true);
+    const RecomputedLse<Real> recomputed(f.call, true);
     tangent<Real, false>(f);
 }
 

@@ -1,7 +1,7 @@
 // Products of pairs of bfloat16 by AMX: C (16 rows x 16 floats) += A (16 x 16 pairs) B (16 x 16 pairs), in one instruction
 // of 16 cycles, 16 times the rate of floats.
 //
-// A is read where it lies, rows along the depth; B is what `down` made, a pair of its rows a row. Four tiles of C stay in
+// A is read in place, rows along the depth; B comes from `down`, which makes one row of each pair of rows. Four tiles of C stay in
 // registers, two rows of them by two columns; two each hold A and B. Tiles are full but for the last rows and the end of
 // the depth, for which they get other shapes. Each job begins and ends with full ones (pool.h): a shape takes as
 // long as ten products.
@@ -105,8 +105,8 @@ INLINE void strip_of_tiles(const Pair* a, int64_t step, const Pair* b, int64_t b
 }
 
 // Rows of pairs that lie along the features become rows along the keys, `to_step` pairs apart: up(width, 2) of them.
-inline __attribute__((noinline)) void turn(const Pair* rows, int64_t step, int64_t count, int64_t width,
-                                           Pair* to, int64_t to_step) {
+inline __attribute__((noinline)) void transpose_pairs(const Pair* rows, int64_t step, int64_t count,
+                                                      int64_t width, Pair* to, int64_t to_step) {
     alignas(64) static constexpr uint16_t low_halves[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
                                                             22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
                                                             44, 46, 48, 50, 52, 54, 56, 58, 60, 62};

@@ -194,12 +194,12 @@ CF_DEVICE void matrix_stores(const CheckParams& p, SharedStorage& s) {
 }
 
 constexpr int kLine = 128;    // bytes of a row of a tile, which is as wide as its swizzle
-// Where 16 bytes of a tile lie in shared memory.
+// The address of 16 bytes of a tile in shared memory.
 CF_DEVICE uint32_t in_tile(const void* tile, int row, int column) {
     return smem_addr(tile) + row * kLine + ((column ^ row % 8) << 4);
 }
 
-// Of a barrier for one arrival, and so many bytes.
+// Initialises the barrier for one arrival and this many bytes, and arrives.
 CF_DEVICE void expect(SharedStorage& s, int bytes) {
     mbar_init(s.bar, 1);
     mbar_init_fence();

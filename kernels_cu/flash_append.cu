@@ -4,7 +4,7 @@
 // Source: Su et al., "RoFormer" (arXiv:2104.09864): a pair (x, y) of features at position m becomes
 // (x cos - y sin, y cos + x sin) of the angle m theta of the pair.
 //   [N1] new key t of a sequence stands at position keys_before + t, query i at length - seqlen_q + i; both are
-//        turned by these positions, or by first + t and first + i
+//        rotated by these positions, or by first + t and first + i
 //   [N2] k = rotate(k) / k_scale and v / v_scale, rounded to what the cache holds; 4-bit codes, scales and zeros
 //        of groups of features
 //        Of latents, whose values are columns of their keys, keys alone
@@ -91,7 +91,8 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
         const int32_t columns = is_value ? p.shape.head_dim_v : p.shape.head_dim;
         auto at = [&](int32_t c) { return widen(source[c * from.column]); };
         auto stored = [&](int32_t column) {
-            return is_value || p.rotary.on_read ? at(column) : turned(p.rotary, column, position, at);
+            return is_value || p.rotary.on_read ? at(column)
+                                                : rotated_feature(p.rotary, column, position, at);
         };
         if constexpr (of_codes(kStored)) {
             store_codes<kStored, Acc>(to, is_value ? p.cache.v_units : p.cache.k_units, slot, head,
@@ -109,7 +110,7 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
     // [N3]
     row -= 2 * of_keys;
     const int32_t heads_q = p.shape.heads_q;
-    if (!p.turned_q.data) return;
+    if (!p.rotated_q.data) return;
     const int32_t head = static_cast<int32_t>(row % heads_q);
     const int32_t* starts = p.shape.packed ? p.shape.cu_seqlens_q : nullptr;
     const int64_t of_head = row / heads_q;
@@ -124,13 +125,14 @@ CF_DEVICE void flash_append(const DecodeParams& p) {
                                          : sequence_in_cache(p.cache, p.shape, batch).seqlen_k - queries;
     const int64_t position = first + query;
     const Element* source = head_rows<const Element>(p.q, starts ? 0 : batch, head, query_row);
-    Element* to = head_rows<Element>(p.turned_q, starts ? 0 : batch, head, query_row);
+    Element* to = head_rows<Element>(p.rotated_q, starts ? 0 : batch, head, query_row);
     // why zeros to the end of the row, a multiple of 32 bytes: bulk copies take all of it.
     const int32_t columns = round_up(p.shape.head_dim, int32_t(32 / sizeof(Element)));
     auto at = [&](int32_t c) { return widen(source[c * p.q.column]); };
     for (int32_t column = lane; column < columns; column += 32)
-        to[column] = column < p.shape.head_dim ? narrow<Element>(turned(p.rotary, column, position, at))
-                                               : Element(0.0f);
+        to[column] = column < p.shape.head_dim
+                         ? narrow<Element>(rotated_feature(p.rotary, column, position, at))
+                         : Element(0.0f);
 }
 
 CF_KERNEL(DecodeParams, kThreads, 1, flash_append)

@@ -83,7 +83,7 @@ static_assert(!kUnderProducts || kSlots == Slots::two, "only that way is built")
 template <class Work>
 CF_DEVICE auto beside(Work work) {
     if constexpr (kUnderProducts) return work;
-    else return Nothing();
+    else return NoWork();
 }
 template <int kBlockM> using Sums = GradientSums<kBlockM, kHeadDim, kThreads>;
 
@@ -264,7 +264,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                     then([&](Share share) { SumsOfDQ::add(sums, rDQ, share); });
                 };
                 if constexpr (kUnderProducts) {
-                    if (!p.dq_accumulator) multiply_dk(Nothing());
+                    if (!p.dq_accumulator) multiply_dk(NoWork());
                     else
                         multiply_dq([&](auto add) {
                             multiply_dk([&](Share share) {
@@ -275,11 +275,11 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                         });
                 } else {
                     if (p.dq_accumulator) multiply_dq([](auto add) { add(Share{0, 1}); });
-                    multiply_dk(Nothing());
+                    multiply_dk(NoWork());
                 }
             }
         }
-        // sync: all are done with K and V, whose tiles dK and dV leave through.
+        // sync: all are done with K and V, in whose tiles dK and dV are staged.
         __syncthreads();
     }
 
@@ -310,7 +310,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                                                              warp % kDVRowGroups, warp / kDVRowGroups);
     };
     if constexpr (!kVInRegisters) stage_dv();
-    // sync: what is staged is complete before any thread stores it.
+    // sync: the staged tile is complete before any thread stores it.
     __syncthreads();
     store_tile<KTile, kThreads>(
         rows_of<Element>(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
@@ -374,7 +374,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     constexpr int kWarpRows = kBlockM / kWarps * kParts, kM = kWarpRows / 16, kN = kBlockN / 8;
     static_assert(kM * 16 * kWarps == kBlockM * kParts, "a warp has whole 16-row blocks");
     static_assert(kParts == 1 || kColumns * sizeof(Element) % 128 == 0,
-                  "a part is whole periods of the twist");
+                  "a part is whole periods of the swizzle");
     const int warp = threadIdx.x / 32, warp_row = warp / kParts * kWarpRows;
     const int first_column = warp % kParts * kColumns;
 

@@ -78,13 +78,13 @@ using SharedStorage = Block::SharedStorage;    // pairs: dS^T of two steps
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// What is under way while a warpgroup computes. why not always the same: the operands of what is under way are
-// registers too, beside dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
-// head dims 192 and 128, all of it does not fit.
-// dP while P is made of S:
+// The products in flight while a warpgroup computes. why not always the same: operands of products in flight are
+// registers too, in addition to dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
+// head dims 192 and 128, they do not all fit.
+// Whether dP is in flight while P is computed from S:
 constexpr bool kEarlyDP = !kScarce && (!Kernel::kAny || kHeadDim < 128);
-// When dV starts: with nothing beside it, so that P is gone before dP comes; right after dP, or when dP is there,
-// so that it runs while dS is made; or when dS is there.
+// When dV starts: alone, so that P is no longer needed when dP starts; right after dP, or when dP is complete, so that
+// it overlaps with dS; or when dS is complete.
 enum class Start { alone, beside_dp, after_dp, after_ds };
 constexpr Start kDV = kScarce ? (Kernel::kAny ? Start::alone : Start::beside_dp)
                               : (kEarlyDP && kBlockM < 128 ? Start::after_dp : Start::after_ds);

@@ -205,7 +205,7 @@ CF_DEVICE void hold(Registers& first, Registers& second, const T (&held)[2]) {
 //   finish_pair(step)  adds what all warps have of a pair, and stores its P and dS
 //   add(step)          adds products of P and dS to the warp's gradients
 template <class Copy, class MakeParts, class FinishPair, class Add>
-CF_DEVICE void go_over(int32_t first, int32_t end, Copy copy, MakeParts make_parts, FinishPair finish_pair,
+CF_DEVICE void for_each_step(int32_t first, int32_t end, Copy copy, MakeParts make_parts, FinishPair finish_pair,
                        Add add) {
     const auto start = [&](int32_t step) {
         if (step < end) copy(step);
@@ -227,7 +227,7 @@ CF_DEVICE void go_over(int32_t first, int32_t end, Copy copy, MakeParts make_par
         __syncthreads();
         add(step);
     }
-    // sync: the warp has read what it streamed, through whose place its gradients leave.
+    // sync: the warp has read what it streamed, in whose memory its gradients are staged.
     __syncwarp();
 }
 
@@ -326,7 +326,7 @@ CF_DEVICE void dkv(const BackwardParams& p) {
         multiply<Product, 1>(rDK, ColumnsAsA<WeightTile, 1>(sDS, 0),
                              ColumnsAsB<QueryTile, 1>(own.at(step, 0), 0));
     };
-    go_over(0, steps, copy, make_parts, finish_pair, add);
+    for_each_step(0, steps, copy, make_parts, finish_pair, add);
 
     // why again: these numbers then need no registers in the loop.
     const TileCoord at = tile_coord(opaque(blockIdx.x), cdiv(p.shape.seqlen_k, kBlockN), p.shape.heads_k);
@@ -401,7 +401,7 @@ CF_DEVICE void dq(const BackwardParams& p) {
         // [A2.15]
         multiply<Product, 1>(rDQ, RowsAsA<WeightTile>(sDS, 0), ColumnsAsB<KeyTile, 1>(own.at(tile, 0), 0));
     };
-    go_over(first_tile, end_tile, copy, make_parts, finish_pair, add);
+    for_each_step(first_tile, end_tile, copy, make_parts, finish_pair, add);
 
     store_own(p, p.dq, work.batch, work.head, sequence.first_q + m_first, sequence.seqlen_q - m_first,
               p.shape.head_dim, rDQ, scale, own.held[0]);

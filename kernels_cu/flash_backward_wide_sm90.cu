@@ -152,7 +152,7 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             s.do_ring.release(step.at);
             s.q_ring.release(step.at);
         }
-        // why no barrier before dK and dV leave through K and V: no product has read these since P was complete.
+        // why no barrier before dK and dV are staged in K and V: no product has read these since P was complete.
     }
 
     const Shape& shape = p.call.shape;

@@ -70,9 +70,9 @@ using Loader = WarpLoader<StoredTile, kTuring>;
 constexpr int kPartPitch = kHeadDim + (Product::kFloat ? 16 : kCodes ? 4 : 8);
 constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // registers of Q and of O
 
-// Whether what is known of a thread's rows is read from shared memory in every step, for want of registers.
+// Whether a thread reads the positions and limits of its rows from shared memory in every step, to save registers.
 constexpr bool kScarce = Product::kFloat || (kIntegers && kHeadDim == 256);
-constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the others' registers are all taken
+constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the others have no registers left
 
 constexpr int kSpans = kHeadDim / kSpan;
 using Coded = Select<kIntegers, IntegerTiles<Product, StoredTile>, E2m1Tiles<Product, StoredTile>>::Type;
@@ -84,7 +84,7 @@ struct WarpStorage : Operands<kStored, StoredTile, KeyTile>,
     StoredTile k[kStages], v[kStages];
 };
 static_assert(!kCodes || sizeof(WarpStorage) == WarpStorage::kRingBytes + kStages * 2 * StoredTile::kBytes);
-// What KeyStream asks for.
+// Types and constants that KeyStream needs.
 struct Kernel {
     using Loader = ::Loader;
     using KeyUnits = ::KeyUnits;
@@ -128,7 +128,7 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
 // Q of the block's rows, zeros where there are none. Of integers each row is raised to the range of halves, and its
 // factor saved; scale: of all scores.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& block, float scale) {
-    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
     static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
     for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
@@ -272,7 +272,7 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     CF_UNROLL
     for (int i = 0; i < kStages - 1; i++) stream.load(i);
 
-    // sync: Q and what is saved are in shared memory, written by all threads.
+    // sync: Q and the saved values are in shared memory, written by all threads.
     __syncthreads();
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;

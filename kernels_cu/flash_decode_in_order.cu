@@ -20,7 +20,7 @@
 //         hold it; the highest scores of each warp; what is saved. See SharedStorage.
 //
 // Assumes: what flash_decode does; keys as they are multiplied.
-// Not here: masks, bias, dropout; new keys and rotation (flash_append), merging chunks (flash_unite).
+// Not here: masks, bias, dropout; new keys and rotation (flash_append), merging chunks (flash_combine_chunks).
 #include "cache/rows.cuh"
 #include "tile/chunk.cuh"
 #include "tile/score_tile.cuh"
@@ -119,7 +119,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     const int32_t first_key = keys.first / kBlockN * kBlockN, blocks = cdiv(keys.end - first_key, kBlockN);
 
     // Q: what does not exist becomes zero.
-    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
     for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
         uint4 value{};
@@ -163,7 +163,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         for (int i = 0; i < kStages - 1; i++) start(i);
     }
 
-    // sync: Q and what is saved are in shared memory, written by all threads.
+    // sync: Q and the saved values are in shared memory, written by all threads.
     __syncthreads();
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;

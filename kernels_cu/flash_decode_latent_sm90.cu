@@ -52,7 +52,7 @@ using Product = Math<Element, 1, false>;
 using Softmax = OnlineSoftmax<Product, 1, 0, 8>;
 using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
 using KeyTile = SwizzledTile<Element, kBlockN, kHeadDim>;
-// A half of the columns of values, as it lies in a tile of keys.
+// A half of the columns of values, in place in a tile of keys.
 using HalfTile = SwizzledTile<Element, kBlockN, kHalf>;
 using WeightTile = SwizzledTile<Element, kBlockM, kBlockN>;
 using Ring = StageRing<kStages>;
@@ -85,7 +85,7 @@ CF_DEVICE void produce(const HopperDecodeParams& p, SharedStorage& s, const Work
     for (int32_t step = work.steps.count - 1; step >= 0; step--, at.advance()) {
         const int32_t key = work.key(step), slot = slot_of(cache, work.block.batch, key);
         s.ring.acquire(at, KeyTile::kBytes);
-        // why also from slot -1: a page that lies nowhere is zeros, and hidden.
+        // why also from slot -1: a page outside the cache reads as zeros, and is masked.
         load_tile(s.keys[at.stage], p.k_map, s.ring.full[at.stage], row_in_slot(cache, key),
                   work.block.kv_head, slot);
     }
@@ -93,7 +93,7 @@ CF_DEVICE void produce(const HopperDecodeParams& p, SharedStorage& s, const Work
 
 // By the consumers: rows that do not exist are zeros, and see no key.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const Work& work, const Band& band) {
-    const Tensor& q = p.turned_q.data ? p.turned_q : p.q;
+    const Tensor& q = p.rotated_q.data ? p.rotated_q : p.q;
 #pragma unroll 4
     for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kConsumers) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
@@ -190,7 +190,7 @@ CF_DEVICE void attend_first_half(const DecodeParams& p, SharedStorage& s, const 
         s.ring.wait(at);
         wgmma_fence_operand(rS);
         wgmma_fence();
-        multiply(rS, q.anew(), k.of_tile(at.stage), false);
+        multiply(rS, q.opaque_copy(), k.of_tile(at.stage), false);
         wgmma_commit();
         // sync: S is in registers.
         wgmma_wait<0>();

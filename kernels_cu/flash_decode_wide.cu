@@ -79,9 +79,9 @@ struct ValueTile {
         kChunkElements = 8,
         kChunks = kColumns / 8,
         kPitch = KeyTile::kPitch,
-        kTwists = KeyTile::kTwists
+        kSwizzledChunks = KeyTile::kSwizzledChunks
     };
-    CF_DEVICE static constexpr int twist(int row) { return KeyTile::twist(row); }
+    CF_DEVICE static constexpr int swizzle(int row) { return KeyTile::swizzle(row); }
     CF_DEVICE static constexpr int offset(int row, int chunk) { return KeyTile::offset(row, chunk); }
 };
 // The tiles of a step, widened.
@@ -157,7 +157,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     }
 
     // Q: what does not exist becomes zero.
-    const Tensor q = p.turned_q.data ? p.turned_q : p.q;
+    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
     for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kThreads) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
         uint4 value{};
@@ -176,7 +176,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     // turn over a row of 36 chunks, a latent of 8 bits, is of four threads.
     constexpr bool kEven = StoredTile::kChunks % 8 == 0;
     constexpr int kRowThreads = (StoredTile::kChunks % 16 == 0 || !kEven) && kBlockN <= kThreads / 16 ? 16 : 8;
-    static_assert(kBlockN <= kThreads / kRowThreads && kRowThreads % StoredTile::kTwists == 0);
+    static_assert(kBlockN <= kThreads / kRowThreads && kRowThreads % StoredTile::kSwizzledChunks == 0);
     constexpr int kRowCopies = (StoredTile::kChunks + kRowThreads - 1) / kRowThreads;
     const int32_t copied_row = threadIdx.x / kRowThreads, copied_chunk = threadIdx.x % kRowThreads;
     const bool copies = kBlockN == kThreads / kRowThreads || copied_row < kBlockN;
@@ -212,7 +212,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
                 }
                 if (copied_chunk == 0) s.nowhere[stage][copied_row] = slot < 0;
             }
-            // why: asked for a step early, an entry of the table arrives while the products run.
+            // why a step early: an entry of the table arrives while the products run.
             if (kLatent || values) slot = slot_at(step + 1);
         }
         cp_async_commit();
@@ -251,7 +251,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
             __syncthreads();
         }
         const uint32_t sK = take(tile);
-        // sync: keys of this step are visible to all, in the first step Q and what is saved too; all are done
+        // sync: keys of this step are visible to all, in the first step Q and the saved values too; all are done
         // with the tile before, whose stage is filled next.
         __syncthreads();
         start(tile + kStages - 1);
@@ -354,7 +354,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
             if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = sum;
         }
     }
-    // sync: row_sum of every warp, and what is saved where there was no step, are visible.
+    // sync: row_sum of every warp, and the saved values if there was no step, are visible.
     __syncthreads();
 
     // [A1.12] [A1.13]

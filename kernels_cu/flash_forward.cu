@@ -26,7 +26,7 @@
 //
 // Assumes: last axes of q, k, v, o contiguous; seqlens below 2^30; row strides below 2^31 bytes; scale > 0
 //         unless kMask is any.
-// Not here: merging the chunks of different blocks (flash_unite), queries of a group of heads in one tile
+// Not here: merging the chunks of different blocks (flash_combine_chunks), queries of a group of heads in one tile
 //         (flash_decode).
 #include "tile/chunk.cuh"
 #include "tile/epilogue.cuh"
@@ -52,9 +52,8 @@
 #define CF_MIN_BLOCKS 2
 #define CF_SHARED_BYTES 24704
 #endif
-// What a score can meet. band: the end of the keys, causal, window. any: everything, asked for at run time.
-// why: without a causal mask or window, the loop of `band` has the same instructions as one that could do
-// neither.
+// Options that change scores. band: the end of the keys, causal, window. any: all of them, tested at run time.
+// why no kind without a band: its loop would have the same instructions.
 enum class Mask { band, any };
 using Element = CF_ELEMENT;
 constexpr Mask kMask = Mask::CF_MASK;

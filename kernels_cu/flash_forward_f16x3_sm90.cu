@@ -74,7 +74,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// What the headers of hopper/ ask for.
+// Types and constants that the headers of hopper/ need.
 struct Kernel {
     struct KTile {
         using Element = float;
@@ -195,7 +195,7 @@ struct WarpgroupRows {
         s.k_ring.wait(here);
         k_unit = unit_of_product(q_unit, s.k_unit[here.stage].x);
         // why a copy: or ptxas keeps the descriptors of all steps of Q, for which there are no registers.
-        const ByRows<QHalves::Part> here_q = q.anew();
+        const ByRows<QHalves::Part> here_q = q.opaque_copy();
         wgmma_fence_operand(rS);
         wgmma_fence();
         multiply_halves(rS, here_q, here_q.of_tile(1), k.of_tile(2 * here.stage), k.of_tile(2 * here.stage + 1));

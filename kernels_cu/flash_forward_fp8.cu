@@ -221,7 +221,7 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
 
     // [A1.12] [A1.13]
     // sync: `saved` is visible, also to a block that had no keys and no other barrier; all are done with Q,
-    // in whose place O leaves.
+    // whose memory O is staged in.
     __syncthreads();
     const Saved saved = s.saved;
     const float sink =

@@ -66,7 +66,7 @@ using Product = Math<Element, 1, false>;
 using QTile = SwizzledTile<Element, 64, kHeadDim>;
 using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;
 using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
-using TurnedTile = SwizzledTile<Element, kHeadDimV, kBlockN>;
+using TransposedTile = SwizzledTile<Element, kHeadDimV, kBlockN>;
 using OTile = SwizzledTile<__nv_bfloat16, 16, kHeadDimV>;    // of a warp, of either 16-bit type
 using Ring = StageRing<kStages>;
 constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while this one is worked on
@@ -81,10 +81,10 @@ struct SharedStorage {
     } queries[kQStages][kConsumers];
     KTile k[kStages];
     VTile v[CF_STAGES_V];
-    TurnedTile turned[kStages];
+    TransposedTile transposed[kStages];
     QRing q_ring;
     WorkTile<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
-    Ring k_ring, turned_ring;
+    Ring k_ring, transposed_ring;
     RawRing v_ring;
 
     CF_DEVICE QTile& q_tile(int stage, int warpgroup) { return queries[stage][warpgroup].q; }
@@ -99,7 +99,7 @@ constexpr int kTransposers = 3;    // warps
 // 932 with 3 and 929 with 4, which spill. why not elsewhere: 2 were 3 % slower at head dim 128.
 constexpr int kAtOnce = kHeadDimV > 128 ? 3 : 1;
 
-// What the headers of hopper/ ask for.
+// Types and constants that the headers of hopper/ need.
 struct Kernel {
     using Params = HopperFp8ForwardParams;
     using Storage = SharedStorage;
@@ -131,7 +131,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
     Ring::Cursor to;
 #pragma unroll 1
     for (QRing::Cursor q;; q.advance()) {
-        // sync: what a tile is has come, with its Q.
+        // sync: the description of a tile has arrived, with its Q.
         s.q_ring.wait(q);
         const WorkTile<Kernel>& work = s.work[q.phase][q.stage];
         int32_t left = work.blocks;
@@ -146,19 +146,19 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
         for (; left > 0; left--) {
             s.v_ring.wait(from);
             // sync: every consumer has released what the pass before put here.
-            mbar_wait(s.turned_ring.empty[to.stage], to.phase ^ 1);
+            mbar_wait(s.transposed_ring.empty[to.stage], to.phase ^ 1);
             if (rows < kBlockN) {
                 clear_rows(s.v[from.stage], rows, 32 * warp + lane, 32 * kTransposers);
                 // sync: all rows are cleared before any warp reads them.
                 bar_sync(kVCleared, 32 * kTransposers);
                 rows = kBlockN;
             }
-            transpose_values<kAtOnce>(s.turned[to.stage], s.v[from.stage], warp, kTransposers);
+            transpose_values<kAtOnce>(s.transposed[to.stage], s.v[from.stage], warp, kTransposers);
             // sync: V^T of every lane is visible to products, and what was cleared is before the next copy.
             fence_proxy_async();
             __syncwarp();
             if (lane == 0) {
-                mbar_arrive(s.turned_ring.full[to.stage]);
+                mbar_arrive(s.transposed_ring.full[to.stage]);
                 mbar_arrive(s.v_ring.empty[from.stage]);
             }
             from.advance();
@@ -167,7 +167,7 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
     }
 }
 
-// Where a consumer stands in the rings, from tile to tile.
+// The position of a consumer in the rings, kept from tile to tile.
 struct Cursors {
     QRing::Cursor q;
     Ring::Cursor k, v;
@@ -219,13 +219,13 @@ CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const WorkTile<
         const float2 rescale = softmax.mask_and_softmax(rS, block).factor;
         to_e4m3_fragments(rP, rS);
         // [A2.14]
-        s.turned_ring.wait(at.v);
+        s.transposed_ring.wait(at.v);
         warp_scheduler_barrier_sync<Kernel>(warpgroup);
         const auto part = [&](auto first) {
             float rT[kPartV / 2];
             wgmma_fence_operand(rT);
             wgmma_fence();
-            multiply(rT, rP, ByRows<TurnedTile>(s.turned[0], first.kColumn).of_tile(at.v.stage), false);
+            multiply(rT, rP, ByRows<TransposedTile>(s.transposed[0], first.kColumn).of_tile(at.v.stage), false);
             wgmma_commit();
             // sync: T is in registers.
             wgmma_wait<0>();
@@ -234,7 +234,7 @@ CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const WorkTile<
         };
         part(Column<0>());
         if constexpr (kPartV < kHeadDimV) part(Column<kPartV>());
-        s.turned_ring.release(at.v);
+        s.transposed_ring.release(at.v);
         at.v.advance();
     }
     if (work.blocks > 0) warp_scheduler_barrier_arrive<Kernel>(warpgroup);
@@ -269,7 +269,7 @@ CF_DEVICE void flash_forward(const Kernel::Params& p) {
         s.q_ring.init(4 * kConsumers + kTransposers);
         s.k_ring.init(kConsumers);
         s.v_ring.init(kTransposers);
-        s.turned_ring.init(kConsumers, kTransposers);
+        s.transposed_ring.init(kConsumers, kTransposers);
         mbar_init_fence();
     }
     // sync: barriers are initialised before anyone uses them.

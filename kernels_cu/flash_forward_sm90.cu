@@ -93,7 +93,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// What the headers of hopper/ ask for.
+// Types and constants that the headers of hopper/ need.
 struct Kernel {
     using Params = HopperForwardParams;
     using Storage = SharedStorage;
@@ -137,7 +137,7 @@ struct Products {
         wgmma_fence_operand(rS);
         wgmma_fence();
         // why: or ptxas makes the descriptors of all steps before the wait for K, for which wide heads have no registers.
-        if constexpr (kHeadDim > 128) multiply(rS, q.anew(), k.of_tile(at.k.stage), false);
+        if constexpr (kHeadDim > 128) multiply(rS, q.opaque_copy(), k.of_tile(at.k.stage), false);
         else multiply(rS, q, k.of_tile(at.k.stage), false);
         wgmma_commit();
     }

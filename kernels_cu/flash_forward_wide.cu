@@ -90,14 +90,14 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
-static_assert(OTile::kBytes <= QTile::kBytes + kSlots * kSlotBytes, "O leaves through Q and the ring");
+static_assert(OTile::kBytes <= QTile::kBytes + kSlots * kSlotBytes, "O is staged in Q and the ring");
 
 // One operand's chunks: of columns (K) or of rows (V).
 template <class T, bool kOfColumns>
 struct Chunks {
     TileLoader<T, kThreads> loader;
 
-    CF_DEVICE Chunks(const GlobalRows<Element>& from, int whole) : loader(told(from, whole)) {
+    CF_DEVICE Chunks(const GlobalRows<Element>& from, int whole) : loader(with_tile_width(from, whole)) {
         loader.matrix.columns = from.columns;
     }
     CF_DEVICE void start(uint32_t to, int block, int chunk) const {
@@ -118,7 +118,7 @@ struct Chunks {
         return block * kBlockN + (kOfColumns ? 0 : chunk * T::kRows);
     }
     // why: the loader takes the fast way where a matrix is as wide as its tile; here, where it is as wide as all chunks.
-    CF_DEVICE static GlobalRows<Element> told(GlobalRows<Element> from, int whole) {
+    CF_DEVICE static GlobalRows<Element> with_tile_width(GlobalRows<Element> from, int whole) {
         from.columns = from.columns == whole ? int(T::kColumns) : 0;
         return from;
     }

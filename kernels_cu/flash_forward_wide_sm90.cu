@@ -76,7 +76,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// What the headers of hopper/ ask for; of the producer all but its main loop.
+// Types and constants that the headers of hopper/ need; of the producer all but its main loop.
 struct Kernel {
     using Params = HopperForwardParams;
     using Storage = SharedStorage;
@@ -230,7 +230,7 @@ CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkT
     if (leader) mbar_arrive(s.q_ring.empty[0]);
 }
 
-// Where the first warpgroup stands in the ring, from tile to tile.
+// The position of the first warpgroup in the ring, kept from tile to tile.
 struct Cursors {
     Ring::Cursor k, v;
 };
@@ -252,7 +252,7 @@ CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s,
             chunk = at.k;
             wgmma_fence_operand(rS);
             wgmma_fence();
-            const auto of_q = q.anew();
+            const auto of_q = q.opaque_copy();
             CF_UNROLL
             for (int c = 0; c < kKChunks; c++) {
                 const auto of_k = k.of_tile(chunk.stage);

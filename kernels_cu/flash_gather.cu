@@ -63,7 +63,9 @@ CF_DEVICE void gather_row(Element* to, const Tensor& cache, const Units& units, 
         } else return element_at(cache.data, first + column * cache.column, scale);
     };
     for (int32_t column = lane; column < columns; column += 32) {
-        const Acc x = slot < 0 ? Acc(0) : rotary ? turned(*rotary, column, position, at) : at(column);
+        const Acc x = slot < 0 ? Acc(0)
+                      : rotary ? rotated_feature(*rotary, column, position, at)
+                               : at(column);
         to[column] = narrow<Element>(x);
     }
 }

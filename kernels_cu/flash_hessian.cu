@@ -30,7 +30,7 @@
 // Cost:   15 products where the deterministic backward pass has 7, in as many bytes each. A thread holds 64 or, of
 //         keys, 128 sums at head dim 128; and S, dotS, dP and dotdP: 64 more at 32 keys of dq_dot, 32 at 16 queries
 //         of dkv_dot.
-#include "backward/moved_queries.cuh"
+#include "backward/tangent_queries.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/ring.cuh"
 
@@ -81,18 +81,18 @@ template <class T> struct PairRows {
 
 // S and its tangent, from rows of A and dotA and a pair of tiles B and dotB.
 template <class T, int kN>
-CF_DEVICE void multiply_moving(float (&s)[1][kN][4], float (&moved)[1][kN][4], uint32_t a_address,
-                               int row_first, uint32_t a_dot_address, uint32_t pair_address, bool a_moves,
-                               bool b_moves) {
+CF_DEVICE void multiply_with_tangent(float (&s)[1][kN][4], float (&tangent)[1][kN][4], uint32_t a_address,
+                                     int row_first, uint32_t a_dot_address, uint32_t pair_address,
+                                     bool has_a_dot, bool has_b_dot) {
     using Own = Tile<Element, 16, kHeadDim>;
     const SharedRows<Product, Own> a(a_address, row_first), a_dot(a_dot_address, row_first);
-    if (a_moves && b_moves) {
-        multiply_moving_rows<Product, T>(s, moved, a, a_dot, pair_address);
+    if (has_a_dot && has_b_dot) {
+        multiply_rows_with_tangent<Product, T>(s, tangent, a, a_dot, pair_address);
         return;
     }
     multiply_by_rows<Product, T>(s, a, pair_address);
-    if (a_moves) multiply_by_rows<Product, T>(moved, a_dot, pair_address);
-    if (b_moves) multiply_by_rows<Product, T>(moved, a, pair_address + T::kBytes);
+    if (has_a_dot) multiply_by_rows<Product, T>(tangent, a_dot, pair_address);
+    if (has_b_dot) multiply_by_rows<Product, T>(tangent, a, pair_address + T::kBytes);
 }
 
 // Starts the copy of a tile and of that of its tangent, which follows.
@@ -136,7 +136,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
     float rDQ[1][kHeadDim / 8][4] = {};
 
     if (first < end) {
-        const bool q_moves = params.q_dot.data, k_moves = params.k_dot.data, v_moves = params.v_dot.data;
+        const bool has_q_dot = params.q_dot.data, has_k_dot = params.k_dot.data,
+                   has_v_dot = params.v_dot.data;
         const auto of_keys = [&](const Tensor& t, const Tensor& dot, int32_t columns) {
             return pair_of_rows<Element>(t, dot, work.batch, kv_head, sequence.first_k, sequence.seqlen_k,
                                          columns);
@@ -145,7 +146,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
                                                m_end - m_first, p.shape.head_dim),
                          s.q);
         load_tile<kThreads, false>(
-            moved_rows<Element>(p.d_o, work.batch, work.head, first_q, m_end - m_first, p.shape.head_dim_v),
+            tensor_rows<Element>(p.d_o, work.batch, work.head, first_q, m_end - m_first, p.shape.head_dim_v),
             s.d_o);
         Ring ring(of_keys(p.v, params.v_dot, p.shape.head_dim_v),
                   of_keys(p.k, params.k_dot, p.shape.head_dim), s.keys);
@@ -166,21 +167,21 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
         }
 #pragma unroll 1
         for (int32_t tile = end - 1; tile >= first; tile--) {
-            float rDP[2 * kN][4] = {}, rS[1][kN][4] = {}, rMoved[1][kN][4] = {};
+            float rDP[2 * kN][4] = {}, rS[1][kN][4] = {}, rTangent[1][kN][4] = {};
             const uint32_t sV = ring.template next<Stream::key>(tile - first, place);
             const SharedRows<Product, DOTile> d_o(smem_addr(s.d_o.data), warp_row);
-            if (v_moves) multiply_by_rows<Product, ValueTile<2 * kBlockN>>(parted<1, 2 * kN>(rDP), d_o, sV);
+            if (has_v_dot) multiply_by_rows<Product, ValueTile<2 * kBlockN>>(parted<1, 2 * kN>(rDP), d_o, sV);
             else multiply_by_rows<Product, VTile>(parted<1, kN>(rDP), d_o, sV);
             const uint32_t sK = ring.template next<Stream::value>(tile - first, place);
-            multiply_moving<KTile>(rS, rMoved, smem_addr(s.q.data), warp_row, smem_addr(s.q_dot.data), sK, q_moves,
-                                   k_moves);
+            multiply_with_tangent<KTile>(rS, rTangent, smem_addr(s.q.data), warp_row, smem_addr(s.q_dot.data), sK, has_q_dot,
+                                   has_k_dot);
             const Positions<false> at(m_first + warp_row, tile * kBlockN);
             const bool all = contains(whole, tile);
             CF_UNROLL
             for (int n = 0; n < kN; n++)
-                gradient.compute_ds(rS[0][n], rMoved[0][n], rDP[n], rDP[kN + n], rows, at.of_column(n), all);
+                gradient.compute_ds(rS[0][n], rTangent[0][n], rDP[n], rDP[kN + n], rows, at.of_column(n), all);
             // [H.7]
-            if (k_moves) multiply_by_columns<Product, KeyTile<2 * kBlockN>>(rDQ, parted<1, 2 * kN>(rDP), sK);
+            if (has_k_dot) multiply_by_columns<Product, KeyTile<2 * kBlockN>>(rDQ, parted<1, 2 * kN>(rDP), sK);
             else multiply_by_columns<Product, KTile>(rDQ, parted<1, kN>(rDP), sK);
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
@@ -200,7 +201,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
     using DOTile = ValueTile<kBlockM>;
     using KTile = KeyTile<kBlockN>;
     using VTile = ValueTile<kBlockN>;
-    using Slot = MovedQueries<QTile, DOTile>;
+    using Slot = TangentQueries<QTile, DOTile>;
     static_assert(kBlockN == kThreads / 2, "a warp owns 16 rows");
     struct Storage {
         KTile k, k_dot;    // neighbours, and V as well
@@ -228,7 +229,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
     float rDK[1][kHeadDim / 8][4] = {}, rDV[1][kHeadDimV / 8][4] = {};
 
     if (tiles.first < tiles.end) {
-        const bool q_moves = params.q_dot.data, k_moves = params.k_dot.data, v_moves = params.v_dot.data;
+        const bool has_q_dot = params.q_dot.data, has_k_dot = params.k_dot.data, has_v_dot = params.v_dot.data;
         const auto of_keys = [&](const Tensor& t, const Tensor& dot, int32_t columns) {
             return pair_of_rows<Element>(t, dot, work.batch, work.head, sequence.first_k + n_first,
                                          sequence.seqlen_k - n_first, columns);
@@ -240,7 +241,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
 #pragma unroll 1
         for (int32_t head = work.head * group; head < (work.head + 1) * group; head++) {
             const SecondGradient<Product> gradient(p.score, sequence, band, head);
-            const MovedQueriesLoader<Slot, QTile, DOTile, kThreads> loader(params, sequence, head);
+            const TangentQueriesLoader<Slot, QTile, DOTile, kThreads> loader(params, sequence, head);
             // sync: all are done with the slots, which the next head fills.
             __syncthreads();
             loader.start(smem_addr(s.queries[0].data), tiles.first * kBlockM);
@@ -257,10 +258,10 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
                     cp_async_commit();
                 }
                 const uint32_t sDO = sQ + Slot::kOfDO;
-                float rDP[2 * kN][4] = {}, rS[1][kN][4] = {}, rMoved[1][kN][4] = {};
-                multiply_moving<QTile>(rS, rMoved, smem_addr(s.k.data), warp_row, smem_addr(s.k_dot.data), sQ,
-                                       k_moves, q_moves);
-                if (v_moves) multiply_by_rows<Product, DOTile>(parted<2, kN>(rDP), v_rows, sDO);
+                float rDP[2 * kN][4] = {}, rS[1][kN][4] = {}, rTangent[1][kN][4] = {};
+                multiply_with_tangent<QTile>(rS, rTangent, smem_addr(s.k.data), warp_row, smem_addr(s.k_dot.data), sQ,
+                                       has_k_dot, has_q_dot);
+                if (has_v_dot) multiply_by_rows<Product, DOTile>(parted<2, kN>(rDP), v_rows, sDO);
                 else multiply_by_rows<Product, DOTile>(parted<1, kN>(rDP), v_rows, sDO);
                 const Positions<true> at(n_first + warp_row, tile * kBlockM);
                 const bool all = contains(whole, tile);
@@ -272,11 +273,11 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
                     for (int i = 0; i < 2; i++)
                         rows[i] = Slot::row_of(sQ, there.column + i - tile * kBlockM,
                                                there.column + i < sequence.seqlen_q);
-                    gradient.compute_ds(rS[0][n], rMoved[0][n], rDP[n], rDP[kN + n], rows, there, all);
+                    gradient.compute_ds(rS[0][n], rTangent[0][n], rDP[n], rDP[kN + n], rows, there, all);
                 }
                 // [H.3] [H.8]
                 multiply_by_columns<Product, DOTile>(rDV, rS, sDO);
-                if (q_moves) multiply_by_columns<Product, KeyTile<2 * kBlockM>>(rDK, parted<1, 2 * kN>(rDP), sQ);
+                if (has_q_dot) multiply_by_columns<Product, KeyTile<2 * kBlockM>>(rDK, parted<1, 2 * kN>(rDP), sQ);
                 else multiply_by_columns<Product, QTile>(rDK, parted<1, kN>(rDP), sQ);
                 const uint32_t read = sQ;
                 sQ = sOther, sOther = read;

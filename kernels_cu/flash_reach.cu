@@ -56,7 +56,7 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// Rows of tile `number`, of so many each; none past the last.
+// Rows of tile `number`, for tiles of `size` rows; none past the last row.
 CF_DEVICE Range rows_of_tile(int32_t number, int32_t size, int32_t rows) {
     return {smaller(number * size, rows), smaller(number * size + size, rows)};
 }

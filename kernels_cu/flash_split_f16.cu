@@ -8,7 +8,7 @@
 // this takes, 256 KB of 64 keys of head dim 128, is as much as the products read.
 //
 // Grid:   x: the tiles of q, 64 rows of a group each; the same of dO; of k, kBlockN keys of a head each; of v, the same. Of packed
-//         sequences as if all were the longest: what is past the end of one returns.
+//         sequences as if all were the longest: blocks past the end of a sequence return.
 // Block:  a thread takes 8 elements of a row at a time, and keeps them from [S.1] to [S.2].
 // Shared: the largest of each warp.
 //

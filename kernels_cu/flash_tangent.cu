@@ -120,10 +120,10 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
             };
             return RowsPair<Element>{rows(t), rows(dot.data ? dot : t), dot.data != nullptr};
         };
-        const bool q_moves = params.q_dot.data, k_moves = params.k_dot.data, v_moves = params.v_dot.data;
-        const bool scores_move = q_moves || k_moves || params.bias_dot.data;
+        const bool has_q_dot = params.q_dot.data, has_k_dot = params.k_dot.data, has_v_dot = params.v_dot.data;
+        const bool has_score_dot = has_q_dot || has_k_dot || params.bias_dot.data;
         load_tile<kThreads, false>(queries(p.q), s.q);
-        if (q_moves) load_tile<kThreads, false>(queries(params.q_dot), s.q_dot);
+        if (has_q_dot) load_tile<kThreads, false>(queries(params.q_dot), s.q_dot);
         Ring ring(of_keys(p.k, params.k_dot, p.shape.head_dim),
                   of_keys(p.v, params.v_dot, p.shape.head_dim_v), s.keys);
         const auto place = [&](int32_t step) { return first + step; };
@@ -143,12 +143,12 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
             if constexpr (kAny)
                 reached = score.reach(m_first, m_first + kBlockM, tile * kBlockN,
                                                  tile * kBlockN + kBlockN);
-            if (reached && q_moves && k_moves) {
-                multiply_moving_rows<Product, KTile>(rS, rDot, q_rows, q_dot_rows, sK);
+            if (reached && has_q_dot && has_k_dot) {
+                multiply_rows_with_tangent<Product, KTile>(rS, rDot, q_rows, q_dot_rows, sK);
             } else if (reached) {
                 multiply_by_rows<Product, KTile>(rS, q_rows, sK);
-                if (q_moves) multiply_by_rows<Product, KTile>(rDot, q_dot_rows, sK);
-                if (k_moves) multiply_by_rows<Product, KTile>(rDot, q_rows, sK + KTile::kBytes);
+                if (has_q_dot) multiply_by_rows<Product, KTile>(rDot, q_dot_rows, sK);
+                if (has_k_dot) multiply_by_rows<Product, KTile>(rDot, q_rows, sK + KTile::kBytes);
             }
             const uint32_t sV = ring.template next<Stream::value>(tile - first, place);
             if (!reached) continue;
@@ -168,8 +168,8 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
                 // [J.2]
                 const float weight = ex2(fmaf(rS[0][n][e], unit_log2, -lse_log2[e / 2]));
                 // [J.3] [J.4] why: 0 times what a masked key holds need not be 0.
-                const float moved = kAny ? rDot[0][n][e] : scale * rDot[0][n][e];
-                rS[0][n][e] = weight, rDot[0][n][e] = weight == 0 ? 0.0f : weight * moved;
+                const float tangent = kAny ? rDot[0][n][e] : scale * rDot[0][n][e];
+                rS[0][n][e] = weight, rDot[0][n][e] = weight == 0 ? 0.0f : weight * tangent;
                 mean[e / 2] += rDot[0][n][e];
             });
             if constexpr (kAny)
@@ -178,8 +178,8 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
                     each([&](int n, int e) { rDot[0][n][e] = rS[0][n][e] == 0 ? 0.0f : rDot[0][n][e]; });
                 }
             // [J.5]
-            if (scores_move) multiply_by_columns<Product, VTile>(rODot, rDot, sV);
-            if (v_moves) multiply_by_columns<Product, VTile>(rODot, rS, sV + VTile::kBytes);
+            if (has_score_dot) multiply_by_columns<Product, VTile>(rODot, rDot, sV);
+            if (has_v_dot) multiply_by_columns<Product, VTile>(rODot, rS, sV + VTile::kBytes);
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
         // the thread's).

@@ -1,5 +1,5 @@
 // Gradients of what a score function reads, on plain multiply-adds: any element type, head dim, strides and
-// architecture. It is compiled for functions alone. CF_PASS names the pass that a compilation makes: `sum`, then `unite`.
+// architecture. It is compiled for functions alone. CF_PASS names the pass that a compilation makes: `sum`, then `reduce`.
 // Design note: docs/kernels/simple.md.
 //
 // Source: A2 = FlashAttention-2 (Dao, arXiv:2307.08691), Algorithm 2, as simple_backward.cu has it. An element may be
@@ -10,13 +10,13 @@
 //   [G2]        an element that is read at pair (i, j) gets dscore * d score / d element; where its place does not
 //               depend on the key (the query), the shares of a row (a column) are summed first
 //   [G3]        each thread looks at all shares of the tile, row by row, and adds up those of the elements it owns
-//   [G4]    the sums of slices are added in their order                                         (pass `unite`)
+//   [G4]    the sums of slices are added in their order                                         (pass `reduce`)
 // The same bits every run: an element of a slice has one owner, which adds in one order.
 //
-// Grid:   `sum`: slices. `unite`: ceil(elements / 256).
+// Grid:   `sum`: slices. `reduce`: ceil(elements / 256).
 // Block:  256 threads.
 // Shared: sum: Simt::Storage of m x n, 64 x 64 (f64 64 x 32): shares lie where weights do, their places over the
-//         slices of the products. `unite`: none.
+//         slices of the products. `reduce`: none.
 //
 // Assumes: as simple_backward.cu; delta is written.
 #include "simple/config.cuh"
@@ -150,7 +150,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void sum(const ArgumentParams& par
     }
 }
 
-template <int, int> CF_DEVICE void unite(const ArgumentParams& p) {
+template <int, int> CF_DEVICE void reduce(const ArgumentParams& p) {
     const int64_t element = int64_t(blockIdx.x) * kThreads + threadIdx.x;
     for (int number = 0; number < CF_FUNCTION; ++number) {
         const ArgumentGradient& to = p.gradients[number];

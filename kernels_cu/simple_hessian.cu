@@ -21,13 +21,13 @@
 // Cost:   15 products where the backward pass has 7, in as many bytes each; four score tiles in registers where it
 //         has two, 64 floats a thread at 64 x 64.
 #include "simple/config.cuh"
-#include "simple/moved_head.cuh"
+#include "simple/tangent_head.cuh"
 #include "simple/score_sums.cuh"
 
 #if !defined(CF_PASS)
 #define CF_PASS dq_dot
 #endif
-using Head = MovedHead<Element>;
+using Head = TangentHead<Element>;
 
 // ---- delta_dot: one warp per row at a time.
 template <int kBlockM, int kBlockN> CF_DEVICE void delta_dot(const SecondOrderParams& p) {
@@ -42,11 +42,11 @@ template <int kBlockM, int kBlockN> CF_DEVICE void delta_dot(const SecondOrderPa
 
     // [H.1]
     for (int32_t query = m_first + threadIdx.x / 32; query < m_end; query += kThreads / 32) {
-        Acc sum = head.row_dot(head.gO, query), moved = head.row_dot(head.gODot, query);
+        Acc sum = head.row_dot(head.gO, query), tangent = head.row_dot(head.gODot, query);
         if (p.call.dlse.data)
             sum -= head_rows<Acc>(p.call.dlse, work.batch, work.head, first)[query * p.call.dlse.row];
         if (threadIdx.x % 32 == 0)
-            gDelta[query * p.call.delta.row] = sum, gDeltaDot[query * p.delta_dot.row] = moved;
+            gDelta[query * p.call.delta.row] = sum, gDeltaDot[query * p.delta_dot.row] = tangent;
     }
 }
 

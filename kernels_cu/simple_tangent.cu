@@ -20,7 +20,7 @@
 // Cost:   five products where the forward pass has two: at 64 x 64 x 64 the same 16 KiB of operands for each, twice
 //         the score tiles in registers (32 floats a thread) and one more barrier.
 #include "simple/config.cuh"
-#include "simple/moved_head.cuh"
+#include "simple/tangent_head.cuh"
 
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
 using Tiles = Simt<Acc, kBlockM, kBlockN, kHeadDim>;
@@ -33,7 +33,7 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
     const Shape& shape = p.call.shape;
     const int32_t m_tiles = cdiv(shape.seqlen_q, kBlockM);
     const TileCoord work = tile_coord(blockIdx.x, m_tiles, shape.heads_q);
-    const MovedHead<Element> head(p, work.batch, work.head);
+    const TangentHead<Element> head(p, work.batch, work.head);
     const int32_t m_first = (m_tiles - 1 - work.tile) * kBlockM;
     if (m_first >= head.sequence.seqlen_q) return;
     Acc rO[kRows][Tiles::kWideColumns] = {};
@@ -41,9 +41,9 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
 
     const Range keys = head.band.keys_of(m_first, m_first + kBlockM);
     for (int32_t n_first = keys.first / kBlockN * kBlockN; n_first < keys.end; n_first += kBlockN) {
-        Tiles::Product rS, rMoved;
+        Tiles::Product rS, rTangent;
         Tiles::dot_rows(rS, head.gQ.from(m_first), head.gK.from(n_first), s);
-        head.move_products<Tiles, false>(rMoved, m_first, n_first, s);
+        head.product_tangents<Tiles, false>(rTangent, m_first, n_first, s);
 #pragma unroll 1
         for (int r = 0; r < kRows; ++r) {
             const int32_t query = m_first + Tiles::own_row(r);
@@ -53,18 +53,18 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
                 // [J.2]
                 const auto weight = head.weight(rS[0][c], query, key);
                 // [J.3]
-                const Acc slope = head.bends(weight.capped, query, key).slope;
-                const Acc moved =
-                    weight.whole == 0 ? 0 : head.move_score(weight.capped, slope, rMoved[0][c], query, key);
-                rMean[0][c] += weight.whole * moved;    // [J.4]
+                const Acc slope = head.derivatives(weight.capped, query, key).slope;
+                const Acc tangent =
+                    weight.whole == 0 ? 0 : head.score_tangent(weight.capped, slope, rTangent[0][c], query, key);
+                rMean[0][c] += weight.whole * tangent;    // [J.4]
                 rS[0][c] = weight.whole * weight.kept;
-                rMoved[0][c] = rS[0][c] * moved;
+                rTangent[0][c] = rS[0][c] * tangent;
             }
-            Tiles::rotate_rows(rS), Tiles::rotate_rows(rMoved), Tiles::rotate_rows(rMean);
+            Tiles::rotate_rows(rS), Tiles::rotate_rows(rTangent), Tiles::rotate_rows(rMean);
         }
 
         // [J.5] why: no barrier before the first write: dot_rows had one after the last read of the weights.
-        Tiles::put_weights(rMoved, s);
+        Tiles::put_weights(rTangent, s);
         Tiles::add_weighted_rows(rO, head.gV.from(n_first), s);
         if (p.v_dot.data) {
             __syncthreads();    // sync: all have read the weights of V before those of dotV replace them

@@ -51,7 +51,7 @@ def main() -> int:
                   f"shared, {cubin.path.stat().st_size} bytes of file")  # fmt: skip
             listing = sass.disassemble(cubin.path)
             print(f"  {len(listing.instructions)} instructions: {histogram(listing.instructions)}")
-            if arguments.loops and (whole := sass.fewest_of_a_round(listing)):
+            if arguments.loops and (whole := sass.shortest_iteration(listing)):
                 print(f"  {whole} instructions of a whole block of keys, the shortest way around")
             if arguments.overlap:
                 exponentials = sum(i.form.startswith(".EX2") for i in listing.instructions)

@@ -86,7 +86,7 @@ class Case:
     def _cuts(self):
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
-    def united(self, results):
+    def gathered(self, results):
         """The whole of what every process returned; gradients of sinks are added up."""
         whole, ranks = {}, len(results)
         for name in results[0]:
@@ -103,7 +103,7 @@ class Case:
 
     def check(self, results):
         """Hold what the processes returned to the error budget of one process."""
-        whole = self.united(results)
+        whole = self.gathered(results)
         if not self.lengths:
             assert_within_budget(whole, **self.arrays, **self.one, **self.given)
             return

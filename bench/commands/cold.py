@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from ..machine import fresh, timing, weather
+from ..machine import cpu_share, fresh, timing
 from ..measure.session import Session, Settings, progress
 from ..work import Case
 
@@ -102,12 +102,12 @@ def run(settings: Settings) -> None:
             return
         runs: list[list[tuple[float, float]]] = []
         for _ in range(5 if settings.quick else 15):
-            before = weather.now()
+            before = cpu_share.sample()
             seconds = _seconds(imports, body)
             if isinstance(seconds, str):
                 session.skipped(name, f"is left out: {seconds}")
                 break
-            theirs = weather.others(before, weather.now())
+            theirs = cpu_share.of_others(before, cpu_share.sample())
             runs.append([(step, theirs) for step in seconds])
         else:
             times = [timing.kept(list(step)) for step in zip(*runs, strict=True)]

@@ -14,7 +14,7 @@ import cupy_flash
 
 from ..measure import printed, results, tables
 from ..measure.results import Row
-from ..measure.tables import Beside, Timed, between, markdown
+from ..measure.tables import Comparison, Timed, between, markdown
 from . import compare
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -272,9 +272,9 @@ def _worse(page: Page) -> str:
     return "More bytes than" if page.field == "megabytes" else "Slower than"
 
 
-def _slower(page: Page, found: Sequence[Beside]) -> str:
+def _slower(page: Page, found: Sequence[Comparison]) -> str:
     """List cases in which peers are better, the worst first."""
-    worse: dict[str, list[Beside]] = {}
+    worse: dict[str, list[Comparison]] = {}
     for one in found:
         worse.setdefault(one.peer, []).append(one)
     lines = []
@@ -290,7 +290,7 @@ def _slower(page: Page, found: Sequence[Beside]) -> str:
     return "".join(lines) or "No peer is faster in any case.\n"
 
 
-def _summary(page: Page, found: Sequence[Beside]) -> str:
+def _summary(page: Page, found: Sequence[Comparison]) -> str:
     ratio = "their bytes over ours" if page.field == "megabytes" else "their time over ours"
     head = [
         "cases",
@@ -311,7 +311,7 @@ def _other_ways(page: Page, timed: Sequence[Timed]) -> str:
     """Speed of our other implementations relative to the plain call."""
     found: dict[tuple[str, str], list[float]] = {}
     for one in timed:
-        for name in one.ways:
+        for name in one.implementations:
             if name in (tables.OURS.name, *one.peers, *tables.REFERENCES):
                 continue
             if ratio := one.over(name, page.field):
@@ -325,8 +325,11 @@ def _other_ways(page: Page, timed: Sequence[Timed]) -> str:
 
 def _wrong(timed: Sequence[Timed]) -> str:
     """Peers whose results failed the comparison with FP64, whose times are left out."""
-    names = dict.fromkeys(name for one in timed for name in one.ways)
-    rows = {name: [one.ways[name].row for one in timed if name in one.ways] for name in names}
+    names = dict.fromkeys(name for one in timed for name in one.implementations)
+    rows = {
+        name: [one.implementations[name].row for one in timed if name in one.implementations]
+        for name in names
+    }
     wrong = {name: sum(not results.right(row) for row in of) for name, of in rows.items()}
     said = [f"{name} in {wrong[name]} of {len(rows[name])} cases" for name in names if wrong[name]]
     return f"\nFailed the comparison with FP64, and left out: {', '.join(said)}.\n" if said else ""
@@ -339,16 +342,16 @@ def _range(rows: Sequence[Row], name: str, digits: int = 0) -> str:
 
 def _conditions(timed: Sequence[Timed]) -> str:
     """Versions, commit, repetitions and state of the machine in one run."""
-    ways = [way for one in timed for way in one.ways.values()]
-    visits = [visit for way in ways for visit in way.visits]
+    found = [each for one in timed for each in one.implementations.values()]
+    visits = [visit for each in found for visit in each.visits]
     row = timed[0].ours
     parts = [f"Driver {row['driver']}" if row["driver"] else "", f"Python {row['python']}", row["versions"],
              f"commit {row['commit']}"]  # fmt: skip
     lines = [", ".join(filter(None, parts)) + "."]
     if samples := _range(visits, "samples"):
-        counts = between([len(way.visits) for way in ways], 0)
+        counts = between([len(each.visits) for each in found], 0)
         lines.append(f"Repetitions of a case: {counts}, of {samples} calls each.")
-        spreads = [compare.spread(list(way.visits)) for way in ways if way.row["lower_ms"]]
+        spreads = [compare.spread(list(each.visits)) for each in found if each.row["lower_ms"]]
         if spreads:
             lines.append(f"They lie {100 * median(spreads):.0f} % apart in the median.")
     for dtype in dict.fromkeys(visit["dtype"] for visit in visits):
@@ -381,7 +384,7 @@ def _runs(page: Page, timed: Iterable[Timed]) -> str:
 def written(page: Page) -> str:
     """The text of a page."""
     timed = page.timed()
-    found = tables.beside(timed, page.group, page.field)
+    found = tables.compared(timed, page.group, page.field)
     links = ", ".join(f"[{name}](../../bench/results/{name})" for name in page.files)
     parts = [f"# {page.title}\n\n<!-- Made by `{COMMAND}`; do not edit. -->\n", f"{page.what}\n",
              _slower(page, found)]  # fmt: skip
@@ -412,13 +415,13 @@ _PLACE = re.compile(r"(?<=^<!-- slower -->\n\n)(?:\|.*\n)+", re.MULTILINE)
 
 def slower() -> str:
     """The table of docs/performance.md: all groups with a case in which a peer is better."""
-    found = [(page, one) for page in PAGES for one in tables.beside(page.timed(), page.group, page.field)]
+    found = [(page, one) for page in PAGES for one in tables.compared(page.timed(), page.group, page.field)]
     worse = sorted((each for each in found if each[1].slower), key=lambda each: each[1].ratios[0][0])
     head = ["cases", "peer", "our speed over the peer's", "slower in", "slowest at"]
     return markdown(head, [_front_line(page, one) for page, one in worse])
 
 
-def _front_line(page: Page, one: Beside) -> list[str]:
+def _front_line(page: Page, one: Comparison) -> list[str]:
     least, where = one.ratios[0]
     range_ = between([least, one.ratios[-1][0]])
     link = f"[{page.title}](benchmarks/{page.name}.md): {one.group}"

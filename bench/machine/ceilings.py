@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..work import FLOAT8, Case
-from . import timing, weather
+from . import cpu_share, timing
 from .place import Place
 
 
@@ -60,10 +60,10 @@ def _best(call: timing.Call, stopwatch: timing.Stopwatch) -> float:
     stopwatch(call)
     end, best, samples, calm = time.monotonic() + 10, float("inf"), 0, 0
     while samples < 7 or (calm < 5 and time.monotonic() < end):
-        before = weather.now()
+        before = cpu_share.sample()
         best = min(best, stopwatch(call))
         samples += 1
-        calm += weather.others(before, weather.now()) <= weather.CALM
+        calm += cpu_share.of_others(before, cpu_share.sample()) <= cpu_share.CALM
     return best
 
 

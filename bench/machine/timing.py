@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from statistics import quantiles
 from typing import Any, NamedTuple, Protocol
 
-from . import weather
+from . import cpu_share
 
 # `settle`: longest wait, sampling interval, and the CPU share that counts as idle. Threads of OpenBLAS spin
 # for 2^28 cycles, 0.1 s.
@@ -150,7 +150,7 @@ def alternate(
     repetitions: int,
     seconds: float,
     warm_up: int = 1,
-    calm: float = weather.CALM,
+    calm: float = cpu_share.CALM,
 ) -> dict[str, Timing]:
     """Time each implementation in turn, so that all have the same conditions: clocks, power, other programs.
 
@@ -172,14 +172,14 @@ def alternate(
         if usable >= repetitions:
             break
         for name, (call, stopwatch) in ways.items():
-            before = weather.now()
+            before = cpu_share.sample()
             duration = stopwatch(call)
-            samples[name].append((duration, weather.others(before, weather.now())))
+            samples[name].append((duration, cpu_share.of_others(before, cpu_share.sample())))
         rounds += 1
     return {name: kept(taken, calm) for name, taken in samples.items()}
 
 
-def kept(taken: list[tuple[float, float]], calm: float = weather.CALM) -> Timing:
+def kept(taken: list[tuple[float, float]], calm: float = cpu_share.CALM) -> Timing:
     """Quartiles of the calm samples, or of all samples if too few are calm."""
     usable = [sample for sample in taken if sample[1] <= calm]
     used = usable if len(usable) >= LEAST_REPETITIONS else taken

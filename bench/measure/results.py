@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from ..machine import weather
+from ..machine import cpu_share
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -108,7 +108,7 @@ def pooled(visits: Sequence[Row]) -> dict[str, str]:
 
 def calm(row: Row) -> bool:
     """Whether other programs used little of the machine during a row."""
-    return float(row["others"] or 0) <= weather.CALM
+    return float(row["others"] or 0) <= cpu_share.CALM
 
 
 def right(row: Row) -> bool:

@@ -234,8 +234,8 @@ class Session:
         self, case: Case, rows: list[dict[str, str]], times: Mapping[str, timing.Timing], state: Any
     ) -> None:
         least, bound = self.ceilings.least_seconds(case)
-        weather = str(state) if self.place.name == "gpu" else f"load {conditions.load()}"
-        write(f"{case}: {case.flops():.3g} FLOP, at least {least * 1e3:.4g} ms ({bound}); {weather}")
+        cpu_share = str(state) if self.place.name == "gpu" else f"load {conditions.load()}"
+        write(f"{case}: {case.flops():.3g} FLOP, at least {least * 1e3:.4g} ms ({bound}); {cpu_share}")
         first = times[rows[0]["implementation"]].median
         for row in rows:
             took = times[row["implementation"]]
@@ -257,7 +257,7 @@ def _model_lines(case: Case, place: place.Place, rows: list[dict[str, str]]) -> 
         return []
     from ..model import cost_model
 
-    return cost_model.beside(case, place.arch(), place.gpu, float(rows[0]["median_ms"]) / 1e3)
+    return cost_model.compared(case, place.arch(), place.gpu, float(rows[0]["median_ms"]) / 1e3)
 
 
 def variant(case: Case, place: place.Place) -> str:

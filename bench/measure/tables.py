@@ -15,7 +15,7 @@ REFERENCES = ("numpy read", "numpy copy")
 UNITS = {"tflops": "TFLOP/s", "gb_per_s": "GB/s", "median_ms": "ms", "megabytes": "MB"}
 
 
-class Way(NamedTuple):
+class Implementation(NamedTuple):
     """An implementation in a case of a run: its combined row, and its repetitions."""
 
     row: dict[str, str]
@@ -26,21 +26,23 @@ class Timed(NamedTuple):
     """A case in one run: ours, and the peers that no newer run compares with ours."""
 
     when: str
-    ways: dict[str, Way]
+    implementations: dict[str, Implementation]
 
     @property
     def ours(self) -> Row:
-        return self.ways[OURS.name].row
+        return self.implementations[OURS.name].row
 
     @property
     def peers(self) -> list[str]:
-        return [name for name in self.ways if not name.startswith(OURS.name) and name not in REFERENCES]
+        return [
+            name for name in self.implementations if not name.startswith(OURS.name) and name not in REFERENCES
+        ]
 
     def over(self, name: str, field: str) -> float | None:
         """Their time divided by ours, or their bytes; None if they were wrong or did not run."""
-        if name not in self.ways or not results.right(self.ways[name].row):
+        if name not in self.implementations or not results.right(self.implementations[name].row):
             return None
-        ours, theirs = self.ours, self.ways[name].row
+        ours, theirs = self.ours, self.implementations[name].row
         if field != "megabytes" and ours["median_ms"] and theirs["median_ms"]:
             field = "median_ms"
         if not (ours[field] and theirs[field] and float(ours[field])):
@@ -64,27 +66,31 @@ def newest(rows: Iterable[Row]) -> list[Timed]:
     Rows with a note, and rows of a busy machine, are left out. A case has rows of one run only, because
     speeds of different runs cannot be compared.
     """
-    cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Way]]] = {}
+    cases: dict[tuple[str, ...], dict[tuple[str, str], dict[str, Implementation]]] = {}
     for visits in results.runs(row for row in rows if not row["note"]):
         row = results.pooled(visits)
         if results.calm(row):
             runs = cases.setdefault((machine(row), *results.case(row)), {})
-            runs.setdefault((row["when"], row["commit"]), {})[row["implementation"]] = Way(row, visits)
+            runs.setdefault((row["when"], row["commit"]), {})[row["implementation"]] = Implementation(
+                row, visits
+            )
     found = []
     for runs in cases.values():
         seen: set[str] = set()
-        for (when, _), ways in sorted(runs.items(), reverse=True):
-            fresh = [name for name in ways if name not in seen]
-            if OURS.name in ways and (not seen or fresh):
-                found.append(Timed(when, {name: ways[name] for name in dict.fromkeys([OURS.name, *fresh])}))
-                seen |= ways.keys()
+        for (when, _), implementations in sorted(runs.items(), reverse=True):
+            fresh = [name for name in implementations if name not in seen]
+            if OURS.name in implementations and (not seen or fresh):
+                found.append(
+                    Timed(when, {name: implementations[name] for name in dict.fromkeys([OURS.name, *fresh])})
+                )
+                seen |= implementations.keys()
     return found
 
 
 # ---------------------------------------------------------------------- comparisons with peers
 
 
-class Beside(NamedTuple):
+class Comparison(NamedTuple):
     """A group of cases compared with one peer: ascending ratios, each with its case."""
 
     group: str
@@ -105,14 +111,16 @@ class Beside(NamedTuple):
         return geometric_mean(ratio for ratio, _ in self.ratios)
 
 
-def beside(timed: Iterable[Timed], group: Callable[[Row], str], field: str) -> list[Beside]:
+def compared(timed: Iterable[Timed], group: Callable[[Row], str], field: str) -> list[Comparison]:
     """Compare every group with every peer; the least ratio first."""
     found: dict[tuple[str, str], list[tuple[float, Timed]]] = {}
     for each in timed:
         for peer in each.peers:
             if ratio := each.over(peer, field):
                 found.setdefault((group(each.ours), peer), []).append((ratio, each))
-    all_of_them = [Beside(*key, sorted(ratios, key=lambda pair: pair[0])) for key, ratios in found.items()]
+    all_of_them = [
+        Comparison(*key, sorted(ratios, key=lambda pair: pair[0])) for key, ratios in found.items()
+    ]
     return sorted(all_of_them, key=lambda one: one.ratios[0][0])
 
 
@@ -149,14 +157,14 @@ def between(values: Sequence[float], digits: int = 2) -> str:
 
 
 def _cell(one: Timed, name: str, field: str) -> str:
-    if name not in one.ways or not one.ways[name].row[field]:
+    if name not in one.implementations or not one.implementations[name].row[field]:
         return ""
-    row = one.ways[name].row
+    row = one.implementations[name].row
     return number(row[field]) if results.right(row) else "wrong"
 
 
 def _error(one: Timed, name: str) -> str:
-    return one.ways[name].row["error"] if name in one.ways else ""
+    return one.implementations[name].row["error"] if name in one.implementations else ""
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -187,7 +195,7 @@ def of_run(timed: Sequence[Timed], field: str, errors: bool = False) -> str:
     timed = sorted(timed, key=lambda one: _order(one.ours))
     columns = {name: [cell(one.ours) for one in timed] for name, cell in _COLUMNS.items()}
     same = {name: cells[0] for name, cells in columns.items() if len(set(cells)) == 1}
-    names = list(dict.fromkeys(name for one in timed for name in one.ways))
+    names = list(dict.fromkeys(name for one in timed for name in one.implementations))
     peers = list(dict.fromkeys(name for one in timed for name in one.peers))
     head = [name for name in columns if name not in same]
     lines = [[columns[name][n] for name in head] for n in range(len(timed))]

@@ -120,7 +120,7 @@ def describe(costs: list[Cost]) -> str:
     return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in shown if seconds > 0)
 
 
-def beside(case: Case, arch: str, gpu_name: str, measured: float) -> list[str]:
+def compared(case: Case, arch: str, gpu_name: str, measured: float) -> list[str]:
     """Lines to print below a measurement; empty for a GPU or kernel without rates or counts."""
     gpu = rates.known(gpu_name)
     costs = of_case(case, arch, gpu) if gpu is not None else []

@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import InvalidArgumentsError
 from .arrays import CPU, ArrayView, contiguous
 from .operands import Views, cast, table_of, wrong
-from .spelling import spelled
+from .public_names import public_name
 
 __all__ = [
     "NOTHING",
@@ -83,7 +83,7 @@ def block_operands(raw: Views, views: Views, full: tuple[int, int, int, int]) ->
         )
     for name, view, dtype in (("blocks", table, "int32"), ("block_bits", bits, "uint8")):
         if view.dtype != dtype:
-            headline = f"{spelled(name)} has dtype {view.dtype}, not {dtype}."
+            headline = f"{public_name(name)} has dtype {view.dtype}, not {dtype}."
             raise wrong(headline, raw, cast(name, view, dtype))
     if len(bits.shape) != 3 or bits.shape[1] not in SIZES or 8 * bits.shape[2] not in SIZES:
         raise wrong(

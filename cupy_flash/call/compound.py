@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArgumentsError, UnsupportedError
-from ..program.function import Bound, Program, both
+from ..program.function import Bound, Program, with_mask
 from .blocks import BlockMask, foreign_blocks
-from .spelling import kind_of
+from .public_names import type_phrase
 
 __all__ = [
     "MASK_PARTS",
@@ -192,7 +192,7 @@ def _kind(mask: Any) -> str:
     return "blocks" if type(mask).__name__ == "BlockMask" else "mask"
 
 
-def _both(one: Any, other: Any) -> Any:
+def _and(one: Any, other: Any) -> Any:
     """The elementwise AND of two boolean arrays."""
     for mask in (one, other):
         if not str(getattr(mask, "dtype", "")).endswith("bool"):
@@ -228,7 +228,7 @@ def mask_parts(given: Any) -> dict[str, Any]:
                 raise foreign_blocks(mask)
             parts["blocks"], parts["block_bits"] = mask
         elif kind == "mask":
-            parts["mask"] = _both(parts["mask"], mask) if "mask" in parts else mask
+            parts["mask"] = _and(parts["mask"], mask) if "mask" in parts else mask
         else:
             parts[kind] = mask[0]
     return parts
@@ -250,7 +250,7 @@ def functions_of(mask: Any, score: Any) -> tuple[Program | None, tuple[Any, ...]
                 raise InvalidArgumentsError(
                     f"mask is {one!r}.", hint="score= for it; mask= takes cupy_flash.mask(f)"
                 )
-            program = one if program is None else both(program, len(arguments), one)
+            program = one if program is None else with_mask(program, len(arguments), one)
             arguments = (*arguments, *more)
     return program, arguments
 
@@ -262,7 +262,7 @@ def _bound(given: Any) -> tuple[Program, tuple[Any, ...]]:
     if isinstance(given, Program):
         return given, ()
     raise InvalidArgumentsError(
-        f"score is {kind_of(given)}.",
+        f"score is {type_phrase(given)}.",
         hint="score=cupy_flash.score(f), made once, where f is your function",
     )
 
@@ -276,7 +276,7 @@ def tuning_of(given: Any, taken: tuple[str, ...]) -> Tuning:
         return Tuning()
     if not isinstance(given, Tuning):
         raise InvalidArgumentsError(
-            f"tuning is {kind_of(given)}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
+            f"tuning is {type_phrase(given)}.", hint="tuning=cupy_flash.Tuning(tile=(64, 64))"
         )
     for name, x in zip(Tuning._fields, given, strict=True):
         if x is not None and name not in taken:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidArgumentsError
-from ..program.errors import beyond
+from ..program.errors import integer_overflow
 from ..program.function import Program
 from ..program.graph import Argument, Body, Graph
 from ..program.ranges import OF_DTYPE, Range, too_large
 from .arrays import CPU, ArrayView
 from .operands import FLOATS, Views, cast, wrong
-from .spelling import kind_of, spelled
+from .public_names import public_name, type_phrase
 
 __all__ = ["argument_views", "body_of", "check_integers", "function_operands", "learned_by",
            "learned_elements", "learned_of"]  # fmt: skip
@@ -52,7 +52,7 @@ def function_operands(score: Any, raw: Views, views: Views) -> Body | None:
         return None
     if not isinstance(score, Program):
         hint = "score=cupy_flash.score(f), made once, where f is your function"
-        raise InvalidArgumentsError(f"score is {kind_of(score)}.", hint=hint)
+        raise InvalidArgumentsError(f"score is {type_phrase(score)}.", hint=hint)
     views |= given
     return body_of(score, raw)
 
@@ -73,7 +73,7 @@ def check_integers(
         found = too_large(function, bits, sizes, tuple([_held(x) for x in given]))
     if found is not None:
         numpy = "; or the environment variable CUPY_FLASH_CPU=numpy, for 64 bits" if bits < 64 else ""
-        raise beyond(function.name, found, bits, numpy)
+        raise integer_overflow(function.name, found, bits, numpy)
 
 
 def _held(x: ArrayView) -> Range:
@@ -91,12 +91,16 @@ def body_of(score: Program, raw: Views) -> Body:
         if view.dtype not in _DTYPES:
             wider = cast(name, view, "int32" if "int" in view.dtype else "float32")
             raise wrong(
-                f"{spelled(name)} has dtype {view.dtype}.", raw, f"{wider}; or one of {', '.join(_DTYPES)}"
+                f"{public_name(name)} has dtype {view.dtype}.",
+                raw,
+                f"{wider}; or one of {', '.join(_DTYPES)}",
             )
         if len(view.shape) > _MOST_AXES:
-            raise wrong(f"{spelled(name)} has {len(view.shape)} axes.", raw, f"at most {_MOST_AXES}")
+            raise wrong(f"{public_name(name)} has {len(view.shape)} axes.", raw, f"at most {_MOST_AXES}")
         if 0 in view.shape:
             raise wrong(
-                f"{spelled(name)} has shape {view.shape}, and no element.", raw, "an array of one at least"
+                f"{public_name(name)} has shape {view.shape}, and no element.",
+                raw,
+                "an array of one at least",
             )
     return score.traced([Argument(view.dtype, len(view.shape)) for view in given.values()])

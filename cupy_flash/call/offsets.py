@@ -13,7 +13,7 @@ from .adopt import adopt
 from .arrays import CPU, ArrayView
 from .checks import integer
 from .operands import cast
-from .spelling import spelled
+from .public_names import public_name
 
 __all__ = ["check_counts", "counts", "flat_mask", "kept", "longest_length", "offsets"]
 
@@ -41,7 +41,7 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
     view = adopt(x, name)
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
         raise InvalidArgumentsError(
-            f"{spelled(name)} is {view.describe()}, not contiguous ({batch},) int32.",
+            f"{public_name(name)} is {view.describe()}, not contiguous ({batch},) int32.",
             hint=cast(name, view, "int32"),
         )
     return view

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .arrays import CPU, ITEM_BYTES, ArrayView, device_name
-from .spelling import spelled
+from .public_names import public_name
 
 __all__ = [
     "AXES",
@@ -51,7 +51,7 @@ def table_of(views: Mapping[str, ArrayView]) -> list[tuple[str, str]]:
     """The inputs as rows of an error's table, without arrays that the caller did not pass."""
     no_values = {v for k, v in (("k", "v"), ("k_cache", "v_cache")) if views.get(k) is views.get(v)}
     hidden = {"mask_starts", *no_values}
-    return [(spelled(name), view.describe()) for name, view in views.items() if name not in hidden]
+    return [(public_name(name), view.describe()) for name, view in views.items() if name not in hidden]
 
 
 def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None) -> InvalidArgumentsError:
@@ -61,7 +61,7 @@ def wrong(headline: str, views: Mapping[str, ArrayView], hint: str | None = None
 
 def cast(name: str, view: ArrayView, dtype: str) -> str:
     """An expression, for a hint, that casts an array to a dtype: one of our names, or like "q.dtype"."""
-    name, named = spelled(name), dtype in ITEM_BYTES
+    name, named = public_name(name), dtype in ITEM_BYTES
     if view.library == "torch":
         return f"{name}.to({'torch.' * named}{dtype})"
     return f"{name}.astype({repr(dtype) if named else dtype})"
@@ -129,10 +129,10 @@ def check_place(name: str, raw: Views) -> None:
     """Check that an array has the library and device of q."""
     view, q = raw[name], raw["q"]
     if view.library != q.library:
-        headline = f"{spelled(name)} is a {view.library} array, q a {q.library} array."
-        raise wrong(headline, raw, f"arrays of one library: from_dlpack({spelled(name)})")
+        headline = f"{public_name(name)} is a {view.library} array, q a {q.library} array."
+        raise wrong(headline, raw, f"arrays of one library: from_dlpack({public_name(name)})")
     if view.device != q.device:
-        headline = f"{spelled(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
+        headline = f"{public_name(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
         raise wrong(headline, raw, "all arrays on one device")
 
 
@@ -221,10 +221,10 @@ def row_operand(name: str, raw: Views, shapes: tuple[tuple[int, ...], ...], dtyp
     """Check dtype and shape of lse, dlse, scales, or an array with one number per head."""
     view = raw[name]
     if view.dtype != dtype:
-        raise wrong(f"{spelled(name)} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))
+        raise wrong(f"{public_name(name)} has dtype {view.dtype}, not {dtype}.", raw, cast(name, view, dtype))
     if view.shape not in shapes:
-        headline = f"{spelled(name)} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
-        raise wrong(headline, raw, f"{spelled(name)} of shape {shapes[0]}")
+        headline = f"{public_name(name)} has shape {view.shape}, not {' or '.join(map(str, shapes))}."
+        raise wrong(headline, raw, f"{public_name(name)} of shape {shapes[0]}")
     return view
 
 

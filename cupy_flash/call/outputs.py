@@ -22,7 +22,7 @@ from .arrays import (
     overlaps_itself,
 )
 from .operands import RESULTS_OF_FLOAT8, table_of
-from .spelling import spelled
+from .public_names import public_name
 
 __all__ = [
     "bump_versions",
@@ -142,7 +142,9 @@ def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
         x = raw[name]
         if x.pointer + a < high and low < x.pointer + b and name != "out" and overlap(out, x):
             hint = f"out=None, or a new array of shape {out.shape}"
-            raise InvalidArgumentsError(f"out overlaps {spelled(name)} in memory.", table_of(raw), hint=hint)
+            raise InvalidArgumentsError(
+                f"out overlaps {public_name(name)} in memory.", table_of(raw), hint=hint
+            )
 
 
 def bump_versions(raw: Views, names: tuple[str, ...]) -> None:

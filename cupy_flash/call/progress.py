@@ -66,7 +66,7 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
 
 
 def _not_reentrant(tell: Tell) -> Tell:
-    """A function that is not told of the calls that it makes itself, which would have no end."""
+    """Wrap a callback so that calls that it makes itself are not reported to it, which would never end."""
     busy = threading.Lock()  # why not the context's: programs of JAX run on other threads
 
     def once(share: float) -> None:

@@ -14,7 +14,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..namespace import PACKAGE
 from .options import WITH_GRADIENT, DenseOptions, Option, declared, types
 
-__all__ = ["REMOVED", "AnyArray", "Array", "Retell", "documented", "takes"]
+__all__ = ["REMOVED", "AnyArray", "Array", "TranslateError", "documented", "takes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,10 +79,12 @@ REMOVED = {
 
 
 # Rewrites the message of an error; gets the error, the function, and the arguments of the call.
-Retell = Callable[[Exception, Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]
+TranslateError = Callable[[Exception, Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]
 
 
-def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def takes(
+    options: Any = None, translate_error: TranslateError | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function take the options of a class in `call.options`, and refuse unknown names with a hint.
 
     Parameters
@@ -92,6 +94,7 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
         its docstring in place of ``{options}``, a row per option, or of ``{options: As in ...}``, one row for
         all; options that the docstring describes itself are left out. ``{shared: ...}`` is the place for rows
         of options that `attention` has too, and ``{tangents: ...}`` for those of tangents.
+    translate_error : callable, optional
         Rewrites the message of an error, for functions whose options have other names than ours.
     """
     every: dict[str, Option] = declared(options) if options else {}
@@ -118,21 +121,21 @@ def takes(options: Any = None, retell: Retell | None = None) -> Callable[[Callab
                     raise unknown(name)
             return function(*args, **kwargs)
 
-        # why two wrappers: functions without `retell` skip the try block
+        # why two wrappers: functions without `translate_error` skip the try block
         @functools.wraps(function)
-        def retold(*args: P.args, **kwargs: P.kwargs) -> R:
+        def translated(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
                     raise unknown(name)
             try:
                 return function(*args, **kwargs)
             except (InvalidArgumentsError, UnsupportedError) as error:
-                assert retell is not None
-                retell(error, function, args, kwargs)
+                assert translate_error is not None
+                translate_error(error, function, args, kwargs)
                 raise
 
-        if retell is not None:
-            return retold
+        if translate_error is not None:
+            return translated
         if every:
             kinds = types(options)
             added = [

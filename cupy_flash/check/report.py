@@ -186,5 +186,5 @@ def _kernels(x: Outcome) -> str:
 def _speed_text(x: Timing) -> str:
     if x.ms is None:
         return f"{x.call}: {x.says}"
-    beside = f", {x.ratio:.2f}x the speed of torch's SDPA" if x.ratio else ""
-    return f"{x.call}: {x.ms:.3g} ms{beside}"
+    ratio = f", {x.ratio:.2f}x the speed of torch's SDPA" if x.ratio else ""
+    return f"{x.call}: {x.ms:.3g} ms{ratio}"

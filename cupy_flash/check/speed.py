@@ -94,10 +94,10 @@ def _time(
     if torch is None:
         return Timing(name, ms)
     device = "cpu" if place.ordinal is None else f"cuda:{place.ordinal}"
-    beside = place if place.ordinal is None else place._replace(synchronize=torch.cuda.synchronize)
+    on_stream = place if place.ordinal is None else place._replace(synchronize=torch.cuda.synchronize)
     try:
         call = theirs(torch, *(as_tensor(torch, x).to(device) for x in host))
-        return Timing(name, ms, 1e3 * beside.seconds(call, at_least))
+        return Timing(name, ms, 1e3 * on_stream.seconds(call, at_least))
     except (RuntimeError, TypeError, AttributeError) as error:  # an older torch, or no memory
         return Timing(name, ms, says=f"torch: {first_line(error)}")
 

@@ -22,7 +22,7 @@ import numpy as np
 from ..call.options import DERIVATIVES
 from . import tiles
 from .progress import count
-from .recompute import drop, gradient_rows, row_lse, weights_again
+from .recompute import drop, gradient_rows, recompute_weights, row_lse
 from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
 
@@ -92,8 +92,10 @@ def _backward_box(
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            bare, keys = scores.bare(q, block), k[..., j, :]
-            weights, capped = weights_again(scores, box, block, q, keys, lse, visible, bare)  # [A2.11]
+            function_input, keys = scores.new_function_input(q, block), k[..., j, :]
+            weights, capped = recompute_weights(
+                scores, box, block, q, keys, lse, visible, function_input
+            )  # [A2.11]
             ds = do @ v[..., j, :].swapaxes(-1, -2)  # [A2.13]
             kept = weights
             if p.dropout:
@@ -105,8 +107,8 @@ def _backward_box(
             ds *= weights
             if dbias is not None:
                 add_to_dbias(dbias, box, block, scores.grouped(ds, block))
-            if scores.function is not None and bare is not None:
-                scores.function.slope(bare, scores.grouped(ds, block), box, block)
+            if scores.function is not None and function_input is not None:
+                scores.function.slope(function_input, scores.grouped(ds, block), box, block)
             if capped is not None:
                 ds *= 1 - np.square(capped)
             dq += ds @ finite_k[..., j, :]  # [A2.15]

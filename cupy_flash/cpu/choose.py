@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..call.problem import Problem
 from ..errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
-from ..program.errors import beyond
+from ..program.errors import integer_overflow
 from ..program.graph import Graph
 from ..program.ranges import too_large
 from ..program.template import Template, only_in_python
@@ -75,7 +75,7 @@ def choose(problem: Problem) -> CpuPlan:
     if isinstance(problem.function, Template):
         raise only_in_python("these arrays are on the CPU")
     if isinstance(problem.function, Graph) and (large := too_large(problem.function, 64, problem.extents)):
-        raise beyond(problem.function.name, large, 64)
+        raise integer_overflow(problem.function.name, large, 64)
     if problem.reproducible == "device" and not problem.empty:
         raise UnsupportedError(
             'reproducible="device" is kept by the kernels of GPUs, and by the simulator that runs them: '

@@ -59,7 +59,7 @@ class Direction:
         self.q: Array | None = None
 
     @property
-    def moves_scores(self) -> bool:
+    def has_score_tangent(self) -> bool:
         """Whether any score has a tangent."""
         return self._right is not None or "bias_dot" in self.dots
 
@@ -74,7 +74,7 @@ class Direction:
     ) -> tuple[Array, Array | None, Array]:
         """Return the tangents of a tile's scores, of the argument of tanh, and of the function's input.
 
-        like: the weights of the tile; capped: as in `weights_again`; slope: as in `Scores.bends`.
+        like: the weights of the tile; capped: as in `recompute_weights`; slope: as in `Scores.derivatives`.
         """
         scores = self.scores
         if self._left is None or self._right is None:

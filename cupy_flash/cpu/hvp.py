@@ -26,7 +26,7 @@ from ..call.options import DERIVATIVES
 from . import tiles
 from .backward import add_to_dbias
 from .directions import Direction, grouped_direction
-from .recompute import drop, gradient_rows, row_lse, weights_again
+from .recompute import drop, gradient_rows, recompute_weights, row_lse
 from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:
@@ -92,15 +92,17 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
     finite_k = finite_rows(k)
-    ways = [_BoxSums(Direction(scores, each.dots, box, finite_k), box, finite_k, v, each) for each in sums]
+    box_sums = [
+        _BoxSums(Direction(scores, each.dots, box, finite_k), box, finite_k, v, each) for each in sums
+    ]
     for i0, i1, blocks in tiles.visited(p):
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
         do, delta = gradient_rows(x, at, acc)
         lse = row_lse(scores, x, box, at, blocks, q, k)
         p_sink = lse.of_sinks(cut_out(x["sinks"], box)) if p.sinks else None
-        for way in ways:
-            way.begin(at, q, do, delta, p_sink)
+        for one in box_sums:
+            one.begin(at, q, do, delta, p_sink)
         if p.dropout:
             do /= acc.type(1 - p.dropout)
         lse, delta = lse.reshape(*q.shape[:3], 1), delta.reshape(*q.shape[:3], 1)
@@ -109,19 +111,21 @@ def _box(scores: Scores, x: dict[str, Array], sums: list[_Sums], box: tiles.Box)
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            bare, keys = scores.bare(q, block), k[..., j, :]
-            weights, capped = weights_again(scores, box, block, q, keys, lse, visible, bare)  # [H.2]
-            bends = scores.bends(bare, weights, box, block)
+            function_input, keys = scores.new_function_input(q, block), k[..., j, :]
+            weights, capped = recompute_weights(
+                scores, box, block, q, keys, lse, visible, function_input
+            )  # [H.2]
+            derivatives = scores.derivatives(function_input, weights, box, block)
             keep = scores.keep(box, block) if p.dropout else None
             dp = do @ v[..., j, :].swapaxes(-1, -2)
             drop(scores, dp, block, keep)
             dp -= delta
-            for way in ways:
-                way.add(block, weights, capped, bends, dp, q, do, keep)
-        for way in ways:
-            way.write_queries(at)
-    for way in ways:
-        way.write_keys()
+            for one in box_sums:
+                one.add(block, weights, capped, derivatives, dp, q, do, keep)
+        for one in box_sums:
+            one.write_queries(at)
+    for one in box_sums:
+        one.write_keys()
 
 
 class _BoxSums:
@@ -152,16 +156,16 @@ class _BoxSums:
         block: tiles.Block,
         weights: Array,
         capped: Array | None,
-        bends: tuple[Array, Array] | tuple[None, None],
+        derivatives: tuple[Array, Array] | tuple[None, None],
         dp: Array,
         q: Array,
         do: Array,
         keep: Array | None,
     ) -> None:
-        """Add a tile; bends is the result of `Scores.bends`, dp is dP - delta."""
-        way, scores, j = self.direction, self.scores, slice(block.j0, block.j1)
-        steep, bent = bends
-        p_dot, inside, given = way.of_scores(block, weights, capped, steep)
+        """Add a tile; derivatives is the result of `Scores.derivatives`, dp is dP - delta."""
+        direction, scores, j = self.direction, self.scores, slice(block.j0, block.j1)
+        first, second = derivatives
+        p_dot, inside, given = direction.of_scores(block, weights, capped, first)
         p_dot -= self.mean
         p_dot *= weights  # [H.3]
         kept = p_dot if keep is None else p_dot.copy()
@@ -171,10 +175,10 @@ class _BoxSums:
         ds_dot = p_dot * dp + weights * self._of_dp(block, do, keep)  # [H.5]
         if self.sums.dbias is not None:
             add_to_dbias(self.sums.dbias, self.box, block, scores.grouped(ds_dot, block))
-        if steep is not None and bent is not None:  # [H.6]
-            ds_dot *= steep
-            ds_dot += bent * ds * given
-            ds *= steep
+        if first is not None and second is not None:  # [H.6]
+            ds_dot *= first
+            ds_dot += second * ds * given
+            ds *= first
         if capped is not None and inside is not None:  # [H.6]
             slope = 1 - np.square(capped)
             ds *= slope
@@ -182,10 +186,10 @@ class _BoxSums:
             ds_dot -= 2 * capped * ds * inside
         self.dq += ds_dot @ self.k[..., j, :]  # [H.7]
         self.dk[..., j, :] += ds_dot.swapaxes(-1, -2) @ q  # [H.8]
-        if way.k is not None:
-            self.dq += ds @ way.k[..., j, :]
-        if way.q is not None:
-            self.dk[..., j, :] += ds.swapaxes(-1, -2) @ way.q
+        if direction.k is not None:
+            self.dq += ds @ direction.k[..., j, :]
+        if direction.q is not None:
+            self.dk[..., j, :] += ds.swapaxes(-1, -2) @ direction.q
 
     def _of_dp(self, block: tiles.Block, do: Array, keep: Array | None) -> Array:
         """Return the derivative of dP - delta of a tile."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from . import tiles
 from .directions import Direction, grouped_direction
-from .recompute import RowLse, drop, row_lse, weights_again
+from .recompute import RowLse, drop, recompute_weights, row_lse
 from .scores import Scores, cut_out, finite_rows, grouped_inputs, operand, rows_of
 
 if TYPE_CHECKING:
@@ -60,36 +60,38 @@ def _box(scores: Scores, x: dict[str, Array], dots: list[dict[str, Array]], box:
     p, acc = scores.problem, scores.acc
     k, v = operand(x["k"][box], acc), operand(x["v"][box], acc)
     finite_k = finite_rows(k)
-    ways = [Direction(scores, dot, box, finite_k) for dot in dots]
+    directions = [Direction(scores, dot, box, finite_k) for dot in dots]
     for i0, i1, blocks in tiles.visited(p):  # [J.1]
         at = (*box, slice(None), slice(i0, i1))
         q = rows_of(x["q"][at], acc, scores.query_scale(box))
         lse = row_lse(scores, x, box, at, blocks, q, k)
         rows = lse.reshape(*q.shape[:3], 1)
-        means = [np.zeros((*q.shape[:3], 1), acc) for _ in ways]
-        sums = [np.zeros((*q.shape[:3], p.head_dim_v), acc) for _ in ways]
-        for way in ways:
-            way.begin(at, q)
+        means = [np.zeros((*q.shape[:3], 1), acc) for _ in directions]
+        sums = [np.zeros((*q.shape[:3], p.head_dim_v), acc) for _ in directions]
+        for direction in directions:
+            direction.begin(at, q)
         for block in blocks:
             visible, nothing_left = scores.visible(box, block)
             if nothing_left:
                 continue
             j = slice(block.j0, block.j1)
-            bare, keys = scores.bare(q, block), k[..., j, :]
-            weights, capped = weights_again(scores, box, block, q, keys, rows, visible, bare)  # [J.2]
-            slope, _ = scores.bends(bare, weights, box, block)
+            function_input, keys = scores.new_function_input(q, block), k[..., j, :]
+            weights, capped = recompute_weights(
+                scores, box, block, q, keys, rows, visible, function_input
+            )  # [J.2]
+            slope, _ = scores.derivatives(function_input, weights, box, block)
             keep = scores.keep(box, block) if p.dropout else None
-            for way, mean, o in zip(ways, means, sums, strict=True):
-                if way.moves_scores:
-                    s, _, _ = way.of_scores(block, weights, capped, slope)  # [J.3]
+            for direction, mean, o in zip(directions, means, sums, strict=True):
+                if direction.has_score_tangent:
+                    s, _, _ = direction.of_scores(block, weights, capped, slope)  # [J.3]
                     s *= weights
                     mean += s.sum(axis=-1, keepdims=True)  # [J.4]
                     drop(scores, s, block, keep)
                     o += s @ v[..., j, :]  # [J.5]
             drop(scores, weights, block, keep)
-            for way, o in zip(ways, sums, strict=True):
-                if way.v is not None:
-                    o += weights @ way.v[..., j, :]  # [J.5]
+            for direction, o in zip(directions, sums, strict=True):
+                if direction.v is not None:
+                    o += weights @ direction.v[..., j, :]  # [J.5]
         for dot, mean, o in zip(dots, means, sums, strict=True):
             _finish(scores, x, dot, box, at, o, mean.reshape(lse.high.shape), lse)
 

@@ -82,7 +82,7 @@ def row_sums(
         visible, nothing_left = scores.visible(box, block)
         if nothing_left:
             continue
-        s = scores_again(scores, box, block, q, k[..., block.j0 : block.j1, :], visible)
+        s = recompute_scores(scores, box, block, q, k[..., block.j0 : block.j1, :], visible)
         top, rescale = softmax(s, top)
         total = rescale * total + s.sum(axis=-1)
     rows = (*q.shape[:2], scores.problem.heads_q // scores.problem.heads_k, -1)
@@ -104,7 +104,7 @@ def gradient_rows(x: dict[str, Array], at: tuple[Any, ...], acc: np.dtype[Any]) 
     return do, delta
 
 
-def scores_again(
+def recompute_scores(
     scores: Scores,
     box: tiles.Box,
     block: tiles.Block,
@@ -112,21 +112,21 @@ def scores_again(
     k: Array,
     visible: Array | None,
     capped: Array | None = None,
-    bare: Array | None = None,
+    function_input: Array | None = None,
 ) -> Array:
-    """Return S of a tile (batch, key heads, rows, keys), -inf where hidden; parameters as in `weights_again`.
+    """Return S of a tile (batch, key heads, rows, keys), -inf where hidden.
 
-    capped, bare: filled as in `Scores.finish`.
+    Parameters are as in `recompute_weights`; capped and function_input are filled as in `Scores.finish`.
     """
     s: Array = q @ k.swapaxes(-1, -2)
     grouped = scores.grouped(s, block)
     tanh = None if capped is None else scores.grouped(capped, block)
-    scores.finish(grouped, box, block, visible, tanh, bare)
+    scores.finish(grouped, box, block, visible, tanh, function_input)
     scores.hide_scores(grouped, block, visible)
     return s
 
 
-def weights_again(
+def recompute_weights(
     scores: Scores,
     box: tiles.Box,
     block: tiles.Block,
@@ -134,16 +134,16 @@ def weights_again(
     k: Array,
     lse: RowLse,
     visible: Array | None,
-    bare: Array | None = None,
+    function_input: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
 
     q is scaled by `Scores.query_scale`; k and visible belong to the tile; lse is (..., rows, 1);
-    bare is filled as in `Scores.finish`.
+    function_input is filled as in `Scores.finish`.
     """
     shape = (*q.shape[:-1], k.shape[-2])
     capped = None if scores.problem.softcap is None else np.empty(shape, scores.acc)
-    weights = lse.exp(scores_again(scores, box, block, q, k, visible, capped, bare))
+    weights = lse.exp(recompute_scores(scores, box, block, q, k, visible, capped, function_input))
     if capped is not None:
         np.copyto(capped, 0, where=weights == 0)  # it may be NaN for hidden keys
     return weights, capped

@@ -91,7 +91,7 @@ class Scores:
         block: Block,
         visible: Array | None = None,
         capped: Array | None = None,
-        bare: Array | None = None,
+        function_input: Array | None = None,
     ) -> None:
         """Turn s from products into scores, in place.
 
@@ -105,7 +105,7 @@ class Scores:
             As in `hide_scores`.
         capped : array like s, optional
             Filled with tanh(scale q k / softcap), which the gradient needs.
-        bare : array like s, optional
+        function_input : array like s, optional
             Filled with the input of the score function, which its gradient needs.
         """
         p = self.problem
@@ -113,8 +113,8 @@ class Scores:
             tanh = np.tanh(s, out=s if capped is None else capped)
             np.multiply(tanh, self.acc.type(p.softcap), out=s)
         if self.function is not None:
-            if bare is not None:
-                bare[...] = s
+            if function_input is not None:
+                function_input[...] = s
             self.function.finish(s, box, block, lambda: self._seen(s, block, visible))
         i, j = slice(block.i0, block.i1), slice(block.j0, block.j1)
         if self.bias is not None:
@@ -126,19 +126,19 @@ class Scores:
             distance = np.abs(position - np.arange(block.j0, block.j1)).astype(self.acc)
             s -= cut_out(self.slopes, box) * distance
 
-    def bare(self, rows: Array, block: Block) -> Array | None:
+    def new_function_input(self, rows: Array, block: Block) -> Array | None:
         """Allocate an array for the input of the score function on a tile; None without a function."""
         if self.function is None:
             return None
         return self.grouped(np.empty((*rows.shape[:3], block.j1 - block.j0), self.acc), block)
 
-    def bends(
-        self, bare: Array | None, weights: Array, box: Box, block: Block
+    def derivatives(
+        self, function_input: Array | None, weights: Array, box: Box, block: Block
     ) -> tuple[Array, Array] | tuple[None, None]:
         """First and second derivative of the score function at its input, shaped as the weights of a tile."""
-        if self.function is None or bare is None:
+        if self.function is None or function_input is None:
             return None, None
-        both = self.function.both_derivatives(bare, self.grouped(weights, block), box, block)
+        both = self.function.both_derivatives(function_input, self.grouped(weights, block), box, block)
         return both[0].reshape(weights.shape), both[1].reshape(weights.shape)
 
     def query_scale(self, box: Box) -> float | Array:

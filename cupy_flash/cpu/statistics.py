@@ -19,7 +19,7 @@ import numpy as np
 from . import tiles
 from .decode import gathered
 from .progress import count
-from .recompute import RowLse, row_lse, row_sums, scores_again
+from .recompute import RowLse, recompute_scores, row_lse, row_sums
 from .scores import Scores, by_key_head, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
 
@@ -77,7 +77,7 @@ def _box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
             visible, nothing_left = scores.visible(box, block)
             if nothing_left:
                 continue
-            s = scores_again(scores, box, block, q, k[..., block.j0 : block.j1, :], visible)
+            s = recompute_scores(scores, box, block, q, k[..., block.j0 : block.j1, :], visible)
             s -= high  # [S.3]
             if unit is not None:  # why separate: added to a large LSE, its logarithm would be rounded away
                 s += np.log(unit)

@@ -162,7 +162,7 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _start_afresh() -> None:
+def _reset_after_fork() -> None:
     """Reset state in a forked child: locks may be held, and the affinity may change."""
     global _blas, _forked
     _blas = BlasLimit()
@@ -171,4 +171,4 @@ def _start_afresh() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_afresh)
+    os.register_at_fork(after_in_child=_reset_after_fork)

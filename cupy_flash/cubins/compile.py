@@ -87,7 +87,7 @@ def _sass_faults(cubin: bytes, variant: catalog.Variant, used: Resources) -> lis
     if not variant.products:
         return _stalls(listing, variant)
     reasons = sass.overwritten(listing)
-    reasons += sass.misallocated(listing, used.registers, variant.threads // 128)
+    reasons += sass.register_faults(listing, used.registers, variant.threads // 128)
     if (found := sass.products(listing)) != dict(variant.products):
         reasons.append(f"its products are {found}, its row asks for {dict(variant.products)}")
     if (covered := sass.covered(listing)) < variant.covered:

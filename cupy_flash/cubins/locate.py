@@ -107,8 +107,8 @@ def make_private(store: Path) -> None:
 
 def _require_private(root: Path, path: Path) -> None:
     """Refuse a path in the cache that another user could have written: its code runs with our rights."""
-    beside = path.parent.glob("*.cubin") if path.is_file() else ()
-    found = trust.exposed(path, beside)
+    neighbours = path.parent.glob("*.cubin") if path.is_file() else ()
+    found = trust.exposed(path, neighbours)
     if found is None:
         return
     step, reason = found

@@ -17,8 +17,21 @@ from .. import trust
 from ..errors import UnsupportedError
 
 __all__ = [
-    "COPIES", "REQUIREMENT", "Instruction", "Iteration", "Listing", "covered", "disassemble", "disassembler",
-    "fewest", "fewest_of_a_round", "iteration", "misallocated", "overwritten", "products", "scattered",
+    "COPIES",
+    "REQUIREMENT",
+    "Instruction",
+    "Iteration",
+    "Listing",
+    "covered",
+    "disassemble",
+    "disassembler",
+    "iteration",
+    "overwritten",
+    "products",
+    "register_faults",
+    "scattered",
+    "shortest_iteration",
+    "shortest_path",
 ]  # fmt: skip
 
 REQUIREMENT = "nvidia-cuda-nvdisasm==13.5.37"
@@ -90,7 +103,7 @@ class Listing(NamedTuple):
         instructions, which skips masks and options tested at run time. 0 if no path stays inside the loop:
         ptxas moves unlikely code behind the kernel, from where it branches back.
         """
-        ways = {end: (0, 1)}
+        paths = {end: (0, 1)}
         for at in range(end - 1, start - 1, -1):
             instruction = self.instructions[at]
             branch = self.target(instruction) if instruction.name == "BRA" else None
@@ -98,12 +111,12 @@ class Listing(NamedTuple):
             after = [] if certain else [at + 1]
             if branch is not None and at < branch <= end:
                 after.append(branch)
-            found = [ways[to] for to in after if to in ways]
+            found = [paths[to] for to in after if to in paths]
             if found:
                 done, length = max(found, key=lambda way: (way[0], -way[1]))
                 copies = instruction.name == "LDGSTS" and ".ZFILL" not in instruction.form
-                ways[at] = (done + ("MMA" in instruction.name or copies), length + 1)
-        return ways.get(start, (0, 0))[1]
+                paths[at] = (done + ("MMA" in instruction.name or copies), length + 1)
+        return paths.get(start, (0, 0))[1]
 
 
 def disassembler() -> Path | None:
@@ -132,7 +145,7 @@ def products(listing: Listing) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def misallocated(listing: Listing, registers: int, warpgroups: int) -> list[str]:
+def register_faults(listing: Listing, registers: int, warpgroups: int) -> list[str]:
     """Find faults in how warpgroups release and take registers (setmaxnreg).
 
     A release must leave fewer registers than at launch, and a take must give more. The producer must release
@@ -179,7 +192,7 @@ def overwritten(listing: Listing) -> list[str]:
         now = code[index]
         written = _written(now)
         for product in (product for group in flight for product in group) if written else ():
-            if clash := sorted(written & _busy(code[product])):
+            if clash := sorted(written & _operand_registers(code[product])):
                 names = ", ".join(f"R{register}" for register in clash)
                 found[index, product] = (
                     f"{now.address:#x} {now} writes {names} while the product at "
@@ -217,18 +230,20 @@ def scattered(listing: Listing) -> int:
     return found
 
 
-def fewest_of_a_round(listing: Listing) -> int:
+def shortest_iteration(listing: Listing) -> int:
     """Count the instructions of the shortest path around the loop of wgmma products.
 
     That path skips masks and other unlikely code. 0 if no product is in a loop.
     """
-    ways = (
-        fewest(listing, index, index) for index, now in enumerate(listing.instructions) if _is_product(now)
+    paths = (
+        shortest_path(listing, index, index)
+        for index, now in enumerate(listing.instructions)
+        if _is_product(now)
     )
-    return min(filter(None, ways), default=0)
+    return min(filter(None, paths), default=0)
 
 
-def fewest(listing: Listing, first: int, last: int) -> int:
+def shortest_path(listing: Listing, first: int, last: int) -> int:
     """Length of the shortest path from one instruction to another or back to itself; 0 if there is none."""
     border: set[tuple[int, _Barriers]] = {(first, frozenset())}
     steps, reached = 0, set(border)
@@ -299,7 +314,7 @@ def _after(flight: _Flight, index: int, now: Instruction) -> _Flight:
     return flight
 
 
-def _busy(product: Instruction) -> frozenset[int]:
+def _operand_registers(product: Instruction) -> frozenset[int]:
     """Registers of the accumulator of a product, and of its operand A if that is in registers."""
     _, shape, *_ = product.form.split(".")
     accumulator, a, *_ = product.operands

@@ -98,8 +98,8 @@ def function_into_cache(
     def every(target: str) -> tuple[catalog.Variant, ...]:
         return offered(target, catalog.SHORT, simple.HEAD_DIMS, True)
 
-    asked = [target for arch in archs for target in native_targets(arch)]
-    wanted = {v.name for target in asked for v in offered(target, dtypes, head_dims, second_order)}
+    selected = [target for arch in archs for target in native_targets(arch)]
+    wanted = {v.name for target in selected for v in offered(target, dtypes, head_dims, second_order)}
     if kernels is not None:
         wanted = set(kernels)
     store = locate.functions_cache(function, out)

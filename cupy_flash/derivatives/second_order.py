@@ -22,7 +22,7 @@ from ..call.reproducible import refuse_reproducible
 from ..call.spans import check_spans
 from ..call.tangents import TANGENTS, check_tangents, directions_of, shape_of_results
 from ..call.values import RunOptions
-from ..dispatch.backends import driver_of, ready, refuse_tensor_cores
+from ..dispatch.backends import driver_of, prepare_backend, refuse_tensor_cores
 from ..dispatch.memo import computed_by
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..plan.choose import choose
@@ -59,13 +59,13 @@ def jvp_into(
     tangents: Views,
     options: Options,
     packing: Packing | None = None,
-    asked: DerivativeCall | None = None,
+    derivative: DerivativeCall | None = None,
     stream: int | None = None,
 ) -> None:
     """Write the tangents of o and lse to do and dlse; parameters as in `run_jvp` and `compute`."""
-    asked = asked or described("jvp", raw, tangents, options, packing)
+    derivative = derivative or described("jvp", raw, tangents, options, packing)
     every = {**dots_of(tangents), **dots_of(results)}
-    compute(asked, every, options.layout, len(raw["q"].shape), stream=stream)
+    compute(derivative, every, options.layout, len(raw["q"].shape), stream=stream)
 
 
 def _adopted_jvp(jvp: Any) -> Views:
@@ -85,10 +85,10 @@ def run_hvp(
     packing: Packing | None = None,
 ) -> Gradients[Any]:
     """Derivatives of the gradients; parameters as in `run_jvp`, with do and dlse among the arrays."""
-    asked = described("hvp", raw, tangents, options, packing)
-    results = new_results(asked, {"d" + name: raw[name] for name in WITH_GRADIENT if name in raw})
+    derivative = described("hvp", raw, tangents, options, packing)
+    results = new_results(derivative, {"d" + name: raw[name] for name in WITH_GRADIENT if name in raw})
     known = None if jvp is None else _adopted_jvp(jvp)
-    hvp_into(results, raw, tangents, options, known, packing, asked)
+    hvp_into(results, raw, tangents, options, known, packing, derivative)
     return Gradients(**{name: outputs.finished(view) for name, view in results.items()})
 
 
@@ -99,27 +99,27 @@ def hvp_into(
     options: Options,
     known: Views | None = None,
     packing: Packing | None = None,
-    asked: DerivativeCall | None = None,
+    derivative: DerivativeCall | None = None,
     stream: int | None = None,
 ) -> None:
     """Write the derivatives of the gradients, by the names of `Gradients`; `known` has do and dlse of jvp."""
-    asked = asked or described("hvp", raw, tangents, options, packing)
+    derivative = derivative or described("hvp", raw, tangents, options, packing)
     if known is None:
         without = {name: x for name, x in raw.items() if name not in ("do", "dlse")}
-        known = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
+        known = new_results(derivative, {f"d{name}": raw[name] for name in ("o", "lse")})
         on_cpu = driver_of(raw["q"].device, raw["q"].library) is None
         with reporting(CALLBACK.get() if on_cpu else None) as tell:
             with part_of(tell, 0, _FIRST):
                 jvp_into(known, without, tangents, options, packing, stream=stream)
             with part_of(tell, _FIRST, 1):
-                hvp_into(results, raw, tangents, options, known, packing, asked, stream)
+                hvp_into(results, raw, tangents, options, known, packing, derivative, stream)
         return
-    if check_tangents({"o": raw["o"], "lse": raw["lse"]}, known) != asked.directions:
+    if check_tangents({"o": raw["o"], "lse": raw["lse"]}, known) != derivative.directions:
         raise InvalidArgumentsError(
             "jvp has other directions than the tangents.", table_of({**tangents, **known}), hint="jvp=None"
         )
     every = {**dots_of(tangents), **dots_of(known), **results}
-    compute(asked, every, options.layout, len(raw["q"].shape), stream=stream)
+    compute(derivative, every, options.layout, len(raw["q"].shape), stream=stream)
 
 
 # For progress: the fraction of the products of hvp that computes jvp, 5 of 20; and the fraction of forward
@@ -135,10 +135,12 @@ class DerivativeCall(NamedTuple):
     directions: int | None  # number of directions; None without an axis of directions
 
 
-def new_results(asked: DerivativeCall, like: Views) -> Views:
+def new_results(derivative: DerivativeCall, like: Views) -> Views:
     """New arrays like these, with an axis of directions if there is one."""
-    make = outputs.zeros if asked.problem.packed else outputs.empty  # rows of no sequence are 0
-    return {name: make(x, shape_of_results(asked.directions, x.shape), x.dtype) for name, x in like.items()}
+    make = outputs.zeros if derivative.problem.packed else outputs.empty  # rows of no sequence are 0
+    return {
+        name: make(x, shape_of_results(derivative.directions, x.shape), x.dtype) for name, x in like.items()
+    }
 
 
 def dots_of(tangents: Views) -> Views:
@@ -182,7 +184,7 @@ def described(
 
 
 def compute(
-    asked: DerivativeCall,
+    derivative: DerivativeCall,
     directed: Views,
     layout: str,
     rank: int,
@@ -194,43 +196,45 @@ def compute(
     `forward` writes o and lse; it is called first, unless the pass computes them too.
     `stream` is the CUDA stream handle; default: the library's current stream.
     """
-    each = directions_of(directed, asked.directions, layout, rank)
-    q = asked.views["q"]
+    each = directions_of(directed, derivative.directions, layout, rank)
+    q = derivative.views["q"]
     driver = driver_of(q.device, q.library)
     if driver is None:
-        _compute_on_cpu(asked, each, forward)
+        _compute_on_cpu(derivative, each, forward)
         return
     if forward is not None:
         forward()
     for one in each:
-        every = {**asked.views, **one}
-        backend = ready(asked.problem, every, driver)
+        every = {**derivative.views, **one}
+        backend = prepare_backend(derivative.problem, every, driver)
         computed_by(backend.kernels)
-        backend.run(every, RunOptions(asked.problem.seed), stream=stream)
+        backend.run(every, RunOptions(derivative.problem.seed), stream=stream)
 
 
-def _compute_on_cpu(asked: DerivativeCall, each: list[Views], forward: Callable[[], object] | None) -> None:
+def _compute_on_cpu(
+    derivative: DerivativeCall, each: list[Views], forward: Callable[[], object] | None
+) -> None:
     """Compute all directions at once; in NumPy with packed sequences one after the other."""
     # why here: the CPU path takes a fifth of the package's import time.
     from .. import cpu
     from ..cpu.choose import choose as choose_on_cpu
 
-    problem, library = asked.problem, choose_on_cpu(asked.problem).library
+    problem, library = derivative.problem, choose_on_cpu(derivative.problem).library
     if library is not None and each:
         from ..cpu.core.family import Core
 
-        numbers = {name: view.pointer for name, view in {**asked.views, **each[0]}.items()}
-        core = Core.of(problem, asked.views, library, each, with_forward=forward is not None)
+        numbers = {name: view.pointer for name, view in {**derivative.views, **each[0]}.items()}
+        core = Core.of(problem, derivative.views, library, each, with_forward=forward is not None)
         computed_by(f"core {name}" for name in core.names)
         with reporting(CALLBACK.get()) as tell:
-            core.run(numbers, problem.seed, (asked.views, each), tell, asked.views["q"].library)
+            core.run(numbers, problem.seed, (derivative.views, each), tell, derivative.views["q"].library)
         return
     with reporting(CALLBACK.get()) as tell:
         if forward is not None:
             with part_of(tell, 0, _FORWARD):
                 forward()
         computed_by(["NumPy"])
-        inputs, directions = _numpy(asked.views), [_numpy(one) for one in each]
+        inputs, directions = _numpy(derivative.views), [_numpy(one) for one in each]
         if problem.packed:
             for one in directions:
                 cpu.each_sequence(problem, {**inputs, **one})

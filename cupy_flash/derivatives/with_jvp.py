@@ -23,11 +23,13 @@ def run_with_jvp(
     call = prepared("forward", raw, timeless, True, packing)
     results = call.new_results(raw["q"])
     every = {**raw, **results}
-    asked = described("jvp", every, tangents, options, packing)
-    moved = new_results(asked, {f"d{name}": results[name] for name in ("o", "lse")})
+    derivative = described("jvp", every, tangents, options, packing)
+    result_tangents = new_results(derivative, {f"d{name}": results[name] for name in ("o", "lse")})
     compute(
-        asked, {**dots_of(tangents), **dots_of(moved)}, options.layout, len(raw["q"].shape),
+        derivative, {**dots_of(tangents), **dots_of(result_tangents)}, options.layout, len(raw["q"].shape),
         lambda: call.run(raw, run_options._replace(progress=CALLBACK.get()), results=results),
     )  # fmt: skip
-    o, lse, do, dlse = map(finished, (results["o"], results["lse"], moved["do"], moved["dlse"]))
+    o, lse, do, dlse = map(
+        finished, (results["o"], results["lse"], result_tangents["do"], result_tangents["dlse"])
+    )
     return (o, lse), (do, dlse)

@@ -95,7 +95,7 @@ ROTARY = np.dtype(
     ]
 )
 DECODE = np.dtype(
-    [(name, TENSOR) for name in ("q", "turned_q", "k_new", "v_new", "o")]
+    [(name, TENSOR) for name in ("q", "rotated_q", "k_new", "v_new", "o")]
     + [("lse", ROWS), ("partial_o", _POINTER), ("partial_lse", _POINTER)]
     + [
         ("k_gathered", TENSOR),
@@ -153,14 +153,14 @@ def _format(dtype: np.dtype[Any], arrays: int = 0) -> str:
 Views = Mapping[str, ArrayView]
 
 
-class Late(str):
+class PerCall(str):
     """A field that changes from call to call: the address of the view of this name, `SEED` or `LENGTH`."""
 
     __slots__ = ()
 
 
-SEED = Late("seed")
-LENGTH = Late("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
+SEED = PerCall("seed")
+LENGTH = PerCall("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
 # The value of a field of a struct.
 Field: TypeAlias = int | float | Late
 # Values by the names of fields; a field that is a struct has several.
@@ -169,7 +169,7 @@ Own: TypeAlias = dict[str, Field | tuple[Field, ...]]
 
 def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
     view = views.get(name)
-    return (0,) * (rank + 1) if view is None else (Late(name), *view.strides)
+    return (0,) * (rank + 1) if view is None else (PerCall(name), *view.strides)
 
 
 def _broadcast(views: Views, name: str, rank: int = 4) -> tuple[Field, ...]:
@@ -179,7 +179,7 @@ def _broadcast(views: Views, name: str, rank: int = 4) -> tuple[Field, ...]:
 
 
 def _address(views: Views, name: str) -> Field:
-    return Late(name) if name in views else 0
+    return PerCall(name) if name in views else 0
 
 
 def _filled(layout: np.dtype[Any], views: Views, own: Own) -> tuple[Field, ...]:
@@ -244,7 +244,7 @@ def _arguments(p: Problem, views: Views) -> tuple[Field, ...]:
     fields: list[Field] = []
     for name, view in argument_views(views).items():
         none = (0,) * (4 - len(view.shape))
-        fields += [Late(name), *view.strides, *none, *view.shape, *none]
+        fields += [PerCall(name), *view.strides, *none, *view.shape, *none]
     return tuple(fields) if fields else (0,) * 9 * _arrays(p)
 
 
@@ -253,7 +253,7 @@ def _arrays(p: Problem) -> int:
     return 0 if p.function is None else max(1, len(p.function.arguments))
 
 
-def _leaves_floats(p: Problem) -> int:
+def _unrounded(p: Problem) -> int:
     """Whether results of 16-bit inputs are left in the dtype of sums."""
     return int(p.unrounded and p.dtype in ("float16", "bfloat16"))
 
@@ -312,7 +312,7 @@ def _of_arguments(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]
             continue
         count = math.prod(view.shape)
         none = (0,) * (4 - len(view.shape))
-        gradients += [Late(f"dbound[{number}]"), *view.strides, *none, first, count,
+        gradients += [PerCall(f"dbound[{number}]"), *view.strides, *none, first, count,
                       _BIAS_TYPES[view.dtype], 0]  # fmt: skip
         first += count
     slices = views["argument_sums"].shape[0]
@@ -341,8 +341,8 @@ def _scale_arrays(p: Problem, views: Views, name: str) -> tuple[Field, ...]:
         return (0,) * 7
     group = p.cache.codes.groups["kv".index(name)]
     names = [unit for unit in CODE_SCALES[p.cache.codes.kind] if unit[0] == name]
-    zero = Late(names[1]) if len(names) == 2 else 0
-    return (Late(names[0]), zero, *views[names[0]].strides[:3], group.bit_length() - 1, 0)
+    zero = PerCall(names[1]) if len(names) == 2 else 0
+    return (PerCall(names[0]), zero, *views[names[0]].strides[:3], group.bit_length() - 1, 0)
 
 
 def _cache(p: Problem, views: Views) -> tuple[Field, ...]:
@@ -367,13 +367,13 @@ def _rotary(p: Problem, views: Views) -> tuple[Field, ...]:
     if cos is None or sin is None:
         return (0,) * 13
     table_type, first = _BIAS_TYPES[cos.dtype], _address(views, "rotary_seqlens")
-    return (Late("rotary_cos"), Late("rotary_sin"), first, *cos.strides, *sin.strides, cos.shape[0],
+    return (PerCall("rotary_cos"), PerCall("rotary_sin"), first, *cos.strides, *sin.strides, cos.shape[0],
             p.cache.rotary, int(p.cache.interleaved), table_type, int(p.cache.unrotated),
             p.cache.first_rotated)  # fmt: skip
 
 
 def _decode(p: Problem, views: Views, _launch: Launch) -> tuple[Field, ...]:
-    """`turned_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
+    """`rotated_q` and `partial_o` to `starts` are parts of the workspace; parts may be chunks of keys."""
     parts, sums = ("chunk_o", "chunk_rows") if "chunk_o" in views else ("partial_o", "partial_lse")
     own: Own = {
         "k_new": _strided(views, "k", 4),
@@ -429,7 +429,7 @@ class Params:
         Names under which `of` gets addresses, for views of which they differ.
     """
 
-    __slots__ = ("_late", "_words")
+    __slots__ = ("_per_call", "_words")
 
     def __init__(
         self,
@@ -441,12 +441,14 @@ class Params:
     ) -> None:
         codes, fill = _codes(name, _arrays(problem)), _STRUCTS_OF_CALLS[name][1]
         fields = fill(problem, views, launch)
-        packed = struct.pack("<" + codes, *[0 if isinstance(field, Late) else field for field in fields])
+        packed = struct.pack("<" + codes, *[0 if isinstance(field, PerCall) else field for field in fields])
         ends = accumulate(struct.calcsize("<" + code) for code in codes)
-        late = [(end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is Late]
+        per_call = [
+            (end // 8 - 1, field) for end, field in zip(ends, fields, strict=True) if type(field) is PerCall
+        ]
         # layout: a struct consists of 8-byte words, and every field that changes is one word.
         self._words = array("Q", packed)
-        self._late = tuple((word, (names or {}).get(field, str(field))) for word, field in late)
+        self._per_call = tuple((word, (names or {}).get(field, str(field))) for word, field in per_call)
 
     @property
     def nbytes(self) -> int:
@@ -456,6 +458,6 @@ class Params:
     def of(self, numbers: Mapping[str, int]) -> bytes:
         """Return the struct of one call, given its addresses and other numbers by name."""
         words = self._words[:]
-        for word, name in self._late:
+        for word, name in self._per_call:
             words[word] = numbers[name]
         return words.tobytes()

@@ -124,13 +124,25 @@ class _Map:
 
 
 class _Step(NamedTuple):
-    """One launch, without addresses."""
+    """One launch, without addresses.
+
+    Attributes
+    ----------
+    launch : Launch
+    kernel : Kernel
+    struct : int
+        Index of its params struct in the program.
+    maps : tuple of _Map
+        Tensor maps, which precede the params.
+    padding : bytes
+        Zeros that pad a struct with tensor maps to its alignment.
+    """
 
     launch: Launch
     kernel: Kernel
-    struct: int  # index of its params struct in the program
+    struct: int
     maps: tuple[_Map, ...]
-    end: bytes  # zeros that pad a struct with tensor maps to its alignment
+    padding: bytes
 
 
 class Program:
@@ -157,22 +169,22 @@ class Program:
         for launch, kernel in zip(plan.launches, kernels, strict=True):
             variant, names = launch.variant, dict(launch.seen)
             seen = {**views, **{there: views[here] for there, here in names.items()}}
-            asked = problem
+            described = problem
             if launch.heads_as_rows:
-                asked, seen = (
+                described, seen = (
                     problem_of_rows(problem),
                     views_of_rows(seen, problem.heads_q // problem.heads_k),
                 )
             if variant.params not in structs:
-                structs[variant.params] = Params(variant.params, asked, seen, launch, names)
+                structs[variant.params] = Params(variant.params, described, seen, launch, names)
             group = problem.heads_q // problem.heads_k if launch.head_bits else 1
             maps = tuple(
                 _Map(kernel, names.get(box.view, box.view), seen[box.view], box,
                      group if box.grouped else 0, launch.head_bits)
                 for box in variant.boxes
             )  # fmt: skip
-            end = bytes(-structs[variant.params].nbytes % _MAP_ALIGNMENT if maps else 0)
-            steps.append(_Step(launch, kernel, list(structs).index(variant.params), maps, end))
+            padding = bytes(-structs[variant.params].nbytes % _MAP_ALIGNMENT if maps else 0)
+            steps.append(_Step(launch, kernel, list(structs).index(variant.params), maps, padding))
         self._structs, self._steps = tuple(structs.values()), tuple(steps)
 
     def run(self, numbers: dict[str, int], workspace: int, stream: int) -> None:

@@ -30,7 +30,7 @@ __all__ = [
     "chosen_by_environment",
     "driver_of",
     "load",
-    "ready",
+    "prepare_backend",
     "refuse_tensor_cores",
 ]
 
@@ -140,7 +140,7 @@ class Backend(ABC):
 
 
 @dataclass(frozen=True)
-class OnCpu(Backend):
+class NumpyBackend(Backend):
     """The NumPy path."""
 
     problem: Problem
@@ -173,7 +173,7 @@ class OnCpu(Backend):
 
 
 @dataclass(frozen=True)
-class OnCore(Backend):
+class CoreBackend(Backend):
     """The compiled CPU core."""
 
     core: Core
@@ -214,7 +214,7 @@ class OnCore(Backend):
 
 
 @dataclass(frozen=True)
-class OnDevice(Backend):
+class KernelBackend(Backend):
     """CUDA kernels: planned, located and loaded."""
 
     plan: Plan
@@ -272,7 +272,7 @@ class OnDevice(Backend):
         self.program.run(numbers, own.pointer, stream)
 
 
-def ready(
+def prepare_backend(
     problem: Problem, views: Views, driver: Driver | None, seen: tuple[BackendView, ...] | None = None
 ) -> Backend:
     """Choose, locate and load the kernels of a problem; every refusal of a backend happens here.
@@ -294,16 +294,16 @@ def ready(
         if chosen.library is not None:
             from ..cpu.core.family import Core
 
-            return OnCore(Core.of(problem, views, chosen.library, functions=chosen.functions), addressed)
+            return CoreBackend(Core.of(problem, views, chosen.library, functions=chosen.functions), addressed)
         path = cpu.each_sequence if problem.packed else getattr(cpu, problem.direction)
-        return OnCpu(problem, path, seen)
+        return NumpyBackend(problem, path, seen)
     device = views["q"].device[1]
     plan = choose(problem, driver.arch(device), driver.multiprocessors(device))
     from ..log import LOG
 
     LOG.debug("planned %s: %s", problem.summary(), ", ".join(x.variant.name for x in plan.launches))
     program = Program(plan, problem, load(plan, driver, device), views)
-    return OnDevice(plan, program, driver, device, addressed)
+    return KernelBackend(plan, program, driver, device, addressed)
 
 
 def refuse_tensor_cores(problem: Problem) -> None:

@@ -27,7 +27,7 @@ from ..device.abi import SEED
 from ..device.run import Driver
 from ..plan.choose import choose
 from ..program.function import Program
-from .backends import BackendView, chosen_by_environment, driver_of, load, ready
+from .backends import BackendView, chosen_by_environment, driver_of, load, prepare_backend
 
 __all__ = ["REPEATED", "Prepared", "computed_by", "forget", "kernels", "lifted", "prepared"]
 
@@ -71,7 +71,7 @@ class Prepared:
             )
             for name, x in {**views, **seen}.items()
         )
-        self._backend = ready(problem, {**views, **seen}, driver, table)
+        self._backend = prepare_backend(problem, {**views, **seen}, driver, table)
         self._extents = None if out is None else extents(raw)
         self._written = (*([] if out is None else ["out"]), *written_caches(raw))
 

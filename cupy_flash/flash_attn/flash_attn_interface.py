@@ -12,7 +12,7 @@ from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..torch import attention, attention_varlen, attention_with_kv_cache
 from ..torch.inputs import check_tensors
-from .words import OF_2, by_their_names
+from .error_names import FLASH_ATTN_2, errors_in_names_of
 
 __all__ = [
     "flash_attn_func",
@@ -148,7 +148,7 @@ def rotary_starts(
     return torch.full((k.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
-@takes(retell=by_their_names(OF_2))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_2))
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -209,7 +209,7 @@ def flash_attn_func(
     return _result(attention(q, k, v, layout="bshd", **options), return_attn_probs)
 
 
-@takes(retell=by_their_names(OF_2))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_2))
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -246,7 +246,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
-@takes(retell=by_their_names(OF_2))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_2))
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -281,7 +281,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
-@takes(retell=by_their_names(OF_2))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_2))
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -354,7 +354,7 @@ def flash_attn_varlen_func(
     return _result(result, return_attn_probs)
 
 
-@takes(retell=by_their_names(OF_2))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_2))
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -397,7 +397,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
-@takes(retell=by_their_names(OF_2))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_2))
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -437,7 +437,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-@takes(retell=by_their_names(OF_2))
+@takes(translate_error=errors_in_names_of(FLASH_ATTN_2))
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..call.given import Options
 from ..call.head_scale import times
-from .call import alike
+from .call import vary_alike
 from .primitives import attention
 
 __all__ = ["attend"]
@@ -26,7 +26,7 @@ def attend(
 
     why jit: outside of jit JAX would trace the callback again in each call.
     """
-    given = dict(zip(arrays, alike(*arrays.values()), strict=True))
+    given = dict(zip(arrays, vary_alike(*arrays.values()), strict=True))
     if "scale" in given:
         given["q"], given["scale"] = _scaled_queries(given["q"], given["scale"])
     return attention(given, options, longest)

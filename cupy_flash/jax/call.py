@@ -23,7 +23,7 @@ from .buffers import address
 from .ffi import foreign, is_exporting
 from .run import Cached, Config, run
 
-__all__ = ["alike", "backward", "differentiable", "forward", "over_cache", "results_of", "rows_of"]
+__all__ = ["backward", "differentiable", "forward", "over_cache", "results_of", "rows_of", "vary_alike"]
 
 
 def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fixed: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fix
         call = buffer_callback(
             _callback(config), wire, vmap_method="broadcast_all", input_output_aliases=aliases
         )
-    return dict(zip(results, alike(*call(*inputs, *zeros), over=inputs), strict=True))
+    return dict(zip(results, vary_alike(*call(*inputs, *zeros), over=inputs), strict=True))
 
 
 def _varies_over(x: Any) -> frozenset[str]:
@@ -68,7 +68,7 @@ def _varies_over(x: Any) -> frozenset[str]:
     return frozenset(axes)
 
 
-def alike(*arrays: Any, over: Any = ()) -> tuple[Any, ...]:
+def vary_alike(*arrays: Any, over: Any = ()) -> tuple[Any, ...]:
     """Cast arrays to device-varying along all mesh axes along which any of them or of `over` varies.
 
     why: JAX takes the results of a callback to be the same on all devices. And if an input is the same on

@@ -20,13 +20,13 @@ from ..device.run import Driver
 from ..dispatch.backends import driver_of
 from ..varlen import pack
 from .buffers import address
-from .call import alike
-from .run import READ, held, values_of
+from .call import vary_alike
+from .run import READ, read_on_host, values_of
 
 __all__ = ["directed"]
 
 # Names of the tangents of results.
-_MOVED = {"o": "do_moved", "lse": "dlse_moved"}
+_RESULT_TANGENTS = {"o": "do_of_jvp", "lse": "dlse_of_jvp"}
 
 
 class _Pass(NamedTuple):
@@ -72,7 +72,7 @@ def directed(
     of = [n for n in names if direction == "hvp" and n in WITH_GRADIENT]
     written = {"d" + name: arrays[name] for name in of}
     # why intermediates are results: on a GPU XLA allocates all memory.
-    written |= {_MOVED[name]: arrays[name] for name in ("o", "lse")}
+    written |= {_RESULT_TANGENTS[name]: arrays[name] for name in ("o", "lse")}
     results = tuple((name, x.ndim, x.dtype.name) for name, x in written.items())
     static = _Pass(
         direction, options, longest, every, tuple(_dtype(x) for x in args), tuple(x.ndim for x in args),
@@ -80,7 +80,7 @@ def directed(
     )  # fmt: skip
     wire = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written.values())
     call = buffer_callback(_callback(static), wire, vmap_method="expand_dims")
-    return list(alike(*call(*args), over=args))[: len(of) or None]
+    return list(vary_alike(*call(*args), over=args))[: len(of) or None]
 
 
 def _dtype(x: Any) -> str:
@@ -95,14 +95,16 @@ def _callback(static: _Pass) -> Callable[..., None]:
         kind, ordinal = ins[0].__dlpack_device__()
         device = CPU if kind == 1 else ("cuda", ordinal)
         kinds = [*zip(static.names, static.ranks, static.dtypes, strict=True), *static.results]
-        views = [_seen(b, dtype, device) for b, (_, _, dtype) in zip((*ins, *outs), kinds, strict=True)]
+        views = [
+            _buffer_view(b, dtype, device) for b, (_, _, dtype) in zip((*ins, *outs), kinds, strict=True)
+        ]
         # On a CPU the context has no stream, and raises.
         _over_axes(static, views, [rank for _, rank, _ in kinds], None if kind == 1 else ctx.stream)
 
     return callback
 
 
-def _seen(buffer: Any, dtype: str, device: tuple[str, int]) -> ArrayView:
+def _buffer_view(buffer: Any, dtype: str, device: tuple[str, int]) -> ArrayView:
     shape = tuple(buffer.shape)
     pointer = address(buffer, dtype, device == CPU)
     # why numpy: on a CPU intermediate arrays are NumPy's.
@@ -143,7 +145,7 @@ def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
     results = {name: view for (name, _, _), view in zip(static.results, views[count:], strict=True)}
     driver = driver_of(device, "jax")
     numbers = {name: given.pop(name) for name in READ if name in given}
-    known = {n: held(x.pointer, x.shape, x.dtype, device, driver, stream) for n, x in numbers.items()}
+    known = {n: read_on_host(x.pointer, x.shape, x.dtype, device, driver, stream) for n, x in numbers.items()}
     options = static.options._replace(**values_of(known))
     packing = None
     if static.longest is not None:
@@ -152,11 +154,11 @@ def _compute(static: _Pass, views: list[ArrayView], stream: int | None) -> None:
         cuts = {name: given.pop(name) for name in OFFSETS if name in given}
         both = cuts["cu_seqlens_q"], cuts.get("cu_seqlens_k", cuts["cu_seqlens_q"])
         packing = pack(given, both, static.longest, cuts.get("seqused_k"), traced=device != CPU)
-    moved = {"d" + name: results.pop(here) for name, here in _MOVED.items()}
+    result_tangents = {"d" + name: results.pop(here) for name, here in _RESULT_TANGENTS.items()}
     of_results = {name: x for name, x in given.items() if name not in ("do", "dlse")}
-    jvp_into(moved, of_results, tangents, options, packing, stream=stream)
+    jvp_into(result_tangents, of_results, tangents, options, packing, stream=stream)
     if static.direction == "hvp":
-        hvp_into(results, given, tangents, options, moved, packing, stream=stream)
+        hvp_into(results, given, tangents, options, result_tangents, packing, stream=stream)
 
 
 def _clear(view: ArrayView, driver: Driver | None, stream: int | None) -> None:

@@ -14,8 +14,8 @@ from ..call.options import PER_HEAD
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel.parts import block_rows, blocks_of_rows, stretches
 from .functional import attend_to
-from .held import Held, Packed, beside, seen
 from .numbers import next_seed
+from .shards import Packed, Shards, padded_half, visible_spans
 
 __all__ = ["Call", "all_gather", "all_to_all"]
 
@@ -80,7 +80,7 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         each = x.shape[axis] // ranks
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(call.axis_name) * each, each, axis % x.ndim)
 
-    def cut(x: Any, axis: int) -> Any:
+    def cut_heads(x: Any, axis: int) -> Any:
         """Slice out the heads of this device from a mask, which may be broadcast along heads."""
         return x if x.ndim < -axis or x.shape[axis] == 1 else own_heads(x, axis)
 
@@ -88,18 +88,18 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         if type(mask) in (tuple, list):
             return tuple(map(own_mask, mask))
         if isinstance(mask, Spans):
-            return Spans(cut(jnp.asarray(mask.bounds), -4))
+            return Spans(cut_heads(jnp.asarray(mask.bounds), -4))
         if isinstance(mask, BlockMask):
-            return mask._replace(table=cut(jnp.asarray(mask.table), -3))
-        return None if mask is None else cut(jnp.asarray(mask), -3)
+            return mask._replace(table=cut_heads(jnp.asarray(mask.table), -3))
+        return None if mask is None else cut_heads(jnp.asarray(mask), -3)
 
     given = {**options, "mask": own_mask(options.get("mask"))}
     if ranks > 1:
         given |= {n: own_heads(jnp.asarray(x), -1) for n in PER_HEAD if (x := options.get(n)) is not None}
     travelling = (("q", q, call.queries), ("k", k, call.keys), ("v", v, call.keys))
-    arrays = {name: held.whole(exchanged(x, heads, rows), rows) for name, x, held in travelling}
+    arrays = {name: side.whole(exchanged(x, heads, rows), rows) for name, x, side in travelling}
     if packed:
-        arrays["cu_seqlens_q"] = packed.cut * ranks
+        arrays["cu_seqlens_q"] = packed.offsets * ranks
         given |= {"max_seqlen_q": call.longest * ranks, "max_seqlen_k": call.longest * ranks}
     o, lse = call.attend(arrays, given, [*range(ranks)])
     o, lse = call.queries.parts(o, rows), call.queries.parts(lse, -1)
@@ -120,7 +120,7 @@ def all_gather(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     if call.packed:
         return call.packed.results(*_of_packed(q, k, v, call, call.packed))
     if call.options.get("alibi_slopes") is not None:
-        return _by_stretches(q, k, v, call)
+        return _by_range(q, k, v, call)
     return _all_at_once(q, k, v, call)
 
 
@@ -139,12 +139,12 @@ def _all_at_once(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     mask, mine = given.pop("mask", None), _own(queries.rows, call)
     masks = [*masks_of(None if mask is None else _of_rows(mask, mine, call))]
     if not ((band.open and queries.divides) or any(isinstance(x, Spans) for x in masks)):
-        masks.append(Spans(seen(mine, None, band, call.lengths)))
+        masks.append(Spans(visible_spans(mine, None, band, call.lengths)))
     given["mask"] = tuple(masks) or None
     return call.attend({"q": q, "k": k, "v": v}, given, [2 * r for r in range(call.ranks)])
 
 
-def _by_stretches(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
+def _by_range(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     """One call per contiguous range of a device's rows; its position is an array, read at run time.
 
     why not always: on a GPU the host waits for the stream to read the position.
@@ -160,24 +160,24 @@ def _by_stretches(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         if mask is not None:
             given["mask"] = _of_rows(mask, start + jnp.arange(len(place)), call)
         numbers = [2 * r + n for r in range(call.ranks)]
-        of_stretch = call.attend({"q": part, "k": k, "v": v}, given, numbers)
+        of_range = call.attend({"q": part, "k": k, "v": v}, given, numbers)
         if o is None:
             o, lse = (
                 jnp.zeros_like(x, shape=(*x.shape[: x.ndim + a], q.shape[axis], *x.shape[x.ndim + a + 1 :]))
-                for x, a in zip(of_stretch, (axis, -1), strict=True)
+                for x, a in zip(of_range, (axis, -1), strict=True)
             )
         o, lse = (
             whole.at[(..., place) + (slice(None),) * (-1 - a)].set(x, mode="drop")
-            for whole, x, a in zip((o, lse), of_stretch, (axis, -1), strict=True)
+            for whole, x, a in zip((o, lse), of_range, (axis, -1), strict=True)
         )
     return o, lse
 
 
 def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any, Any]:
     """One call for packed sequences; if causal one per half, over the keys up to its end."""
-    ranks, longest, cut = call.ranks, call.longest, packed.cut
+    ranks, longest, offsets = call.ranks, call.longest, packed.offsets
     window, align = call.options.get("window"), call.options.get("align")
-    causal = packed.cut_half is not None
+    causal = packed.half_offsets is not None
     band = resolve_band(causal, window, align, False, longest, longest, True)
     if not band.open and not (causal and band.offset == 0):
         raise UnsupportedError(
@@ -185,20 +185,20 @@ def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any,
             "supported for an all-gather inside jax.shard_map.",
             hint='schedule="alltoall"; or causal=True and no integer as align',
         )
-    keys = {"k": k, "v": v, "cu_seqlens_k": cut * ranks}
+    keys = {"k": k, "v": v, "cu_seqlens_k": offsets * ranks}
     given = {**call.options, "max_seqlen_q": longest, "max_seqlen_k": longest * ranks}
-    if packed.cut_half is None:
-        return call.attend({"q": q, "cu_seqlens_q": cut, **keys}, given, [2 * r for r in range(ranks)])
+    if packed.half_offsets is None:
+        return call.attend({"q": q, "cu_seqlens_q": offsets, **keys}, given, [2 * r for r in range(ranks)])
     given |= {"max_seqlen_q": -(-longest // 2), "align": "bottom_right"}
-    rank, each = jax.lax.axis_index(call.axis_name), jnp.diff(packed.cut_half)
+    rank, each = jax.lax.axis_index(call.axis_name), jnp.diff(packed.half_offsets)
     found = []
     for late, rows in enumerate((packed.early, packed.late)):
         end = 2 * ranks - rank if late else rank + 1
-        arrays = {"q": jnp.take(q, rows, axis=-3), "cu_seqlens_q": packed.cut_half, **keys}
+        arrays = {"q": jnp.take(q, rows, axis=-3), "cu_seqlens_q": packed.half_offsets, **keys}
         # why the minimum: with an odd number of rows, which gives NaN, two halves may exceed the sequence.
-        given["seqused_k"] = jnp.minimum(each * end, jnp.diff(cut) * ranks).astype(jnp.int32)
+        given["seqused_k"] = jnp.minimum(each * end, jnp.diff(offsets) * ranks).astype(jnp.int32)
         o, lse = call.attend(arrays, given, [2 * r + late for r in range(ranks)])
-        found.append((beside(o, -3, bool(late), 0, packed), beside(lse, -1, bool(late), 0, packed)))
+        found.append((padded_half(o, -3, bool(late), 0, packed), padded_half(lse, -1, bool(late), 0, packed)))
     (o, lse), (late_o, late_lse) = found
     return o + late_o, lse + late_lse
 
@@ -208,8 +208,8 @@ def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
     if type(mask) in (tuple, list):
         return tuple(_of_rows(x, mine, call) for x in mask)
     if isinstance(mask, BlockMask):
-        held = [stretches(r, call.ranks, call.queries.length, call.queries.zigzag) for r in range(call.ranks)]
-        size = block_rows(mask, held, call.queries.length)
+        rows = [stretches(r, call.ranks, call.queries.length, call.queries.zigzag) for r in range(call.ranks)]
+        size = block_rows(mask, rows, call.queries.length)
         numbers = jnp.minimum(mine[::size], call.queries.length - 1) // size
         return blocks_of_rows(BlockMask(*map(jnp.asarray, mask)), numbers, size)
     if isinstance(mask, Spans):
@@ -227,11 +227,11 @@ def _spans_of_rows(bounds: Any, mine: Any, call: Call) -> Spans:
     (queries, keys), band = call.lengths, call.band
     if bounds.shape[-3:-1] == (queries, 1):
         bounds = jnp.take(bounds, mine, axis=-3, mode="clip")
-        limits = seen(mine, None, band, (queries, keys))
+        limits = visible_spans(mine, None, band, (queries, keys))
     elif bounds.shape[-3:-1] == (1, keys):  # bounds are queries, which are ascending in every part
         bounds = jnp.searchsorted(mine, bounds).astype(bounds.dtype)
         from_keys = Band(-band.offset, band.right, band.left)
-        limits = seen(jnp.arange(keys), mine, from_keys, (keys, queries)).swapaxes(-3, -2)
+        limits = visible_spans(jnp.arange(keys), mine, from_keys, (keys, queries)).swapaxes(-3, -2)
     else:
         raise _other_lengths("mask.bounds", bounds, call)
     return Spans(jnp.clip(bounds, limits[..., :1], limits[..., 1:]))

@@ -20,7 +20,7 @@ from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
-from .call import alike
+from .call import vary_alike
 from .functional import attention, refuse_ragged
 from .numbers import fixed, fixed_options, is_array, types_of
 from .primitives import attention_over_cache
@@ -114,9 +114,9 @@ def attention_with_kv_cache(
         q = jnp.asarray(q)
         factor = scale_shape(flat["scale"].shape, q.shape, layout)
         scale = flat["scale"].reshape(factor).astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
-        # why not q * scale: a program may forbid to mix dtypes (jax_numpy_dtype_promotion)
+        # why not q * scale: JAX may be set to refuse mixed dtypes (jax_numpy_dtype_promotion)
         q, flat["scale"] = times(q.astype(scale.dtype), scale).astype(q.dtype), 1.0
-    asked, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
+    want_lse, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
     whole = {**flat, "cache_seqlens": cache_seqlens}
     own = flat if shared is None else {"q": q, **shared.behind(flat)}
@@ -125,8 +125,8 @@ def attention_with_kv_cache(
         jax.eval_shape(lambda: _over_cache(q, cache_seqlens, {**shared.behind(flat)}, True, columns))
         own |= shared.rotated(jnp, jnp.asarray(q), flat["k_cache"], whole)
     rows = q if shared is None else own.pop("q")
-    o, *rest = _over_cache(rows, cache_seqlens, {**own}, asked or shared is not None, columns)
-    lse = rest.pop(0) if asked or shared is not None else None
+    o, *rest = _over_cache(rows, cache_seqlens, {**own}, want_lse or shared is not None, columns)
+    lse = rest.pop(0) if want_lse or shared is not None else None
     if shared is not None:
         first = shared.before_cache(jnp, attention, jnp.asarray(q), flat["k_cache"], whole)
         o, lse = shared.merge(jnp, first, (o, lse), o.dtype)
@@ -134,7 +134,7 @@ def attention_with_kv_cache(
     written = dict(zip(names, rest, strict=True)) if appends else {}
     given = (("k", k_cache),) if columns is not None else (("k", k_cache), ("v", v_cache))
     caches = [_as_given(name, x, written) for name, x in given] if appends else []
-    results = (o, *[lse] * asked, *caches)
+    results = (o, *[lse] * want_lse, *caches)
     return results if len(results) > 1 else o
 
 
@@ -159,7 +159,7 @@ def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
 
 
 def _over_cache(
-    q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool, columns: int | None
+    q: Any, cache_seqlens: Any, options: dict[str, Any], want_lse: bool, columns: int | None
 ) -> tuple[Any, ...]:
     """The call without a prefix, with flat options: o, LSE if asked for, and the arrays that it writes.
 
@@ -169,7 +169,7 @@ def _over_cache(
         # why: slicing an array copies in JAX; the callback makes a view instead.
         del options["v_cache"]
     if options.get("indices") is not None:
-        return _over_selected_keys(q, cache_seqlens, options, asked, columns)
+        return _over_selected_keys(q, cache_seqlens, options, want_lse, columns)
     check = options.pop("check", None)
     optional, values, call = split_of_cache(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
@@ -187,7 +187,7 @@ def _over_cache(
         rotates_last=flag(call.rotates_last, "rotary.last"),
         longest=None,  # the packing has it
     )
-    cached = Cached(call, asked, look, packing, columns)
+    cached = Cached(call, want_lse, look, packing, columns)
     values = fixed_options(arrays, values)
     try:
         hash((values, cached))
@@ -198,7 +198,7 @@ def _over_cache(
 
 
 def _over_selected_keys(
-    q: Any, cache_seqlens: Any, options: dict[str, Any], asked: bool, columns: int | None
+    q: Any, cache_seqlens: Any, options: dict[str, Any], want_lse: bool, columns: int | None
 ) -> tuple[Any, ...]:
     """The call with indices, in which each query is a sequence of its own."""
     if options.get("check"):
@@ -213,9 +213,9 @@ def _over_selected_keys(
             del arrays["cache_seqlens"]
     _packing(arrays, options.get("max_seqlen_q"))
     call = Selection.of(jnp, arrays["q"], cache_seqlens, options, _stand_ins(arrays))
-    o, *lse = _over_cache(call.q, call.lengths, {"v_cache": None, **call.options}, asked, columns)
+    o, *lse = _over_cache(call.q, call.lengths, {"v_cache": None, **call.options}, want_lse, columns)
     o, rows = call.results(o, *lse)
-    return (o, rows) if asked else (o,)
+    return (o, rows) if want_lse else (o,)
 
 
 def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
@@ -245,7 +245,7 @@ def _attend(
 ) -> tuple[Any, ...]:
     """The traced call. why jit: as in `attend.attend`; also, checks run once per shapes and options."""
     _check(arrays, options, cached)
-    given = dict(zip(arrays, alike(*arrays.values()), strict=True))
+    given = dict(zip(arrays, vary_alike(*arrays.values()), strict=True))
     return attention_over_cache(given, options, cached)
 
 

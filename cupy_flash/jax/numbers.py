@@ -40,7 +40,7 @@ def is_array(x: Any) -> bool:
 
 
 def fixed(x: Any) -> Any:
-    """A static value as a key: a pair as a tuple; NumPy's values and an array of one integer as Python's."""
+    """A static, hashable value: a pair as a tuple; NumPy's values and an array of one integer as Python's."""
     if isinstance(x, (list, tuple)):
         return tuple(map(fixed, x))
     if isinstance(x, np.generic):
@@ -50,7 +50,7 @@ def fixed(x: Any) -> Any:
 
 
 def fixed_options(arrays: dict[str, Any], options: Options) -> Options:
-    """`split_numbers`, and what is left as keys; the check of the options refuses what is none."""
+    """Options after `split_numbers` as static, hashable values; the check of options refuses any other."""
     options = Options(*map(fixed, split_numbers(arrays, options)))
     return options._replace(dropout=finite_number(options.dropout, "dropout"))
 

@@ -2,13 +2,13 @@
 
 With F attention, J its tangent, B its gradient and H the derivative of B in a direction:
 
-    derivative of F     J
-    derivative of J     J of the other tangent, and `bend`     transpose of J     B
-    derivative of B     B of the other gradient, and H         transpose of B     J
-    derivative of H     none: it would be the third            transpose of H     H, a Hessian is symmetric
+    derivative of F   J
+    derivative of J   J of the other tangent, and `second_jvp`   transpose of J   B
+    derivative of B   B of the other gradient, and H             transpose of B   J
+    derivative of H   none: it would be the third                transpose of H   H, a Hessian is symmetric
 
-`bend`, the second derivative of the results in two directions, is never computed; its transpose is H. o and
-lse count as functions of the arrays.
+`second_jvp`, the second derivative of the results in two directions, is never computed; its transpose is H.
+o and lse count as functions of the arrays.
 
 A derivative that does not exist is the primitive `missing`, linear in the tangents that would need it: a
 program that drops it, behind a `stop_gradient`, runs; any other raises when it is compiled or computed.
@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..call.given import Options
 from ..errors import UnsupportedError
-from .call import alike, backward, differentiable, forward, over_cache, rows_of
+from .call import backward, differentiable, forward, over_cache, rows_of, vary_alike
 from .directed import directed
 from .ffi import exporting
 from .run import Cached
@@ -60,7 +60,7 @@ class _How(NamedTuple):
         """Positions of the arrays that have gradients."""
         return [i for i, name in enumerate(self.names) if name in differentiable(self.options)]
 
-    def with_residuals(self, more: int, **others: Any) -> _How:
+    def with_residuals(self, more: int, **others: Any) -> _Params:
         """A copy with `more` residuals after the arrays, o and lse, which have every axis of vmap."""
         mapped = tuple((*level[: self.arrays], *(True,) * more) for level in self.mapped)
         return self._replace(mapped=mapped, **others)
@@ -72,30 +72,30 @@ def _split(args: Any, linear: int) -> tuple[list[Any], list[Any]]:
     return list(args[:cut]), list(args[cut:])
 
 
-def _bind(primitive: Primitive, how: _How, *args: Any) -> Any:
-    return primitive.bind(*alike(*args), how=how)
+def _bind(primitive: Primitive, params: _Params, *args: Any) -> Any:
+    return primitive.bind(*vary_alike(*args), params=params)
 
 
-def _with_all_axes(x: Any, residual: int, how: _How, lead: tuple[int, ...]) -> Any:
+def _with_all_axes(x: Any, residual: int, params: _Params, lead: tuple[int, ...]) -> Any:
     """Broadcast the tangent of a residual to every axis of vmap, which linear arguments must have."""
-    for axis, level in enumerate(how.mapped):
+    for axis, level in enumerate(params.mapped):
         if not level[residual]:
             x = jnp.expand_dims(x, axis)
     return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
 
 
-def _dots(how: _How, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, Any]:
+def _dots(params: _Params, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, Any]:
     """The non-zero tangents of the arrays, by name."""
     found = {}
-    for i, name in enumerate(how.names):
+    for i, name in enumerate(params.names):
         if type(tangents[i]) is ad.Zero or tangents[i].dtype == jax.dtypes.float0:
             continue
-        if name not in differentiable(how.options):
+        if name not in differentiable(params.options):
             learned = "; or learned=(...) of cupy_flash.score" if name.startswith("bound") else ""
             raise UnsupportedError(
                 f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name}){learned}"
             )
-        found[name] = _with_all_axes(tangents[i], i, how, lead)
+        found[name] = _with_all_axes(tangents[i], i, params, lead)
     return found
 
 
@@ -119,30 +119,30 @@ def _all_or_none(some: list[Any]) -> list[Any] | None:
 
 def attention(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None) -> tuple[Any, Any]:
     """O and LSE with derivatives; parameters as in `call.forward` and `call.backward`."""
-    how = _How(options, longest, tuple(arrays))
-    o, lse = _bind(_forward_p, how, *arrays.values())
+    params = _Params(options, longest, tuple(arrays))
+    o, lse = _bind(_forward_p, params, *arrays.values())
     return o, lse
 
 
-def _forward(*args: Any, how: _How) -> Any:
-    return forward(dict(zip(how.names, args, strict=True)), how.options, how.longest)
+def _forward(*args: Any, params: _Params) -> Any:
+    return forward(dict(zip(params.names, args, strict=True)), params.options, params.longest)
 
 
-def _forward_shapes(*avals: Any, how: _How) -> list[Any]:
-    given = dict(zip(how.names, avals, strict=True))
-    q, v, axes = given["q"], given["v"], len(how.mapped)
+def _forward_shapes(*avals: Any, params: _Params) -> list[Any]:
+    given = dict(zip(params.names, avals, strict=True))
+    q, v, axes = given["q"], given["v"], len(params.mapped)
     lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    rows = (*q.shape[:axes], *rows_of(q.shape[axes:], how.options.layout))
+    rows = (*q.shape[:axes], *rows_of(q.shape[axes:], params.options.layout))
     return [
         q.update(shape=(*q.shape[:-1], v.shape[-1]), weak_type=False),
         q.update(shape=rows, dtype=jnp.dtype(lse), weak_type=False),
     ]
 
 
-def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    o, lse = _bind(_forward_p, how, *primals)
-    with_all = how._replace(mapped=tuple((True,) * how.arrays for _ in how.mapped))
-    dots = _dots(with_all, tangents, primals[0].shape[: len(how.mapped)])
+def _forward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
+    o, lse = _bind(_forward_p, params, *primals)
+    with_all = params._replace(mapped=tuple((True,) * params.arrays for _ in params.mapped))
+    dots = _dots(with_all, tangents, primals[0].shape[: len(params.mapped)])
     if not dots:
         return (o, lse), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, lse))
     return (o, lse), _bind(_jvp_p, with_all._replace(along=tuple(dots)), *primals, o, lse, *dots.values())
@@ -151,159 +151,159 @@ def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
 # ---------------------------------------------------------------------------------------------- J
 
 
-def _refuse_learned(how: _How, all_of_them: bool) -> None:
+def _refuse_learned(params: _Params, all_of_them: bool) -> None:
     """Refuse derivatives by learned arguments of a score function: those in `along`, or all of them."""
-    score = how.options.score
-    if any(name.startswith("bound") for name in how.along) or (all_of_them and score and score.learned):
+    score = params.options.score
+    if any(name.startswith("bound") for name in params.along) or (all_of_them and score and score.learned):
         raise UnsupportedError(
             "what a score function learns has neither forward-mode nor second derivatives.",
             hint="the function made without learned=; or jax.grad, once; or a bias instead of the function",
         )
 
 
-def _jvp(*args: Any, how: _How) -> Any:
-    _refuse_learned(how, all_of_them=False)
-    return directed("jvp", how.options, how.longest, how.names, args, how.along)
+def _jvp(*args: Any, params: _Params) -> Any:
+    _refuse_learned(params, all_of_them=False)
+    return directed("jvp", params.options, params.longest, params.names, args, params.along)
 
 
-def _jvp_shapes(*avals: Any, how: _How) -> list[Any]:
-    """Results of J and of `bend`: shaped as o and lse."""
-    return [_shaped(avals, how, how.arrays - 2), _shaped(avals, how, how.arrays - 1)]
+def _jvp_shapes(*avals: Any, params: _Params) -> list[Any]:
+    """Results of J and of `second_jvp`: shaped as o and lse."""
+    return [_shaped(avals, params, params.arrays - 2), _shaped(avals, params, params.arrays - 1)]
 
 
-def _shaped(avals: Any, how: _How, residual: int) -> Any:
+def _shaped(avals: Any, params: _Params, residual: int) -> Any:
     """The abstract value of a residual with every axis of vmap."""
     aval, linear = avals[residual], avals[-1]
-    own = sum(level[residual] for level in how.mapped)
-    lead = linear.shape[: len(how.mapped)]
+    own = sum(level[residual] for level in params.mapped)
+    lead = linear.shape[: len(params.mapped)]
     return aval.update(shape=(*lead, *aval.shape[own:]), weak_type=False)
 
 
-def _jvp_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    results = _bind(_jvp_p, how, *primals)
-    residuals, along = _split(primals, len(how.along))
-    _, of_along = _split(tangents, len(how.along))
-    moved = {n: x for n, x in zip(how.along, of_along, strict=True) if not _is_zero(x)}
-    once = twice = None
-    if moved:
-        once = _bind(_jvp_p, how._replace(along=tuple(moved)), *residuals, *moved.values())
-    dots = _dots(how, tangents, along[0].shape[: len(how.mapped)])
+def _jvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
+    results = _bind(_jvp_p, params, *primals)
+    residuals, along = _split(primals, len(params.along))
+    _, of_along = _split(tangents, len(params.along))
+    nonzero = {n: x for n, x in zip(params.along, of_along, strict=True) if not _is_zero(x)}
+    by_linear = by_residuals = None
+    if nonzero:
+        by_linear = _bind(_jvp_p, params._replace(along=tuple(nonzero)), *residuals, *nonzero.values())
+    dots = _dots(params, tangents, along[0].shape[: len(params.mapped)])
     if dots:
-        bent = how.with_residuals(len(along), along=tuple(dots), fixed=how.along)
-        twice = _bind(_bend_p, bent, *residuals, *along, *dots.values())
-    return results, _added(once, twice)
+        second_params = params.with_residuals(len(along), along=tuple(dots), fixed=params.along)
+        by_residuals = _bind(_second_jvp_p, second_params, *residuals, *along, *dots.values())
+    return results, _added(by_linear, by_residuals)
 
 
-def _jvp_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
-    residuals, along = _split(args, len(how.along))
+def _jvp_transpose(cotangents: Any, *args: Any, params: _Params) -> list[Any]:
+    residuals, along = _split(args, len(params.along))
     given = _all_or_none(list(cotangents))
     if given is None:
         return [None] * len(residuals) + [ad.Zero(x.aval) for x in along]
     grads = dict(
-        zip(_named(how), _bind(_backward_p, how._replace(along=()), *residuals, *given), strict=True)
+        zip(_named(params), _bind(_backward_p, params._replace(along=()), *residuals, *given), strict=True)
     )
-    return [None] * len(residuals) + [grads[name] for name in how.along]
+    return [None] * len(residuals) + [grads[name] for name in params.along]
 
 
 # ---------------------------------------------------------------------------------------------- B
 
 
-def _named(how: _How) -> list[str]:
-    return [how.names[i] for i in how.wanted()]
+def _named(params: _Params) -> list[str]:
+    return [params.names[i] for i in params.wanted()]
 
 
-def _backward(*args: Any, how: _How) -> Any:
+def _backward(*args: Any, params: _Params) -> Any:
     *given, o, lse, do, dlse = args
-    arrays = dict(zip(how.names, given, strict=True))
-    grads = backward(arrays, o, lse, do, dlse, how.options, how.longest)
-    return [grads[name] for name in _named(how)]
+    arrays = dict(zip(params.names, given, strict=True))
+    grads = backward(arrays, o, lse, do, dlse, params.options, params.longest)
+    return [grads[name] for name in _named(params)]
 
 
-def _gradient_shapes(*avals: Any, how: _How) -> list[Any]:
+def _gradient_shapes(*avals: Any, params: _Params) -> list[Any]:
     """Results of B and H: shaped as the arrays with gradients."""
-    return [_shaped(avals, how, i) for i in how.wanted()]
+    return [_shaped(avals, params, i) for i in params.wanted()]
 
 
-def _backward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    results = _bind(_backward_p, how, *primals)
+def _backward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
+    results = _bind(_backward_p, params, *primals)
     residuals, given = _split(primals, 2)
-    once = twice = None
-    moved = _all_or_none(list(tangents[-2:]))
-    if moved is not None:
-        once = _bind(_backward_p, how, *residuals, *moved)
-    dots = _dots(how, tangents, given[0].shape[: len(how.mapped)])
+    by_linear = by_residuals = None
+    nonzero = _all_or_none(list(tangents[-2:]))
+    if nonzero is not None:
+        by_linear = _bind(_backward_p, params, *residuals, *nonzero)
+    dots = _dots(params, tangents, given[0].shape[: len(params.mapped)])
     if dots:
-        curved = how.with_residuals(2, along=tuple(dots))
-        twice = _bind(_hvp_p, curved, *residuals, *given, *dots.values())
+        hvp_params = params.with_residuals(2, along=tuple(dots))
+        by_residuals = _bind(_hvp_p, hvp_params, *residuals, *given, *dots.values())
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
-    return results, _added(once, twice) or zeros
+    return results, _added(by_linear, by_residuals) or zeros
 
 
-def _backward_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
+def _backward_transpose(cotangents: Any, *args: Any, params: _Params) -> list[Any]:
     residuals, given = _split(args, 2)
-    dots = {n: x for n, x in zip(_named(how), cotangents, strict=True) if not _is_zero(x)}
+    dots = {n: x for n, x in zip(_named(params), cotangents, strict=True) if not _is_zero(x)}
     if not dots:
         return [None] * len(residuals) + [ad.Zero(x.aval) for x in given]
-    results = _bind(_jvp_p, how._replace(along=tuple(dots)), *residuals, *dots.values())
+    results = _bind(_jvp_p, params._replace(along=tuple(dots)), *residuals, *dots.values())
     return [None] * len(residuals) + list(results)
 
 
 # ---------------------------------------------------------------------------------------------- H
 
 
-def _hvp(*args: Any, how: _How) -> Any:
-    _refuse_learned(how, all_of_them=True)
-    return directed("hvp", how.options, how.longest, how.names, args, how.along)
+def _hvp(*args: Any, params: _Params) -> Any:
+    _refuse_learned(params, all_of_them=True)
+    return directed("hvp", params.options, params.longest, params.names, args, params.along)
 
 
-def _hvp_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    residuals, _ = _split(primals, len(how.along))
-    still, of_along = _split(tangents, len(how.along))
-    results = _bind(_hvp_p, how, *primals)
-    moved = {n: x for n, x in zip(how.along, of_along, strict=True) if not _is_zero(x)}
-    once = None
-    if moved:
-        once = _bind(_hvp_p, how._replace(along=tuple(moved)), *residuals, *moved.values())
-    thrice = missing(_THIRD, (*still[: len(how.names)], *still[-2:]), results)
+def _hvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
+    residuals, _ = _split(primals, len(params.along))
+    still, of_along = _split(tangents, len(params.along))
+    results = _bind(_hvp_p, params, *primals)
+    nonzero = {n: x for n, x in zip(params.along, of_along, strict=True) if not _is_zero(x)}
+    by_linear = None
+    if nonzero:
+        by_linear = _bind(_hvp_p, params._replace(along=tuple(nonzero)), *residuals, *nonzero.values())
+    third = missing(_THIRD, (*still[: len(params.names)], *still[-2:]), results)
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
-    return results, _added(once, thrice) or zeros
+    return results, _added(by_linear, third) or zeros
 
 
-def _hvp_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
-    residuals, along = _split(args, len(how.along))
-    dots = {n: x for n, x in zip(_named(how), cotangents, strict=True) if not _is_zero(x)}
+def _hvp_transpose(cotangents: Any, *args: Any, params: _Params) -> list[Any]:
+    residuals, along = _split(args, len(params.along))
+    dots = {n: x for n, x in zip(_named(params), cotangents, strict=True) if not _is_zero(x)}
     if not dots:
         return [None] * len(residuals) + [ad.Zero(x.aval) for x in along]
-    results = _bind(_hvp_p, how._replace(along=tuple(dots)), *residuals, *dots.values())
-    grads = dict(zip(_named(how), results, strict=True))
-    return [None] * len(residuals) + [grads[name] for name in how.along]
+    results = _bind(_hvp_p, params._replace(along=tuple(dots)), *residuals, *dots.values())
+    grads = dict(zip(_named(params), results, strict=True))
+    return [None] * len(residuals) + [grads[name] for name in params.along]
 
 
-# ---------------------------------------------------------------------------------------------- bend
+# ---------------------------------------------------------------------------------------------- second_jvp
 
 
-def _bend(*_: Any, how: _How) -> Any:
-    del how
+def _second_jvp(*_: Any, params: _Params) -> Any:
+    del params
     raise UnsupportedError(
         "attention has no forward-mode derivative of its forward-mode derivative.",
         hint="jax.hessian(f) or jax.jacfwd(jax.jacrev(f)): reverse mode inside",
     )
 
 
-def _bend_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    results = _bind(_bend_p, how, *primals)
+def _second_jvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
+    results = _bind(_second_jvp_p, params, *primals)
     return results, missing(_THIRD, tangents, results)
 
 
-def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
-    residuals, along = _split(args, len(how.along))
+def _second_jvp_transpose(cotangents: Any, *args: Any, params: _Params) -> list[Any]:
+    residuals, along = _split(args, len(params.along))
     given = _all_or_none(list(cotangents))
     if given is None:
         return [None] * len(residuals) + [ad.Zero(x.aval) for x in along]
-    arrays, fixed = residuals[: how.arrays], residuals[how.arrays :]
-    curved = how.with_residuals(2, along=how.fixed, fixed=())
-    grads = dict(zip(_named(how), _bind(_hvp_p, curved, *arrays, *given, *fixed), strict=True))
-    return [None] * len(residuals) + [grads[name] for name in how.along]
+    arrays, fixed = residuals[: params.arrays], residuals[params.arrays :]
+    hvp_params = params.with_residuals(2, along=params.fixed, fixed=())
+    grads = dict(zip(_named(params), _bind(_hvp_p, hvp_params, *arrays, *given, *fixed), strict=True))
+    return [None] * len(residuals) + [grads[name] for name in params.along]
 
 
 # ---------------------------------------------------------------------------------------------- caches
@@ -311,25 +311,27 @@ def _bend_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
 
 def attention_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> tuple[Any, ...]:
     """Results of `call.over_cache`, without derivatives."""
-    how = _How(options, None, tuple(arrays), cached=cached)
-    return tuple(_bind(_cache_p, how, *arrays.values()))
+    params = _Params(options, None, tuple(arrays), cached=cached)
+    return tuple(_bind(_cache_p, params, *arrays.values()))
 
 
-def _cache(*args: Any, how: _How) -> Any:
-    assert how.cached is not None
-    return list(over_cache(dict(zip(how.names, args, strict=True)), how.options, how.cached).values())
+def _cache(*args: Any, params: _Params) -> Any:
+    assert params.cached is not None
+    return list(
+        over_cache(dict(zip(params.names, args, strict=True)), params.options, params.cached).values()
+    )
 
 
-def _cache_shapes(*avals: Any, how: _How) -> list[Any]:
-    axes = len(how.mapped)
+def _cache_shapes(*avals: Any, params: _Params) -> list[Any]:
+    axes = len(params.mapped)
     lead, q = avals[0].shape[:axes], avals[0]
     one = [jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in avals]
-    results = jax.eval_shape(functools.partial(_cache, how=how._replace(mapped=())), *one)
+    results = jax.eval_shape(functools.partial(_cache, params=params._replace(mapped=())), *one)
     return [q.update(shape=(*lead, *x.shape), dtype=x.dtype, weak_type=False) for x in results]
 
 
-def _cache_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
-    results = _bind(_cache_p, how, *primals)
+def _cache_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
+    results = _bind(_cache_p, params, *primals)
     return results, missing(_OF_CACHE, tangents, results)
 
 
@@ -352,7 +354,7 @@ def missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | No
     if not given:
         return None
     kinds = tuple((x.shape, jnp.dtype(x.dtype)) for x in results)
-    return list(_missing_p.bind(*alike(*given), why=why, kinds=kinds))
+    return list(_missing_p.bind(*vary_alike(*given), why=why, kinds=kinds))
 
 
 def _missing_shapes(*avals: Any, why: Any, kinds: Any) -> list[Any]:
@@ -390,8 +392,10 @@ def _missing_batched(args: Any, dims: Any, *, why: Any, kinds: Any) -> Any:
 # ---------------------------------------------------------------------------------------------- primitives
 
 
-def _linear_count(name: str, how: _How) -> int:
-    return {"forward": len(how.names), "cache": len(how.names), "backward": 2}.get(name, len(how.along))
+def _linear_count(name: str, params: _Params) -> int:
+    return {"forward": len(params.names), "cache": len(params.names), "backward": 2}.get(
+        name, len(params.along)
+    )
 
 
 def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose: Any) -> Primitive:
@@ -399,33 +403,33 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
     primitive.multiple_results = True
     primitive.def_abstract_eval(shapes)
 
-    def over_axes(*args: Any, how: _How) -> Any:
-        function: Callable[..., Any] = functools.partial(compute, how=how)
-        for level in reversed(how.mapped):
-            axes = [0 if there else None for there in level] + [0] * _linear_count(name, how)
+    def over_axes(*args: Any, params: _Params) -> Any:
+        function: Callable[..., Any] = functools.partial(compute, params=params)
+        for level in reversed(params.mapped):
+            axes = [0 if there else None for there in level] + [0] * _linear_count(name, params)
             function = jax.vmap(function, in_axes=axes)
         return function(*args)
 
     @functools.lru_cache(maxsize=256)
-    def compiled(how: _How) -> Any:
-        return jax.jit(functools.partial(over_axes, how=how))
+    def compiled(params: _Params) -> Any:
+        return jax.jit(functools.partial(over_axes, params=params))
 
-    def batched(args: Any, dims: Any, *, how: _How) -> Any:
+    def batched(args: Any, dims: Any, *, params: _Params) -> Any:
         size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-        count = len(args) - _linear_count(name, how)
+        count = len(args) - _linear_count(name, params)
         level = tuple(dim is not None for dim in dims[:count])
-        moved = [
+        batch_first = [
             x if dim is None and i < count else batching.bdim_at_front(x, dim, size)
             for i, (x, dim) in enumerate(zip(args, dims, strict=True))
         ]
-        results = _bind(primitive, how._replace(mapped=(level, *how.mapped)), *moved)
+        results = _bind(primitive, params._replace(mapped=(level, *params.mapped)), *batch_first)
         return results, [0] * len(results)
 
-    primitive.def_impl(lambda *args, how: compiled(how)(*args))
+    primitive.def_impl(lambda *args, params: compiled(params)(*args))
 
-    def lowered(ctx: Any, *args: Any, how: _How) -> Any:
+    def lowered(ctx: Any, *args: Any, params: _Params) -> Any:
         with exporting(ctx):
-            return mlir.lower_fun(over_axes, multiple_results=True)(ctx, *args, how=how)
+            return mlir.lower_fun(over_axes, multiple_results=True)(ctx, *args, params=params)
 
     mlir.register_lowering(primitive, lowered)
     # why not an item assignment: the mock of JAX in the documentation build does not support it.
@@ -441,7 +445,7 @@ _jvp_p = _primitive("jvp", _jvp, _jvp_shapes, _jvp_jvp, _jvp_transpose)
 _backward_p = _primitive("backward", _backward, _gradient_shapes, _backward_jvp, _backward_transpose)
 _hvp_p = _primitive("hvp", _hvp, _gradient_shapes, _hvp_jvp, _hvp_transpose)
 _cache_p = _primitive("cache", _cache, _cache_shapes, _cache_jvp, None)
-_bend_p = _primitive("bend", _bend, _jvp_shapes, _bend_jvp, _bend_transpose)
+_second_jvp_p = _primitive("second_jvp", _second_jvp, _jvp_shapes, _second_jvp_jvp, _second_jvp_transpose)
 
 _missing_p = Primitive("cupy_flash_missing")
 _missing_p.multiple_results = True

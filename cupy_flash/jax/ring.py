@@ -18,15 +18,15 @@ from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError
 from ..merge import merge_parts
-from ..parallel.parts import Pair, Whole, check_parts, halves, lengths_of
+from ..parallel.parts import DenseParts, Pair, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
-from .call import alike, backward, forward, results_of
+from .call import backward, forward, results_of, vary_alike
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
-from .held import Held, Packed, beside, seen
 from .numbers import next_seed, split_seed
 from .primitives import missing
+from .shards import Packed, Shards, padded_half, visible_spans
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,19 +61,19 @@ class _Around(NamedTuple):
         """The options of one call, with this value of causal."""
         return self.options._replace(causal=causal)
 
-    def beside(self, step: int, apart: _Apart) -> dict[str, Any]:
+    def optional_arrays(self, step: int, extras: _Extras) -> dict[str, Any]:
         """Optional arrays of the call at this step; sinks count at step 0 only."""
         ranks = self.ranks()
         owners = [(r - step) % ranks for r in range(ranks)]
-        found = {"sinks": apart.sinks if step == 0 else None}
+        found = {"sinks": extras.sinks if step == 0 else None}
         found["seed"] = next_seed(
-            apart.seed, [r * ranks + owner for r, owner in enumerate(owners)], self.axis_name
+            extras.seed, [r * ranks + owner for r, owner in enumerate(owners)], self.axis_name
         )
-        if apart.rows is not None:
+        if extras.rows is not None:
             rank = jax.lax.axis_index(self.axis_name)
-            queries, keys = apart.rows
+            queries, keys = extras.rows
             theirs = keys[jnp.asarray(owners)[rank]]
-            found["spans"] = seen(queries[rank], theirs, self.band, self.lengths)
+            found["spans"] = visible_spans(queries[rank], theirs, self.band, self.lengths)
         return {name: x for name, x in found.items() if x is not None}
 
     def axis(self, x: Any) -> int:
@@ -93,7 +93,7 @@ class _Apart(NamedTuple):
     rows: Any = None
 
 
-def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
+def _half(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
     """One of the two halves of a zigzag part."""
     if packed is not None:
         return jnp.take(x, packed.late if late else packed.early, axis=axis)
@@ -101,11 +101,13 @@ def _stretch(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
     return jax.lax.slice_in_dim(x, rows.start, rows.stop, axis=axis % x.ndim)
 
 
-def _attend(around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None, options: Options) -> Any:
+def _attend(
+    static: _Static, arrays: dict[str, Any], offsets: tuple[Any, Any] | None, options: Options
+) -> Any:
     """O and LSE of a part of queries over a part of keys, or of halves of parts."""
-    given, longest = _with_cuts(around, arrays, cuts)
+    given, longest = _with_offsets(static, arrays, offsets)
     o, lse = forward(given, options, longest, _has_16_bits(arrays["q"]))
-    return _wide(o), lse
+    return _upcast(o), lse
 
 
 def _has_16_bits(q: Any) -> bool:
@@ -113,27 +115,27 @@ def _has_16_bits(q: Any) -> bool:
     return bool(q.dtype.itemsize == 2)
 
 
-def _with_cuts(
-    around: _Around, arrays: dict[str, Any], cuts: tuple[Any, Any] | None
+def _with_offsets(
+    static: _Static, arrays: dict[str, Any], offsets: tuple[Any, Any] | None
 ) -> tuple[dict[str, Any], tuple[int, int] | None]:
     """Arrays with their offsets, and the longest sequences; equal offsets are passed once."""
-    if cuts is None or around.longest is None:
+    if offsets is None or static.longest is None:
         return arrays, None
-    names = ("cu_seqlens_q",) if cuts[0] is cuts[1] else ("cu_seqlens_q", "cu_seqlens_k")
-    longest = [min(around.longest, arrays[name].shape[0]) for name in "qk"]
-    return {**arrays, **dict(zip(names, cuts, strict=False))}, (longest[0], longest[1])
+    names = ("cu_seqlens_q",) if offsets[0] is offsets[1] else ("cu_seqlens_q", "cu_seqlens_k")
+    longest = [min(static.longest, arrays[name].shape[0]) for name in "qk"]
+    return {**arrays, **dict(zip(names, offsets, strict=False))}, (longest[0], longest[1])
 
 
-def _by_origin(around: _Around, step: int, early: Any, late: Any, operands: Any) -> Any:
+def _by_origin(static: _Static, step: int, early: Any, late: Any, operands: Any) -> Any:
     """Call `early` if the keys precede this device's part in the sequence, else `late`.
 
     why cond: the branch differs between devices, and each computes only one; both cost half a square.
     """
-    return jax.lax.cond(jax.lax.axis_index(around.axis_name) >= step, early, late, *operands)
+    return jax.lax.cond(jax.lax.axis_index(static.axis_name) >= step, early, late, *operands)
 
 
 def _in_band(
-    around: _Around,
+    static: _Static,
     step: int,
     call: Callable[..., Any],
     nothing: Callable[..., Any],
@@ -141,165 +143,167 @@ def _in_band(
 ) -> Any:
     """A call of contiguous parts, with its options as first argument, or `nothing` if no key is visible."""
 
-    def seen(options: Options | None) -> Callable[..., Any]:
+    def branch(options: Options | None) -> Callable[..., Any]:
         if options is not None:
             return functools.partial(call, options)
-        return lambda *arrays: alike(*nothing(*arrays), over=arrays)
+        return lambda *arrays: vary_alike(*nothing(*arrays), over=arrays)
 
-    assert around.bands is not None
-    near, far = around.bands[around.steps.index(step)]
+    assert static.bands is not None
+    near, far = static.bands[static.steps.index(step)]
     if near == far:
-        return seen(near)(*operands)
-    return _by_origin(around, step, seen(near), seen(far), operands)
+        return branch(near)(*operands)
+    return _by_origin(static, step, branch(near), branch(far), operands)
 
 
-def _part(around: _Around, step: int, q: Any, k: Any, v: Any, apart: _Apart) -> tuple[Any, Any]:
+def _part(static: _Static, step: int, q: Any, k: Any, v: Any, extras: _Extras) -> tuple[Any, Any]:
     """O and LSE over the keys that this device holds at a step."""
-    axis, packed = around.axis(q), apart.packed
-    own = around.beside(step, apart)
-    if apart.rows is not None:
-        o, lse = _attend(around, {"q": q, "k": k, "v": v, **own}, None, around.of(False))
+    axis, packed = static.axis(q), extras.packed
+    extra = static.optional_arrays(step, extras)
+    if extras.rows is not None:
+        o, lse = _attend(static, {"q": q, "k": k, "v": v, **extra}, None, static.of(False))
         return o, lse
-    if around.bands is not None:
+    if static.bands is not None:
 
         def call(options: Options, q: Any, k: Any, v: Any) -> Any:
-            return _attend(around, {"q": q, "k": k, "v": v, **own}, None, options)
+            return _attend(static, {"q": q, "k": k, "v": v, **extra}, None, options)
 
         def nothing(q: Any, k: Any, v: Any) -> Any:  # noqa: ARG001
-            shapes = results_of({"q": q, "v": v}, around.options.layout)
+            shapes = results_of({"q": q, "v": v}, static.options.layout)
             o, lse = shapes["o"], shapes["lse"]
             return jnp.zeros(o.shape, lse.dtype), jnp.full(lse.shape, -jnp.inf, lse.dtype)
 
-        o, lse = _in_band(around, step, call, nothing, (q, k, v))
+        o, lse = _in_band(static, step, call, nothing, (q, k, v))
         return o, lse
-    if not around.causal or step == 0:
-        cuts = None if packed is None else (packed.cut, packed.cut)
-        o, lse = _attend(around, {"q": q, "k": k, "v": v, **own}, cuts, around.of(around.causal))
+    if not static.causal or step == 0:
+        offsets = None if packed is None else (packed.offsets, packed.offsets)
+        o, lse = _attend(static, {"q": q, "k": k, "v": v, **extra}, offsets, static.of(static.causal))
         return o, lse
 
     def early(q: Any, k: Any, v: Any, packed: Packed | None) -> tuple[Any, Any]:
-        k, v = (_stretch(x, axis, False, packed) for x in (k, v))
-        cuts = None if packed is None else (packed.cut, packed.cut_half)
-        o, lse = _attend(around, {"q": q, "k": k, "v": v, **own}, cuts, around.of(False))
+        k, v = (_half(x, axis, False, packed) for x in (k, v))
+        offsets = None if packed is None else (packed.offsets, packed.half_offsets)
+        o, lse = _attend(static, {"q": q, "k": k, "v": v, **extra}, offsets, static.of(False))
         return o, lse
 
     def late(q: Any, k: Any, v: Any, packed: Packed | None) -> tuple[Any, Any]:
-        cuts = None if packed is None else (packed.cut_half, packed.cut)
-        late_q = _stretch(q, axis, True, packed)
-        o, lse = _attend(around, {"q": late_q, "k": k, "v": v, **own}, cuts, around.of(False))
-        return beside(o, axis, True, 0, packed), beside(lse, -1, True, -jnp.inf, packed)
+        offsets = None if packed is None else (packed.half_offsets, packed.offsets)
+        late_q = _half(q, axis, True, packed)
+        o, lse = _attend(static, {"q": late_q, "k": k, "v": v, **extra}, offsets, static.of(False))
+        return padded_half(o, axis, True, 0, packed), padded_half(lse, -1, True, -jnp.inf, packed)
 
-    o, lse = _by_origin(around, step, early, late, (q, k, v, packed))
+    o, lse = _by_origin(static, step, early, late, (q, k, v, packed))
     return o, lse
 
 
-def _shares(around: _Around, step: int, arrays: tuple[Any, ...], apart: _Apart) -> tuple[Any, ...]:
+def _partial_gradients(
+    static: _Static, step: int, arrays: tuple[Any, ...], extras: _Extras
+) -> tuple[Any, ...]:
     """Contributions of a step to the gradients of q, k and v, then of sinks."""
-    axis, packed = around.axis(arrays[0]), apart.packed
-    own = around.beside(step, apart)
-    wanted = [name for name in ("q", "k", "v", "sinks") if name in "qkv" or name in own]
+    axis, packed = static.axis(arrays[0]), extras.packed
+    extra = static.optional_arrays(step, extras)
+    wanted = [name for name in ("q", "k", "v", "sinks") if name in "qkv" or name in extra]
 
-    def all_of_it(arrays: Any, cuts: Any, options: Options) -> tuple[Any, ...]:
+    def gradients_of(arrays: Any, offsets: Any, options: Options) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse = arrays
-        given, longest = _with_cuts(around, {"q": q, "k": k, "v": v, **own}, cuts)
+        given, longest = _with_offsets(static, {"q": q, "k": k, "v": v, **extra}, offsets)
         grads = backward(given, o, lse, do, dlse, options, longest, _has_16_bits(q))
-        return tuple(_wide(grads[name]) for name in wanted)
+        return tuple(_upcast(grads[name]) for name in wanted)
 
     def early(*given: Any) -> tuple[Any, ...]:
         q, k, v, *rest, packed = given
-        k, v = (_stretch(x, axis, False, packed) for x in (k, v))
-        cuts = None if packed is None else (packed.cut, packed.cut_half)
-        dq, dk, dv = all_of_it((q, k, v, *rest), cuts, around.of(False))
-        return dq, *(beside(x, axis, False, 0, packed) for x in (dk, dv))
+        k, v = (_half(x, axis, False, packed) for x in (k, v))
+        offsets = None if packed is None else (packed.offsets, packed.half_offsets)
+        dq, dk, dv = gradients_of((q, k, v, *rest), offsets, static.of(False))
+        return dq, *(padded_half(x, axis, False, 0, packed) for x in (dk, dv))
 
     def late(*given: Any) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse, packed = given
-        q, o, do = (_stretch(x, axis, True, packed) for x in (q, o, do))
-        lse, dlse = (_stretch(x, -1, True, packed) for x in (lse, dlse))
-        cuts = None if packed is None else (packed.cut_half, packed.cut)
-        dq, dk, dv = all_of_it((q, k, v, o, lse, do, dlse), cuts, around.of(False))
-        return beside(dq, axis, True, 0, packed), dk, dv
+        q, o, do = (_half(x, axis, True, packed) for x in (q, o, do))
+        lse, dlse = (_half(x, -1, True, packed) for x in (lse, dlse))
+        offsets = None if packed is None else (packed.half_offsets, packed.offsets)
+        dq, dk, dv = gradients_of((q, k, v, o, lse, do, dlse), offsets, static.of(False))
+        return padded_half(dq, axis, True, 0, packed), dk, dv
 
-    shares: tuple[Any, ...]
-    if apart.rows is not None:
-        return all_of_it(arrays, None, around.of(False))
-    if around.bands is not None:
+    grads: tuple[Any, ...]
+    if extras.rows is not None:
+        return gradients_of(arrays, None, static.of(False))
+    if static.bands is not None:
 
         def nothing(*arrays: Any) -> tuple[Any, ...]:
-            return tuple(jnp.zeros_like(_wide(x)) for x in arrays[:3])
+            return tuple(jnp.zeros_like(_upcast(x)) for x in arrays[:3])
 
-        shares = _in_band(
-            around, step, lambda options, *arrays: all_of_it(arrays, None, options), nothing, arrays
+        grads = _in_band(
+            static, step, lambda options, *arrays: gradients_of(arrays, None, options), nothing, arrays
         )
-        return shares
-    if not around.causal or step == 0:
-        cuts = None if packed is None else (packed.cut, packed.cut)
-        return all_of_it(arrays, cuts, around.of(around.causal))
-    shares = _by_origin(around, step, early, late, (*arrays, packed))
-    return shares
+        return grads
+    if not static.causal or step == 0:
+        offsets = None if packed is None else (packed.offsets, packed.offsets)
+        return gradients_of(arrays, offsets, static.of(static.causal))
+    grads = _by_origin(static, step, early, late, (*arrays, packed))
+    return grads
 
 
-def _wide(x: Any) -> Any:
+def _upcast(x: Any) -> Any:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 _SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="alltoall" or "allgather"')
 
 
-def _once(one_pass: Callable[..., Any]) -> Any:
+def _first_order_only(one_pass: Callable[..., Any]) -> Any:
     """A pass whose derivative raises our error instead of the one of JAX about callbacks."""
     function = jax.custom_jvp(one_pass, nondiff_argnums=(0,))
 
     @function.defjvp
-    def _derivative(around: _Around, primals: Any, tangents: Any) -> Any:
-        results = function(around, *primals)
+    def _derivative(static: _Static, primals: Any, tangents: Any) -> Any:
+        results = function(static, *primals)
         leaves, form = jax.tree.flatten(results)
         return results, jax.tree.unflatten(form, missing(_SECOND, jax.tree.leaves(tangents), leaves) or ())
 
     return function
 
 
-@_once
-def _results(around: _Around, q: Any, k: Any, v: Any, apart: _Apart) -> tuple[Any, Any]:
-    swapped, steps = around.axis(q) == -3, around.steps
-    o, lse = _part(around, 0, q, k, v, apart)
+@_first_order_only
+def _results(static: _Static, q: Any, k: Any, v: Any, extras: _Extras) -> tuple[Any, Any]:
+    swapped, steps = static.axis(q) == -3, static.steps
+    o, lse = _part(static, 0, q, k, v, extras)
     for before, step in itertools.pairwise(steps):
-        k, v = around.pass_on((k, v), step - before)
-        part, part_lse = _part(around, step, q, k, v, apart)
+        k, v = static.pass_on((k, v), step - before)
+        part, part_lse = _part(static, step, q, k, v, extras)
         o, lse = merge_parts(jnp, ((o, lse), (part, part_lse)), swapped)
-    if apart.packed is not None:
-        o, lse = apart.packed.results(o, lse)
+    if extras.packed is not None:
+        o, lse = extras.packed.results(o, lse)
     return o.astype(q.dtype), lse
 
 
-@_once
-def _gradients(around: _Around, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, o, lse, apart = saved
+@_first_order_only
+def _gradients(static: _Static, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    q, k, v, o, lse, extras = saved
     home = (q, k, v)
-    sums = [jnp.zeros_like(_wide(x)) for x in home]
+    sums = [jnp.zeros_like(_upcast(x)) for x in home]
     dsinks = None
-    for step, then in itertools.pairwise((*around.steps, around.ranks())):
-        shares = _shares(around, step, (q, k, v, o, lse, *cotangents), apart)
-        if step == 0 and apart.sinks is not None:
-            dsinks, shares = shares[-1], shares[:-1]
-        if then < around.ranks():
-            k, v = around.pass_on((k, v), then - step)
-        sums = [total + share for total, share in zip(sums, shares, strict=True)]
-        if len(around.steps) > 1:
-            sums[1:] = around.pass_on(tuple(sums[1:]), then - step)
+    for step, then in itertools.pairwise((*static.steps, static.ranks())):
+        grads = _partial_gradients(static, step, (q, k, v, o, lse, *cotangents), extras)
+        if step == 0 and extras.sinks is not None:
+            dsinks, grads = grads[-1], grads[:-1]
+        if then < static.ranks():
+            k, v = static.pass_on((k, v), then - step)
+        sums = [total + share for total, share in zip(sums, grads, strict=True)]
+        if len(static.steps) > 1:
+            sums[1:] = static.pass_on(tuple(sums[1:]), then - step)
     dq, dk, dv = (x.astype(like.dtype) for x, like in zip(sums, home, strict=True))
-    return dq, dk, dv, _Apart(dsinks)
+    return dq, dk, dv, _Extras(dsinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
-    o, lse = _results(around, q, k, v, apart)
+def _ring(q: Any, k: Any, v: Any, extras: _Extras, static: _Static) -> tuple[Any, Any]:
+    o, lse = _results(static, q, k, v, extras)
     return o, lse
 
 
-def _ring_forward(q: Any, k: Any, v: Any, apart: _Apart, around: _Around) -> tuple[Any, Any]:
-    o, lse = _results(around, q, k, v, apart)
-    return (o, lse), (q, k, v, o, lse, apart)
+def _ring_forward(q: Any, k: Any, v: Any, extras: _Extras, static: _Static) -> tuple[Any, Any]:
+    o, lse = _results(static, q, k, v, extras)
+    return (o, lse), (q, k, v, o, lse, extras)
 
 
 _ring.defvjp(_ring_forward, _gradients)
@@ -307,8 +311,8 @@ _ring.defvjp(_ring_forward, _gradients)
 _compiled_ring = jax.jit(_ring, static_argnums=(4,))
 
 
-def _bands(whole: list[Whole], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
-    """`bands` of `_Around`; the same on all devices, because all parts have one length here."""
+def _bands(whole: list[DenseParts], options: Options) -> tuple[tuple[Options | None, Options | None], ...]:
+    """`bands` of `_Static`; the same on all devices, because all parts have one length here."""
 
     def called(found: Pair | None) -> Options | None:
         if found is None:
@@ -416,7 +420,7 @@ def ring_attention(
         check(given, values._replace(window=None, align="top_left"))
         lengths = (None, None) if seqlen is None else lengths_of(seqlen)
         queries, keys = (
-            Held.of(ranks, n, causal, parts, length, what)
+            Shards.of(ranks, n, causal, parts, length, what)
             for n, length, what in zip(rows, lengths, ("queries", "keys"), strict=True)
         )
         alibi = "alibi_slopes" in given
@@ -426,9 +430,9 @@ def ring_attention(
         check_parts(*rows)
         if causal:
             halves(rows[0])
-        q, k, v, cut = alike(q, k, v, given["cu_seqlens_q"])
-        queries = keys = Held.packed(ranks, rows[0], cut, causal)
-        packed = Packed.of(cut, rows[0], causal)
+        q, k, v, offsets = vary_alike(q, k, v, given["cu_seqlens_q"])
+        queries = keys = Shards.packed(ranks, rows[0], offsets, causal)
+        packed = Packed.of(offsets, rows[0], causal)
     shapes = {
         name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in (("q", q), ("k", k), ("v", v))
     }
@@ -456,19 +460,19 @@ def _by_ring(
     if call.packed is not None:
         longest = call.longest
     else:
-        counts = zip(*((held.rows < held.length).sum(1).tolist() for held in (queries, keys)), strict=True)
+        counts = zip(*((side.rows < side.length).sum(1).tolist() for side in (queries, keys)), strict=True)
         given = {"parts": parts, "seqlen": call.lengths, "window": values.window, "align": values.align}
-        whole = [Whole(r, call.ranks, each, causal, given) for r, each in enumerate(counts)]
+        whole = [DenseParts(r, call.ranks, each, causal, given) for r, each in enumerate(counts)]
         steps = whole[0].steps
         same_places = queries.length == keys.length and band.offset == 0
         if not (queries.divides and keys.divides and (band.open or same_places)):
-            rows = tuple(jnp.asarray(held.rows, jnp.int32) for held in (queries, keys))
+            rows = tuple(jnp.asarray(side.rows, jnp.int32) for side in (queries, keys))
         elif not (causal and queries.zigzag):
             bands = _bands(whole, values)
     plain = values._replace(window=None, align=None)
-    around = _Around(call.axis_name, causal, plain, steps, longest, bands, call.lengths, band)
+    static = _Static(call.axis_name, causal, plain, steps, longest, bands, call.lengths, band)
     of_all = {name: x for name, x in (("sinks", sinks), ("seed", call.seed)) if x is not None}
-    q, k, v, *own = alike(q, k, v, *of_all.values())
-    apart = _Apart(packed=call.packed, rows=rows, **dict(zip(of_all, own, strict=True)))
-    o, lse = _compiled_ring(q, k, v, apart, around)
+    q, k, v, *extra = vary_alike(q, k, v, *of_all.values())
+    extras = _Extras(packed=call.packed, rows=rows, **dict(zip(of_all, extra, strict=True)))
+    o, lse = _compiled_ring(q, k, v, extras, static)
     return o, lse

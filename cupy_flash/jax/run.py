@@ -24,12 +24,12 @@ from ..call.spans import check_spans
 from ..call.values import RunOptions
 from ..device.abi import SEED
 from ..device.run import Driver
-from ..dispatch.backends import Backend, chosen_by_environment, driver_of, ready
+from ..dispatch.backends import Backend, chosen_by_environment, driver_of, prepare_backend
 from ..dispatch.memo import lifted
 from ..errors import UnsupportedError
 from ..varlen import check_packing, pack
 
-__all__ = ["READ", "Cached", "Config", "described", "held", "run", "values_of"]
+__all__ = ["READ", "Cached", "Config", "described", "read_on_host", "run", "values_of"]
 
 # Options that may be traced: arrays of one number, which the host reads at run time. A seed is two words, the
 # low one first, as JAX may have no 64-bit integers.
@@ -106,7 +106,7 @@ def run(
         environment = chosen_by_environment(driver, device)
         read = values_of(
             {
-                name: held(pointers[i], own[i], dtypes[i], device, driver, stream)
+                name: read_on_host(pointers[i], own[i], dtypes[i], device, driver, stream)
                 for i, name in enumerate(config.names)
                 if name in READ
             }
@@ -161,7 +161,7 @@ def values_of(known: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
     }
 
 
-def held(
+def read_on_host(
     pointer: int,
     shape: tuple[int, ...],
     dtype: str,
@@ -221,7 +221,7 @@ def _ready(
     for name, source in _OTHERWISE:
         if name in views:
             places.setdefault(name, places.get(source, 0))
-    backend = ready(problem, views, driver)
+    backend = prepare_backend(problem, views, driver)
     integers = problem.function is not None and backend.integer_bits
     looked_at = config.longest or config.cached or problem.spans or problem.blocks or integers
     numbered = () if looked_at else tuple((name, places[array]) for name, array in backend.addressed)

@@ -13,12 +13,12 @@ from jax.experimental.buffer_callback import buffer_callback
 from .. import statistics
 from ..call.arrays import CPU, ArrayView, contiguous
 from ..call.options import StatisticsOptions
+from ..call.public_names import type_phrase
 from ..call.signature import takes
-from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError
 from ..statistics import WANTED, AttentionStatistics, kinds_of_results, refuse_gpus, results_of
 from .buffers import address
-from .call import alike
+from .call import vary_alike
 from .numbers import fixed, is_array
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def attention_statistics(
         jax.ShapeDtypeStruct(*kind) for kind in _kinds(q, k, cache_seqlens, given, names, top_k).values()
     )
     made = buffer_callback(_callback(call), wire, vmap_method="sequential")(*ins)
-    return AttentionStatistics(**dict(zip(names, alike(*made, over=ins), strict=True)))
+    return AttentionStatistics(**dict(zip(names, vary_alike(*made, over=ins), strict=True)))
 
 
 # Integers that are never traced.
@@ -104,7 +104,7 @@ def _kinds(
     for name, x, least in (("q", q, 2), ("k", k, 2 if cache_seqlens is None else 4)):
         if len(getattr(x, "shape", ())) < least:
             raise InvalidArgumentsError(
-                f"{name} is {kind_of(x)} of less than {least} axes.", hint=f"{name} as a JAX array"
+                f"{name} is {type_phrase(x)} of less than {least} axes.", hint=f"{name} as a JAX array"
             )
     cut = options.get("cu_seqlens_q")
     layout = options.get("layout", "bhsd")

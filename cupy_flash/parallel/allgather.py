@@ -42,13 +42,13 @@ class _Stretch(NamedTuple):
 class _Call:
     """A checked call: the exchange of keys and values, and the stretches to compute afterwards."""
 
-    def __init__(self, asked: LocalCall) -> None:
-        link, arrays, causal, options, cut, _ = asked
-        self.terms = dict(asked.terms)
+    def __init__(self, local_call: LocalCall) -> None:
+        link, arrays, causal, options, cu_seqlens, _ = local_call
+        self.terms = dict(local_call.terms)
         q, k = arrays["q"], arrays["k"]
         self.axis = axis = row_axis(options, q)
-        how = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
-        if cut is None:
+        call_options = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
+        if cu_seqlens is None:
             whole = Split(
                 link.rank,
                 link.ranks,
@@ -58,22 +58,26 @@ class _Call:
                 options["seqlen"],
             )
             keys = whole.keys
-            self.stretches = _stretches(whole, link.rank, causal, how, lambda rows: link.beside(rows, q))
+            self.stretches = _stretches(
+                whole, link.rank, causal, call_options, lambda rows: link.index_array(rows, q)
+            )
         else:
-            starts, longest = packed_starts(cut, q, causal)
+            starts, longest = packed_starts(cu_seqlens, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
             keys = packed_stretches(link.ranks, starts, causal)
-            self.stretches = _packed_stretches(link, q, cut, (starts, longest), causal, how)
+            self.stretches = _packed_stretches(link, q, cu_seqlens, (starts, longest), causal, call_options)
         self.stretches = [
-            stretch._replace(how=dropping(stretch.how, 2 * (link.rank + n // 2 * link.ranks) + n % 2))
+            stretch._replace(
+                call_options=dropping(stretch.call_options, 2 * (link.rank + n // 2 * link.ranks) + n % 2)
+            )
             for n, stretch in enumerate(self.stretches)
         ]
-        self.rows = Rows(keys, lambda rows: link.beside(rows, q))
+        self.rows = Rows(keys, lambda rows: link.index_array(rows, q))
         self.there = [ToWhole(link, arrays[name], self.rows, axis) for name in "kv"]
         for stretch in self.stretches:
             if not stretch.cuts:
-                operands, values = split(stretch.how)
-                describe(asked.direction, {**operands, **self.operands(stretch, arrays)}, values)
+                operands, values = split(stretch.call_options)
+                describe(local_call.direction, {**operands, **self.operands(stretch, arrays)}, values)
 
     def operands(self, stretch: _Stretch, arrays: dict[str, Any]) -> dict[str, Any]:
         """The arrays of the call for a stretch."""
@@ -87,24 +91,24 @@ class _Call:
         }
 
 
-def check_blocks(asked: LocalCall) -> None:
+def check_blocks(local_call: LocalCall) -> None:
     """Refuse a BlockMask whose blocks do not begin where stretches do."""
-    link, options = asked.link, asked.options
+    link, options = local_call.link, local_call.options
     blocks = [x for x in masks_of(options["mask"]) if isinstance(x, BlockMask)]
     if blocks:
-        q, k = (asked.arrays[name].shape[row_axis(options, asked.arrays["q"])] for name in "qk")
-        whole = Split(link.rank, link.ranks, (q, k), asked.causal, options["parts"], options["seqlen"])
+        q, k = (local_call.arrays[name].shape[row_axis(options, local_call.arrays["q"])] for name in "qk")
+        whole = Split(link.rank, link.ranks, (q, k), local_call.causal, options["parts"], options["seqlen"])
         for mask in blocks:
             block_rows(mask, whole.queries, whole.lengths[0])
 
 
 def _stretches(
-    whole: Split, rank: int, causal: bool, options: dict[str, Any], beside: Callable[..., Any]
+    whole: Split, rank: int, causal: bool, options: dict[str, Any], index_array: Callable[..., Any]
 ) -> list[_Stretch]:
     """The stretches of one sequence, or of a batch: each with the keys in its band."""
-    how = dict(options)
-    window, align, mask = (how.pop(name) for name in ("window", "align", "mask"))
-    alibi = how["alibi_slopes"] is not None
+    call_options = dict(options)
+    window, align, mask = (call_options.pop(name) for name in ("window", "align", "mask"))
+    alibi = call_options["alibi_slopes"] is not None
     band = resolve_band(causal, window, align, alibi, *whole.lengths)
     found, first = [], 0
     for rows in whole.queries[rank]:
@@ -114,24 +118,24 @@ def _stretches(
                 start, stop = 0, whole.lengths[1]
             position = band.offset + rows.start - start
             its_own = {
-                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole, beside),
+                "causal": causal, "window": window, "mask": _mask_of(mask, rows, whole, index_array),
                 "align": position if not band.open or alibi else None,
             }  # fmt: skip
             queries = slice(first, first + len(rows))
-            found.append(_Stretch(queries, slice(start, stop), {**how, **its_own}))
+            found.append(_Stretch(queries, slice(start, stop), {**call_options, **its_own}))
         first += len(rows)
     return found
 
 
-def _mask_of(mask: Any, rows: range, whole: Split, beside: Callable[..., Any]) -> Any:
+def _mask_of(mask: Any, rows: range, whole: Split, index_array: Callable[..., Any]) -> Any:
     """The mask for the queries in `rows`."""
     queries = whole.lengths[0]
     if mask is None or type(mask) in (tuple, list):
-        return mask and tuple(_mask_of(x, rows, whole, beside) for x in mask)
+        return mask and tuple(_mask_of(x, rows, whole, index_array) for x in mask)
     if isinstance(mask, BlockMask):
         size = block_rows(mask, whole.queries, queries)
         numbers = np.arange(rows.start // size, -(-rows.stop // size), dtype=np.int32)
-        return blocks_of_rows(mask, beside(numbers), size)
+        return blocks_of_rows(mask, index_array(numbers), size)
     bounds = mask.bounds if isinstance(mask, Spans) else None
     if bounds is not None and bounds.shape[-3] != queries:  # the queries that see each key
         return Spans((bounds - rows.start).clip(0, len(rows)))
@@ -149,7 +153,7 @@ def _mask_of(mask: Any, rows: range, whole: Split, beside: Callable[..., Any]) -
 def _packed_stretches(
     link: Link,
     q: Any,
-    cut: Any,
+    cu_seqlens: Any,
     lengths: tuple[np.ndarray[Any, Any], int],
     causal: bool,
     options: dict[str, Any],
@@ -163,23 +167,30 @@ def _packed_stretches(
     band = resolve_band(causal, options["window"], options["align"], False, longest, longest, True)
     if not band.open and not (causal and band.offset == 0):
         return _sequence_by_sequence(link, starts.tolist(), causal, options)
-    how = {name: x for name, x in options.items() if name not in ("layout", "align", "mask")}
-    how |= {"causal": causal, "max_seqlen_k": longest * link.ranks}
+    call_options = {name: x for name, x in options.items() if name not in ("layout", "align", "mask")}
+    call_options |= {"causal": causal, "max_seqlen_k": longest * link.ranks}
     everything = slice(None)
 
     def offsets(rows: np.ndarray[Any, Any]) -> Any:
-        return link.beside(rows.astype(np.int32), q)
+        return link.index_array(rows.astype(np.int32), q)
 
     cut_k = offsets(starts * link.ranks)
     if not causal:
-        return [_Stretch(everything, everything, {**how, "max_seqlen_q": longest}, (cut, cut_k))]
+        return [
+            _Stretch(everything, everything, {**call_options, "max_seqlen_q": longest}, (cu_seqlens, cut_k))
+        ]
     cuts, each = (offsets(starts // 2), cut_k), np.diff(starts) // 2
     ends = link.rank + 1, 2 * link.ranks - link.rank
     return [
         _Stretch(
-            link.beside(rows, q),
+            link.index_array(rows, q),
             everything,
-            {**how, "max_seqlen_q": longest // 2, "seqused_k": offsets(each * end), "align": "bottom_right"},
+            {
+                **call_options,
+                "max_seqlen_q": longest // 2,
+                "seqused_k": offsets(each * end),
+                "align": "bottom_right",
+            },
             cuts,
         )
         for rows, end in zip(packed_halves(starts), ends, strict=True)
@@ -194,7 +205,7 @@ def _sequence_by_sequence(
     for start, stop in itertools.pairwise(starts):
         rows, first = stop - start, start * link.ranks
         whole = Split(link.rank, link.ranks, (rows, rows), causal, None, None)
-        for stretch in _stretches(whole, link.rank, causal, options, link.beside):
+        for stretch in _stretches(whole, link.rank, causal, options, link.index_array):
             queries, keys = stretch.queries, stretch.keys
             found.append(
                 stretch._replace(
@@ -205,12 +216,12 @@ def _sequence_by_sequence(
     return found
 
 
-def forward(asked: LocalCall) -> tuple[Any, Any]:
+def forward(local_call: LocalCall) -> tuple[Any, Any]:
     """As in `ring.forward`."""
-    link = asked.link
-    q, _, v = asked.arrays.values()
+    link = local_call.link
+    q, _, v = local_call.arrays.values()
     with link.agreement.refusals():
-        call = _Call(asked)
+        call = _Call(local_call)
         o = room(link, q, (*q.shape[:-1], v.shape[-1]))
         swapped = call.axis == -3
         lse = room(link, q, (*q.shape[:-3], q.shape[-2], q.shape[-3]) if swapped else q.shape[:-1], wide=True)
@@ -222,8 +233,8 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
         for stretch in call.stretches:
             given = call.operands(stretch, {"q": q})
             function = attention_varlen if stretch.cuts else attention
-            part, part_lse = function(*given.values(), *stretch.cuts, return_lse=True, **stretch.how)
-            o[at(stretch.queries, call.axis)] = link.narrow(part, o)  # torch casts for slices only
+            part, part_lse = function(*given.values(), *stretch.cuts, return_lse=True, **stretch.call_options)
+            o[at(stretch.queries, call.axis)] = link.cast_like(part, o)  # torch casts for slices only
             lse[at(stretch.queries, -1)] = part_lse
 
     with Round(link) as messages:
@@ -232,17 +243,17 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
     return o, lse
 
 
-def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As in `ring.backward`."""
-    link, arrays, options = asked.link, asked.arrays, asked.options
+    link, arrays, options = local_call.link, local_call.arrays, local_call.options
     q = arrays["q"]
     with link.agreement.refusals():
-        call = _Call(asked)
+        call = _Call(local_call)
         dq = room(link, q, tuple(q.shape))
         given_back = [name for name, x in zip("kv", wanted, strict=True) if x]
         shapes = {name: tuple(x.whole.shape) for name, x in zip("kv", call.there, strict=True)}
         sums = {name: room(link, arrays[name], shapes[name], wide=True) for name in given_back}
-        dsinks = None if options["sinks"] is None else link.wide(options["sinks"])
+        dsinks = None if options["sinks"] is None else link.upcast(options["sinks"])
         for total in (*sums.values(), *([] if dsinks is None else [dsinks])):
             total[...] = 0
         homes = {
@@ -259,8 +270,8 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
             given = call.operands(stretch, of_queries)
             function = attention_varlen_backward if stretch.cuts else attention_backward
             ordered = [given[name] for name in ("do", "q", "k", "v", "o", "lse")]
-            grads = function(*ordered, *stretch.cuts, dlse=given.get("dlse"), **stretch.how)
-            dq[at(stretch.queries, call.axis)] = link.narrow(grads.dq, dq)
+            grads = function(*ordered, *stretch.cuts, dlse=given.get("dlse"), **stretch.call_options)
+            dq[at(stretch.queries, call.axis)] = link.cast_like(grads.dq, dq)
             for name, total in sums.items():
                 total[at(stretch.keys, call.axis)] += getattr(grads, f"d{name}")
             if dsinks is not None:
@@ -272,5 +283,5 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
         exchange(messages, link, call.there)
         messages.work(differentiate)
         exchange(messages, link, [*homes.values()])
-    arrived = {f"d{name}": link.narrow(home.arrive(), arrays[name]) for name, home in homes.items()}
+    arrived = {f"d{name}": link.cast_like(home.arrive(), arrays[name]) for name, home in homes.items()}
     return Gradients(**{"dq": dq, "dk": None, "dv": None, **arrived}, dsinks=dsinks)

@@ -31,16 +31,16 @@ __all__ = ["backward", "check_heads", "forward"]
 _OF_QUERIES = ("q", "o", "lse", "do", "dlse")
 
 
-def _heads_axis(asked: LocalCall) -> int | None:
+def _heads_axis(local_call: LocalCall) -> int | None:
     """The axis of heads, from the end; None if there is none."""
-    q = asked.arrays["q"]
-    return (-2 if row_axis(asked.options, q) == -3 else -3) if len(q.shape) > 2 else None
+    q = local_call.arrays["q"]
+    return (-2 if row_axis(local_call.options, q) == -3 else -3) if len(q.shape) > 2 else None
 
 
-def check_heads(asked: LocalCall) -> None:
+def check_heads(local_call: LocalCall) -> None:
     """Refuse head counts that are not multiples of the number of processes."""
-    axis, ranks = _heads_axis(asked), asked.link.ranks
-    counts = [1 if axis is None else asked.arrays[name].shape[axis] for name in "qk"]
+    axis, ranks = _heads_axis(local_call), local_call.link.ranks
+    counts = [1 if axis is None else local_call.arrays[name].shape[axis] for name in "qk"]
     for name, heads in zip("qk", counts, strict=True):
         if heads % ranks:
             most = max(n for n in range(1, ranks) if not math.gcd(*counts) % n)
@@ -54,40 +54,40 @@ def check_heads(asked: LocalCall) -> None:
 class _Call:
     """A checked call: the exchange of its arrays for whole sequences, and the call on these."""
 
-    def __init__(self, asked: LocalCall) -> None:
-        link, arrays, causal, options, cut, _ = asked
+    def __init__(self, local_call: LocalCall) -> None:
+        link, arrays, causal, options, cu_seqlens, _ = local_call
         self._link = link
-        self.terms = dict(asked.terms)
+        self.terms = dict(local_call.terms)
         q, k = arrays["q"], arrays["k"]
-        self._rows_axis, self._heads_axis = row_axis(options, q), _heads_axis(asked)
+        self._rows_axis, self._heads_axis = row_axis(options, q), _heads_axis(local_call)
         self._heads = 1 if self._heads_axis is None else q.shape[self._heads_axis]
-        check_heads(asked)
+        check_heads(local_call)
         given = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
         given |= {name: self._own_heads(x) for name in PER_HEAD if (x := given[name]) is not None}
         given["mask"] = self._mask(given["mask"])
         self.how = {"causal": causal, **dropping(given, link.rank)}
         self.cuts: tuple[Any, ...] = ()
-        if cut is None:
+        if cu_seqlens is None:
             held = q.shape[self._rows_axis], k.shape[self._rows_axis]
             whole = Split(link.rank, link.ranks, held, causal, options["parts"], options["seqlen"])
             queries, keys = whole.queries, whole.keys
         else:
-            starts, _ = packed_starts(cut, q, causal)
+            starts, _ = packed_starts(cu_seqlens, q, causal)
             self.terms["cu_seqlens"] = starts.tolist()
             queries = keys = packed_stretches(link.ranks, starts, causal)
-            self.cuts = (link.beside((starts * link.ranks).astype(np.int32), q),) * 2
+            self.cuts = (link.index_array((starts * link.ranks).astype(np.int32), q),) * 2
             del self.how["layout"], self.how["mask"]
-        self._rows = [Rows(x, lambda rows: link.beside(rows, q)) for x in (queries, keys)]
+        self._rows = [Rows(x, lambda rows: link.index_array(rows, q)) for x in (queries, keys)]
         self.there = {
             name: ToWhole(link, x, self._rows[name not in _OF_QUERIES], *self._axes(name))
             for name, x in arrays.items()
             if x is not None
         }
         self.terms["dlse"] = "given" if "dlse" in self.there else "none"  # why: dlse is sent too
-        if cut is None:
+        if cu_seqlens is None:
             operands, values = split(self.how)
             operands |= {name: x.whole for name, x in self.there.items()}
-            describe(asked.direction, operands, values)
+            describe(local_call.direction, operands, values)
 
     def _axes(self, name: str) -> tuple[int, int | None]:
         """The axes of rows and of heads of an array."""
@@ -140,18 +140,18 @@ class _Call:
 
     def of_all_heads(self, x: Any, like: Any) -> Any:
         """An array with one number per head: those of this process's heads, and 0 for the others."""
-        every = self._link.wide(like)
+        every = self._link.upcast(like)
         every[...] = 0
         every[..., self._share(every.shape[-1])] = x
-        return self._link.narrow(every, like)
+        return self._link.cast_like(every, like)
 
 
-def forward(asked: LocalCall) -> tuple[Any, Any]:
+def forward(local_call: LocalCall) -> tuple[Any, Any]:
     """As in `ring.forward`."""
-    link = asked.link
-    q, _, v = asked.arrays.values()
+    link = local_call.link
+    q, _, v = local_call.arrays.values()
     with link.agreement.refusals():
-        call = _Call(asked)
+        call = _Call(local_call)
         homes = {"o": call.home("o", v), "lse": call.home("lse", q)}
     link.agreement.reach(call.terms)
 
@@ -168,11 +168,11 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
     return homes["o"].arrive(), homes["lse"].arrive()
 
 
-def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """As in `ring.backward`: a process that fails returns NaN gradients of its heads."""
-    link, arrays, options = asked.link, asked.arrays, asked.options
+    link, arrays, options = local_call.link, local_call.arrays, local_call.options
     with link.agreement.refusals():
-        call = _Call(asked)
+        call = _Call(local_call)
         given_back = [name for name, x in zip("qkv", (True, *wanted), strict=True) if x]
         homes = {name: call.home(name, arrays[name]) for name in given_back}
     link.agreement.reach(call.terms)

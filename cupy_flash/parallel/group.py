@@ -39,13 +39,13 @@ class Link(Protocol):
     def reserve(self, like: Any, count: int, wide: bool) -> Any:
         """Memory for `count` elements on the device of `like`, in its dtype or, if wide, that of its sums."""
 
-    def wide(self, x: Any) -> Any:
+    def upcast(self, x: Any) -> Any:
         """A copy as an accumulator: float64 if x is, else float32."""
 
-    def narrow(self, x: Any, like: Any) -> Any:
+    def cast_like(self, x: Any, like: Any) -> Any:
         """X in another array's dtype."""
 
-    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+    def index_array(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
         """Integers as an array of the library and on the device of `like`."""
 
 
@@ -157,9 +157,14 @@ def seed_step(number: int) -> int:
 _OF_THE_WHOLE = ("mask", "parts", "seqlen", "schedule")
 
 
-def terms_of(asked: LocalCall) -> dict[str, Any]:
+def terms_of(local_call: LocalCall) -> dict[str, Any]:
     """Check the part of this process; return, by name, what must be the same in all processes."""
-    direction, arrays, causal, options = asked.direction, asked.arrays, asked.causal, asked.options
+    direction, arrays, causal, options = (
+        local_call.direction,
+        local_call.arrays,
+        local_call.causal,
+        local_call.options,
+    )
     per_head = {name: options[name] for name in PER_HEAD if options[name] is not None}
     given = {name: x for name, x in {**arrays, **per_head}.items() if x is not None}
     values = {name: x for name, x in options.items() if name not in (*PER_HEAD, *_OF_THE_WHOLE)}

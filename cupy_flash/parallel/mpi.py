@@ -23,8 +23,8 @@ from ..call.adopt import adopt
 from ..call.arrays import CPU
 from ..call.checks import one_of
 from ..call.options import RingGradientOptions, RingOptions, defaults
+from ..call.public_names import type_phrase
 from ..call.signature import takes
-from ..call.spelling import kind_of
 from ..errors import InvalidArgumentsError
 from . import schedules
 from .agreement import Agreement
@@ -41,7 +41,7 @@ class _Link:
 
     def __init__(self, comm: Any, agreement: str) -> None:
         if not hasattr(comm, "Get_rank"):
-            raise InvalidArgumentsError(f"comm is {kind_of(comm)}.", hint="mpi4py.MPI.COMM_WORLD")
+            raise InvalidArgumentsError(f"comm is {type_phrase(comm)}.", hint="mpi4py.MPI.COMM_WORLD")
         if not one_of(agreement, ("call", "never")):
             raise InvalidArgumentsError(
                 f"agreement is {agreement!r}.", hint='agreement="call" or agreement="never"'
@@ -88,13 +88,13 @@ class _Link:
     def _sum(self, x: Any) -> str:
         return "float64" if x.dtype == "float64" else "float32"
 
-    def wide(self, x: Any) -> Any:
+    def upcast(self, x: Any) -> Any:
         return x.astype(self._sum(x))
 
-    def narrow(self, x: Any, like: Any) -> Any:
+    def cast_like(self, x: Any, like: Any) -> Any:
         return x.astype(like.dtype, copy=False)
 
-    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+    def index_array(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
         if adopt(like, "q").device == CPU:
             return rows
         import cupy
@@ -121,7 +121,7 @@ def _array(x: Any, name: str) -> Any:
         return np.asarray(x)
     if type(x).__module__.partition(".")[0] != "cupy":
         raise InvalidArgumentsError(
-            f"{name} is {kind_of(x)}; what goes over MPI is an array of NumPy's or CuPy's.",
+            f"{name} is {type_phrase(x)}; what goes over MPI is an array of NumPy's or CuPy's.",
             hint=f"numpy.asarray({name}); or ring_attention of cupy_flash.torch or cupy_flash.jax",
         )
     return x

@@ -25,11 +25,11 @@ from .group import dropping
 from .partial import attention, attention_backward, attention_varlen, attention_varlen_backward
 
 __all__ = [
-    "Packed",
+    "DenseParts",
+    "PackedParts",
     "Pair",
     "Rows",
     "Split",
-    "Whole",
     "block_rows",
     "blocks_of_rows",
     "check_parts",
@@ -255,7 +255,7 @@ class Rows:
     ----------
     held : list of tuple of range
         Rows of each process.
-    beside : callable
+    index_array : callable
         Converts integers to an index array of the caller's library.
 
     Attributes
@@ -267,17 +267,19 @@ class Rows:
         Indices of the rows of each process.
     """
 
-    def __init__(self, held: list[tuple[range, ...]], beside: Callable[[np.ndarray[Any, Any]], Any]):
+    def __init__(self, held: list[tuple[range, ...]], index_array: Callable[[np.ndarray[Any, Any]], Any]):
         self.counts = [sum(map(len, x)) for x in held]
         self.total = sum(self.counts)
-        self.places = [slice(x[0].start, x[0].stop) if len(x) == 1 else beside(_rows_of(x)) for x in held]
+        self.places = [
+            slice(x[0].start, x[0].stop) if len(x) == 1 else index_array(_rows_of(x)) for x in held
+        ]
 
 
 def _rows_of(held: tuple[range, ...]) -> np.ndarray[Any, Any]:
     return np.concatenate([np.arange(0), *(np.arange(x.start, x.stop) for x in held)])
 
 
-class Whole:
+class DenseParts:
     """Parts of one sequence, or of a batch of sequences."""
 
     def __init__(self, rank: int, ranks: int, rows: tuple[int, int], causal: bool, options: dict[str, Any]):
@@ -321,14 +323,14 @@ class Whole:
 
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
         """O and LSE of a pair."""
-        return attention(q, k, v, sinks=sinks, **self._how(todo))
+        return attention(q, k, v, sinks=sinks, **self._call_options(todo))
 
     def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
         """Gradients of a pair."""
         do, q, k, v, o, lse = arrays
-        return attention_backward(do, q, k, v, o, lse, dlse=dlse, sinks=sinks, **self._how(todo))
+        return attention_backward(do, q, k, v, o, lse, dlse=dlse, sinks=sinks, **self._call_options(todo))
 
-    def _how(self, todo: Pair) -> dict[str, Any]:
+    def _call_options(self, todo: Pair) -> dict[str, Any]:
         band = {"causal": todo.causal, "window": todo.window, "align": todo.align}
         return {**band, **dropping(self._options, todo.number)}
 
@@ -388,13 +390,13 @@ def _check_order(order: str, parts: Any, causal: bool, band: Band, lengths: tupl
         )
 
 
-def packed_starts(cut: Any, q: Any, causal: bool) -> tuple[np.ndarray[Any, Any], int]:
+def packed_starts(cu_seqlens: Any, q: Any, causal: bool) -> tuple[np.ndarray[Any, Any], int]:
     """Offsets of packed sequences in a part, as integers on the host, and their longest length there."""
     if len(q.shape) != 3:
         raise InvalidArgumentsError(
             f"q has shape {q.shape}.", hint="packed sequences are (rows, heads, head_dim)"
         )
-    view = offsets(cut, "cu_seqlens")
+    view = offsets(cu_seqlens, "cu_seqlens")
     longest = longest_length(view, "cu_seqlens", q.shape[0], None)
     starts = view.integers().astype(np.int64)
     if causal:
@@ -426,28 +428,35 @@ def packed_stretches(ranks: int, starts: np.ndarray[Any, Any], causal: bool) -> 
     ]
 
 
-class Packed:
+class PackedParts:
     """Parts of packed sequences, (rows, heads, head_dim)."""
 
     def __init__(
-        self, rank: int, ranks: int, cut: Any, q: Any, causal: bool, options: dict[str, Any], beside: Any
+        self,
+        rank: int,
+        ranks: int,
+        cu_seqlens: Any,
+        q: Any,
+        causal: bool,
+        options: dict[str, Any],
+        index_array: Any,
     ):
         self._rank, self._ranks, self._causal = rank, ranks, causal
         self.steps, self.most_rows = tuple(range(ranks)), int(q.shape[0])
-        self.starts, self._longest = starts, _ = packed_starts(cut, q, causal)
-        self._cuts: dict[bool, Any] = {False: cut}
+        self.starts, self._longest = starts, _ = packed_starts(cu_seqlens, q, causal)
+        self._cuts: dict[bool, Any] = {False: cu_seqlens}
         if causal:
-            self._early, self._late = (beside(rows, q) for rows in packed_halves(starts))
-            self._cuts[True] = beside((starts // 2).astype(np.int32), q)
+            self._early, self._late = (index_array(rows, q) for rows in packed_halves(starts))
+            self._cuts[True] = index_array((starts // 2).astype(np.int32), q)
         unused = ("layout", "parts", "seqlen", "window", "align", "schedule", "mask")
         self._options = {name: x for name, x in options.items() if name not in unused}
 
     def rows(self, owner: int) -> int:  # noqa: ARG002
-        """As in `Whole`; the same for all processes."""
+        """As in `DenseParts`; the same for all processes."""
         return self.most_rows
 
     def pair(self, owner: int) -> Pair | None:
-        """As in `Whole`."""
+        """As in `DenseParts`."""
         whole = slice(None)
         if not self._causal or self._rank == owner:
             found = Pair(whole, whole, self._causal)
@@ -455,7 +464,7 @@ class Packed:
             found = Pair(whole, self._early) if owner < self._rank else Pair(self._late, whole)
         return found._replace(number=self._rank * self._ranks + owner)
 
-    def _how(self, todo: Pair) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    def _call_options(self, todo: Pair) -> tuple[tuple[Any, Any], dict[str, Any]]:
         """Offsets of the queries and keys of a pair, and options."""
         half = [not isinstance(rows, slice) for rows in (todo.queries, todo.keys)]
         q, k = (self._longest >> n for n in half)
@@ -464,12 +473,12 @@ class Packed:
         return cuts, {**how, **dropping(self._options, todo.number)}
 
     def attend(self, todo: Pair, q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        """As in `Whole`."""
-        (cut_q, cut_k), how = self._how(todo)
+        """As in `DenseParts`."""
+        (cut_q, cut_k), how = self._call_options(todo)
         return attention_varlen(q, k, v, cut_q, cut_k, sinks=sinks, **how)
 
     def differentiate(self, todo: Pair, arrays: tuple[Any, ...], sinks: Any, dlse: Any) -> Gradients[Any]:
-        """As in `Whole`."""
-        (cut_q, cut_k), how = self._how(todo)
+        """As in `DenseParts`."""
+        (cut_q, cut_k), how = self._call_options(todo)
         do, q, k, v, o, lse = arrays
         return attention_varlen_backward(do, q, k, v, o, lse, cut_q, cut_k, dlse=dlse, sinks=sinks, **how)

@@ -21,30 +21,39 @@ import numpy as np
 from ..api import Gradients
 from ..merge import merge
 from .group import Link, LocalCall, Round, at, row_axis
-from .parts import Packed, Pair, Whole
+from .parts import DenseParts, PackedParts, Pair
 
 __all__ = ["backward", "checked", "forward"]
 
 
 class _Call(NamedTuple):
-    """A checked call: its parts, their axis of rows, and what must be the same in all processes."""
+    """A checked call.
 
-    parts: Whole | Packed
+    Attributes
+    ----------
+    parts : DenseParts or PackedParts
+    axis : int
+        Axis of rows in q, k, v and o, from the end.
+    terms : dict
+        Arguments that must be the same in all processes, by name.
+    """
+
+    parts: DenseParts | PackedParts
     axis: int
     terms: dict[str, Any]
 
 
-def checked(asked: LocalCall) -> _Call:
+def checked(local_call: LocalCall) -> _Call:
     """Check a call and return its parts; all refusals happen here, before the first message."""
-    link, arrays, causal, options, cut, _ = asked
-    terms = dict(asked.terms)
+    link, arrays, causal, options, cu_seqlens, _ = local_call
+    terms = dict(local_call.terms)
     q, axis = arrays["q"], row_axis(options, arrays["q"])
     plain = {name: x for name, x in options.items() if name != "sinks"}
-    parts: Whole | Packed
-    if cut is None:
-        parts = Whole(link.rank, link.ranks, (q.shape[axis], arrays["k"].shape[axis]), causal, plain)
+    parts: DenseParts | PackedParts
+    if cu_seqlens is None:
+        parts = DenseParts(link.rank, link.ranks, (q.shape[axis], arrays["k"].shape[axis]), causal, plain)
     else:
-        parts = Packed(link.rank, link.ranks, cut, q, causal, plain, link.beside)
+        parts = PackedParts(link.rank, link.ranks, cu_seqlens, q, causal, plain, link.index_array)
         terms["cu_seqlens"] = parts.starts.tolist()
     return _Call(parts, axis, terms)
 
@@ -76,12 +85,12 @@ class _Buffers:
         )
 
 
-def forward(asked: LocalCall) -> tuple[Any, Any]:
+def forward(local_call: LocalCall) -> tuple[Any, Any]:
     """O and LSE of this process's queries over the keys of all processes."""
-    link, options = asked.link, asked.options
-    q, k, v = asked.arrays.values()
+    link, options = local_call.link, local_call.options
+    q, k, v = local_call.arrays.values()
     with link.agreement.refusals():
-        call = checked(asked)
+        call = checked(local_call)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
     link.agreement.reach(call.terms)
@@ -97,7 +106,7 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
         sinks = options["sinks"] if o is None else None
         k, v = (x[theirs] for x in keys)
         part, part_lse = parts.attend(todo, q[mine], k, v, sinks)
-        part = link.wide(part)
+        part = link.upcast(part)
         if o is None:
             o, lse = part, part_lse
         else:
@@ -115,10 +124,10 @@ def forward(asked: LocalCall) -> tuple[Any, Any]:
                 messages.work(functools.partial(add, todo, keys))
             if arriving is not None:
                 keys = arriving()
-    return link.narrow(o, q), lse
+    return link.cast_like(o, q), lse
 
 
-def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """Gradients of this process's q, k and v; gradients of k and v travel with the keys, and home at the end.
 
     With the LSE of the whole sequence, the gradients of each pair of parts are exact summands. A process that
@@ -126,15 +135,15 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
 
     `wanted` says whether any process needs the gradients of k, and of v; others are not sent, and are None.
     """
-    link, options = asked.link, asked.options
-    do, q, k, v, o, lse, dlse = asked.arrays.values()
+    link, options = local_call.link, local_call.options
+    do, q, k, v, o, lse, dlse = local_call.arrays.values()
     with link.agreement.refusals():
-        call = checked(asked)
+        call = checked(local_call)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
-        home = tuple(x for x, asked in zip((k, v), wanted, strict=True) if asked)
+        home = tuple(x for x, local_call in zip((k, v), wanted, strict=True) if local_call)
         room_of_sums = _Buffers(link, call, home, len(call.parts.steps), wide=True)
-        dq, sums = link.wide(q), room_of_sums.of(link.rank, 0)
+        dq, sums = link.upcast(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
             x[...] = 0
     link.agreement.reach(call.terms)
@@ -149,7 +158,7 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
         given = do[mine], q[mine], *(x[theirs] for x in keys), o[mine], lse[of_lse]
         grads = parts.differentiate(todo, given, sinks, dlse=None if dlse is None else dlse[of_lse])
         dq[mine] += grads.dq
-        shares = tuple(x for x, asked in zip((grads.dk, grads.dv), wanted, strict=True) if asked)
+        shares = tuple(x for x, local_call in zip((grads.dk, grads.dv), wanted, strict=True) if local_call)
         dsinks = grads.dsinks if dsinks is None else dsinks
 
     def add(todo: Pair) -> None:
@@ -181,6 +190,6 @@ def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Grad
                 keys = arriving()
         if returning is not None:
             sums = returning()
-    narrowed = iter([link.narrow(x, like) for x, like in zip(sums, home, strict=True)])
-    dk, dv = (next(narrowed) if asked else None for asked in wanted)
-    return Gradients(link.narrow(dq, q), dk, dv, dsinks=dsinks)
+    narrowed = iter([link.cast_like(x, like) for x, like in zip(sums, home, strict=True)])
+    dk, dv = (next(narrowed) if local_call else None for local_call in wanted)
+    return Gradients(link.cast_like(dq, q), dk, dv, dsinks=dsinks)

@@ -73,69 +73,73 @@ def check(options: dict[str, Any], packed: bool) -> list[str]:
         raise InvalidArgumentsError(
             f"schedule is {named!r}.", hint='schedule="ring", "alltoall", "allgather" or None'
         )
-    able = [x for x in _MODULES if not _refused(x, options, packed)]
-    if found := [x for x in able if named in (None, x)]:
+    supported = [x for x in _MODULES if not _refused(x, options, packed)]
+    if found := [x for x in supported if named in (None, x)]:
         return found
     schedule = named or "alltoall"  # it supports the most options
-    name, spelled = _refused(schedule, options, packed)[0]
+    name, shown = _refused(schedule, options, packed)[0]
     raise UnsupportedError(
-        f"{spelled} is not supported for {_NAMES[schedule]}{' of packed sequences' * packed}.",
-        hint=" or ".join(f'schedule="{x}"' for x in able) or f"{name}=None",
+        f"{shown} is not supported for {_NAMES[schedule]}{' of packed sequences' * packed}.",
+        hint=" or ".join(f'schedule="{x}"' for x in supported) or f"{name}=None",
     )
 
 
 _Costs = dict[str, float | Exception]
 
 
-def _costs(asked: LocalCall, able: list[str], wanted: tuple[bool, bool]) -> _Costs:
+def _costs(local_call: LocalCall, supported: list[str], wanted: tuple[bool, bool]) -> _Costs:
     """Bytes that each schedule sends in this pass, or the reason why it cannot run."""
-    steps, unable = _unable(asked, able)
-    part = part_of(asked, wanted)
-    counted = {x: sent(x, asked.direction, asked.link.ranks, part, steps) for x in able}
-    return {x: unable.get(x, counted[x]) for x in able}
+    steps, unable = _unsupported(local_call, supported)
+    part = part_of(local_call, wanted)
+    counted = {x: sent(x, local_call.direction, local_call.link.ranks, part, steps) for x in supported}
+    return {x: unable.get(x, counted[x]) for x in supported}
 
 
-def _costs_of_shards(asked: LocalCall, able: list[str]) -> _Costs:
+def _costs_of_shards(local_call: LocalCall, supported: list[str]) -> _Costs:
     """`_costs` of both passes inside `jax.shard_map`, where parts are padded to one length."""
-    options, ranks, arrays = asked.options, asked.link.ranks, asked.arrays
-    part = part_of(asked, (True, True), padded=True)
-    if asked.cut is None and options["seqlen"] is not None:
-        axis, zigzag = row_axis(options, arrays["q"]), order_of(options["parts"], asked.causal) == "zigzag"
+    options, ranks, arrays = local_call.options, local_call.link.ranks, local_call.arrays
+    part = part_of(local_call, (True, True), padded=True)
+    if local_call.cu_seqlens is None and options["seqlen"] is not None:
+        axis, zigzag = (
+            row_axis(options, arrays["q"]),
+            order_of(options["parts"], local_call.causal) == "zigzag",
+        )
         rows = [sum(map(len, stretches(0, ranks, n, zigzag))) for n in lengths_of(options["seqlen"])]
         arrays = {name: x[at(slice(0, rows[name != "q"]), axis)] for name, x in arrays.items()}
-    steps, unable = _unable(asked._replace(arrays=arrays), able)
+    steps, unable = _unsupported(local_call._replace(arrays=arrays), supported)
     counted = {
         x: sum(sent(x, direction, ranks, part, steps, kept=True) for direction in ("forward", "backward"))
-        for x in able
+        for x in supported
     }
-    return {x: unable.get(x, counted[x]) for x in able}
+    return {x: unable.get(x, counted[x]) for x in supported}
 
 
-def _unable(asked: LocalCall, able: list[str]) -> tuple[int, dict[str, Exception]]:
+def _unsupported(local_call: LocalCall, supported: list[str]) -> tuple[int, dict[str, Exception]]:
     """Steps of a ring, and the reasons why some schedules cannot run."""
-    if len(able) > 1 and asked.options["dropout"]:
+    if len(supported) > 1 and local_call.options["dropout"]:
         raise InvalidArgumentsError(
-            "dropout without a schedule, each of which drops other weights.", hint=f'schedule="{able[0]}"'
+            "dropout without a schedule, each of which drops other weights.",
+            hint=f'schedule="{supported[0]}"',
         )
     found: dict[str, Exception] = {}
-    steps = asked.link.ranks
-    if asked.cut is None:
+    steps = local_call.link.ranks
+    if local_call.cu_seqlens is None:
         try:
-            steps = len(ring.checked(asked).parts.steps)
+            steps = len(ring.checked(local_call).parts.steps)
         except InvalidArgumentsError as error:
-            if asked.options["parts"] is None:  # why: no schedule may guess parts
+            if local_call.options["parts"] is None:  # why: no schedule may guess parts
                 raise
             found["ring"] = error
     checks = {"alltoall": alltoall.check_heads, "allgather": allgather.check_blocks}
     for name, check_of in checks.items():
         try:
-            check_of(asked)
+            check_of(local_call)
         except InvalidArgumentsError as error:
             found[name] = error
     return steps, found
 
 
-def _least(costs: _Costs) -> str:
+def _cheapest(costs: _Costs) -> str:
     """The cheapest schedule; the all-gather only if no other can run."""
     counted = {name: cost for name, cost in costs.items() if not isinstance(cost, Exception)}
     if not counted:
@@ -143,14 +147,16 @@ def _least(costs: _Costs) -> str:
     return min(counted, key=lambda name: (name == "allgather", counted[name]))
 
 
-def _module(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> tuple[ModuleType, LocalCall]:
+def _module(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> tuple[ModuleType, LocalCall]:
     """The module of the named or chosen schedule, and the call with its name among the options."""
-    with asked.link.agreement.refusals():
-        able = check(asked.options, asked.cut is not None)
-        terms = terms_of(asked)
-        schedule = able[0] if len(able) == 1 else _least(_costs(asked, able, wanted))
-    terms |= {**asked.terms, "schedule": schedule}
-    return _MODULES[schedule], asked._replace(options={**asked.options, "schedule": schedule}, terms=terms)
+    with local_call.link.agreement.refusals():
+        supported = check(local_call.options, local_call.cu_seqlens is not None)
+        terms = terms_of(local_call)
+        schedule = supported[0] if len(supported) == 1 else _cheapest(_costs(local_call, supported, wanted))
+    terms |= {**local_call.terms, "schedule": schedule}
+    return _MODULES[schedule], local_call._replace(
+        options={**local_call.options, "schedule": schedule}, terms=terms
+    )
 
 
 def for_shards(
@@ -158,11 +164,11 @@ def for_shards(
 ) -> str:
     """The named schedule, or the one chosen inside `jax.shard_map`, for arrays like the parts."""
     every = {**defaults(RingOptions), **options}
-    able = check(every, packed)
-    if len(able) == 1:
-        return able[0]
+    supported = check(every, packed)
+    if len(supported) == 1:
+        return supported[0]
     link = SimpleNamespace(rank=0, ranks=ranks)
-    return _least(_costs_of_shards(LocalCall(link, arrays, causal, every, packed or None), able))
+    return _cheapest(_costs_of_shards(LocalCall(link, arrays, causal, every, packed or None), supported))
 
 
 @takes(RingOptions)
@@ -198,31 +204,31 @@ def explain(
         raise InvalidArgumentsError(f"ranks is {ranks!r}.", hint="the number of processes, at least 1")
     every: dict[str, Any] = {**defaults(RingOptions), **options}
     causal, arrays = every.pop("causal"), {"q": q, "k": k, "v": v}
-    asked = LocalCall(SimpleNamespace(rank=0, ranks=count), arrays, causal, every)
-    terms_of(asked)
-    able, lines = check(every, packed=False), []
+    local_call = LocalCall(SimpleNamespace(rank=0, ranks=count), arrays, causal, every)
+    terms_of(local_call)
+    supported, lines = check(every, packed=False), []
     if flag(shard_map, "shard_map"):
-        found = {"forward and backward": _costs_of_shards(asked, able)}
+        found = {"forward and backward": _costs_of_shards(local_call, supported)}
     else:
-        passes = (asked, asked._replace(arrays={**arrays, "do": q}))
-        found = {x.direction: _costs(x, able, (True, True)) for x in passes}
+        passes = (local_call, local_call._replace(arrays={**arrays, "do": q}))
+        found = {x.direction: _costs(x, supported, (True, True)) for x in passes}
     for passes_of, costs in found.items():
-        lines.append(f"{passes_of}: {_least(costs)}")
+        lines.append(f"{passes_of}: {_cheapest(costs)}")
         for name, cost in costs.items():
             said = str(cost).partition("\n")[0] if isinstance(cost, Exception) else f"{cost:,.0f} bytes"
             lines.append(f"  {name:<10}{said}")
     return "\n".join(lines)
 
 
-def forward(asked: LocalCall) -> tuple[Any, Any]:
+def forward(local_call: LocalCall) -> tuple[Any, Any]:
     """O and LSE of this process's queries over the keys of all processes."""
-    module, asked = _module(asked)
-    o, lse = module.forward(asked)
+    module, local_call = _module(local_call)
+    o, lse = module.forward(local_call)
     return o, lse
 
 
-def backward(asked: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
+def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) -> Gradients[Any]:
     """Gradients of this process's q, k and v; `wanted` says whether any process needs dk, and dv."""
-    module, asked = _module(asked, wanted)
-    grads: Gradients[Any] = module.backward(asked, wanted)
+    module, local_call = _module(local_call, wanted)
+    grads: Gradients[Any] = module.backward(local_call, wanted)
     return grads

@@ -12,18 +12,22 @@ from .parts import Split
 __all__ = ["part_of", "sent"]
 
 
-def part_of(asked: LocalCall, wanted: tuple[bool, bool], padded: bool = False) -> dict[str, float]:
+def part_of(local_call: LocalCall, wanted: tuple[bool, bool], padded: bool = False) -> dict[str, float]:
     """Bytes of the arrays of one part, as needed by `sent`; for parts of several lengths the mean.
 
     `wanted` says whether any process needs the gradients of k, and of v; `padded`, that all parts have one
     length.
     """
-    link, options, axis = asked.link, asked.options, row_axis(asked.options, asked.arrays["q"])
-    q, k, v = (asked.arrays[name] for name in "qkv")
+    link, options, axis = (
+        local_call.link,
+        local_call.options,
+        row_axis(local_call.options, local_call.arrays["q"]),
+    )
+    q, k, v = (local_call.arrays[name] for name in "qkv")
     rows = q.shape[axis], k.shape[axis]
     parts = rows
-    if asked.cut is None and options["seqlen"] is not None and not padded:
-        whole = Split(link.rank, link.ranks, rows, asked.causal, options["parts"], options["seqlen"])
+    if local_call.cu_seqlens is None and options["seqlen"] is not None and not padded:
+        whole = Split(link.rank, link.ranks, rows, local_call.causal, options["parts"], options["seqlen"])
         parts = (whole.lengths[0] / link.ranks, whole.lengths[1] / link.ranks)
     item = adopt(q, "q").item_bytes
     sums = max(item, 4)

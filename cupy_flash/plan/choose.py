@@ -7,7 +7,7 @@ from functools import lru_cache
 from ..call.operands import FLOAT8
 from ..call.problem import Problem
 from ..errors import UnsupportedError
-from ..program.errors import beyond
+from ..program.errors import integer_overflow
 from ..program.graph import Graph
 from ..program.ranges import OF_DTYPE, too_large
 from .catalog import architecture
@@ -27,8 +27,8 @@ def choose(problem: Problem, arch: str, multiprocessors: int | None = None) -> P
     from .families import CACHE_FAMILIES, FAMILIES, OF_STATISTICS, order
 
     unread = [(name, True) for name in problem.per_head if name not in _PER_HEAD]
-    for name, asked in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask), *unread):
-        if asked:
+    for name, given in (("seqused_q", problem.used_q), ("a RaggedMask", problem.ragged_mask), *unread):
+        if given:
             raise UnsupportedError(f"no kernel reads {name}.", hint=f"no {name}; or NumPy arrays, on the CPU")
     if isinstance(problem.function, Graph):
         _refuse_what_wraps(problem.function, problem.extents)
@@ -77,4 +77,6 @@ def _refuse_what_wraps(function: Graph, sizes: tuple[int, int, int, int]) -> Non
     for bits, known in ((32, None), (64, held)):
         found = too_large(function, bits, sizes, known)
         if found is not None:
-            raise beyond(function.name, found, bits, "" if known is None else "; or arguments of int8")
+            raise integer_overflow(
+                function.name, found, bits, "" if known is None else "; or arguments of int8"
+            )

@@ -13,7 +13,7 @@ from .ranges import wide_nodes
 from .tape import Tape
 from .template import Template
 
-__all__ = ["NAME", "header", "reads_what_may_be_learned"]
+__all__ = ["NAME", "header", "reads_learnable"]
 
 # The file name that kernels include, from a folder made by the build.
 NAME = "score_function.cuh"
@@ -52,29 +52,31 @@ CF_DEVICE int32_t wide_index(int64_t x) {
 def header(function: Body) -> str:
     """The header of a function: the function, its first two derivatives, and those by its arguments."""
     if isinstance(function, Template):
-        return _around(function)
+        return _header_of_text(function)
     assert isinstance(function, Graph)
-    bare = function.learning(())
-    slope = differentiated(bare, by_arguments=False).graph
-    both = both_derivatives(bare)
-    bends = "{" + ", ".join([f"x{at}" for at in both.outputs]) + "}"
+    not_learned = function.learning(())
+    slope = differentiated(not_learned, by_arguments=False).graph
+    both = both_derivatives(not_learned)
+    derivatives = "{" + ", ".join([f"x{at}" for at in both.outputs]) + "}"
     return (
-        f"// {bare.summary()}, traced by cupy_flash: {function.digest}\n#pragma once\n"
+        f"// {not_learned.summary()}, traced by cupy_flash: {function.digest}\n#pragma once\n"
         + _WIDE_TEXT * bool(wide_nodes(function))
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_function", function)
         + _text("\ntemplate <class Real>\nCF_DEVICE Real score_slope", slope)
-        + _text("\ntemplate <class Real>\nCF_DEVICE Bends<Real> score_bends", both, bends)
-        + "".join(_shares(function))
+        + _text(
+            "\ntemplate <class Real>\nCF_DEVICE ScoreDerivatives<Real> score_derivatives", both, derivatives
+        )
+        + "".join(_argument_shares(function))
         + f"\nconstexpr bool kShortFunction = {_bool(len(function.nodes) <= _SHORT)};\n"
     )
 
 
-def reads_what_may_be_learned(function: Body) -> bool:
+def reads_learnable(function: Body) -> bool:
     """Whether the function reads any element that may have a gradient."""
     return isinstance(function, Graph) and bool(differentiated(function.learns_all()).reads)
 
 
-def _around(function: Template) -> str:
+def _header_of_text(function: Template) -> str:
     """The header around C text: the text, and calls of it with numbers and with dual numbers."""
     given = []
     for number, (dtype, rank) in enumerate(function.arguments):
@@ -97,7 +99,7 @@ def _around(function: Template) -> str:
         "    return of_text<Real>(s, b, h, i, j, arrays);\n}\n\n"
         f"template <class Real>\nCF_DEVICE Real score_slope(Real s, {place}"
         "    return of_text<Real>(score_text::Dual<Real>(s, Real(1)), b, h, i, j, arrays).slope;\n}\n\n"
-        f"template <class Real>\nCF_DEVICE Bends<Real> score_bends(Real s, {place}"
+        f"template <class Real>\nCF_DEVICE ScoreDerivatives<Real> score_derivatives(Real s, {place}"
         "    using Slope = score_text::Dual<Real>;\n"
         "    const score_text::Dual<Slope> s_and_slope(Slope(s, Real(1)), Slope(1));\n"
         "    const auto y = of_text<Real>(s_and_slope, b, h, i, j, arrays);\n"
@@ -118,7 +120,7 @@ def _text(head: str, graph: Graph, result: str = "") -> str:
     )
 
 
-def _shares(graph: Graph) -> Iterator[str]:
+def _argument_shares(graph: Graph) -> Iterator[str]:
     """Per element read that may be learned: its derivative, its address, and the positions it depends on."""
     made, reads = differentiated(graph.learns_all())
     outputs = list(made.outputs[1:])

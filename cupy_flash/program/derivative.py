@@ -53,7 +53,9 @@ def differentiated(graph: Graph, by_arguments: bool = True) -> Derivative:
 def both_derivatives(graph: Graph) -> Graph:
     """A graph with two outputs: the first and second derivative by the score."""
     slope = differentiated(graph.learning(()), by_arguments=False).graph
-    bend = differentiated(slope, by_arguments=False).graph
+    curvature = differentiated(slope, by_arguments=False).graph
     tape = Tape(slope.nodes)
-    moved = tape.joined(bend.nodes)
-    return Graph(*tape.pruned((slope.outputs[0], moved[bend.outputs[0]])), graph.arguments, (), graph.name)
+    numbers = tape.joined(curvature.nodes)
+    return Graph(
+        *tape.pruned((slope.outputs[0], numbers[curvature.outputs[0]])), graph.arguments, (), graph.name
+    )

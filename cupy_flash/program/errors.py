@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .ranges import TooLarge
 
-__all__ = ["CLIPPED", "beyond", "captured", "captured_in_frame", "read_outside", "refused"]
+__all__ = ["CLIPPED", "captured", "captured_in_frame", "integer_overflow", "read_outside", "refused"]
 
 CLIPPED = "np.clip(index, 0, size - 1), also in a branch that np.where does not take"
 _FOREIGN = ("cupy", "jax", "numpy", "torch")
@@ -37,7 +37,7 @@ def read_outside(
     )
 
 
-def beyond(name: str, found: TooLarge, bits: int, more: str = "") -> UnsupportedError:
+def integer_overflow(name: str, found: TooLarge, bits: int, more: str = "") -> UnsupportedError:
     """The error for an integer of a function that may exceed the bits it is computed in.
 
     `more` is appended to the hint.
@@ -96,7 +96,7 @@ def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 def _caller() -> FrameType | None:
     """The innermost frame of user code, not of this package or of a library that called back."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame):
+    while frame is not None and not _is_user_code(frame):
         frame = frame.f_back
     return frame
 
@@ -104,11 +104,11 @@ def _caller() -> FrameType | None:
 def _caller_of(error: BaseException) -> tuple[FrameType | None, bool]:
     """The innermost frame of user code in a traceback, and whether a library raised the error."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    users = [frame for frame in frames if _is_users(frame)]
+    users = [frame for frame in frames if _is_user_code(frame)]
     return (users[-1], frames[-1] is not users[-1]) if users else (None, False)
 
 
-def _is_users(frame: FrameType) -> bool:
+def _is_user_code(frame: FrameType) -> bool:
     foreign = str(frame.f_globals.get("__name__", "")).partition(".")[0] in _FOREIGN
     return not frame.f_code.co_filename.startswith(_HERE) and not foreign
 

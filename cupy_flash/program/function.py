@@ -17,7 +17,7 @@ from .graph import POSITIONS, Argument, Body
 from .template import Template, check_text, only_in_python, refuse_gradients
 from .trace import trace
 
-__all__ = ["Bound", "Program", "both", "widened"]
+__all__ = ["Bound", "Program", "widened", "with_mask"]
 
 
 def widened(x: Any) -> Any:

@@ -10,7 +10,7 @@ from .derivative import differentiated
 from .graph import POSITIONS, Graph, Node
 from .tape import Tape
 
-__all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "hides", "machine"]
+__all__ = ["MOST_REGISTERS", "OPS", "Instruction", "Machine", "machine", "only_masks"]
 
 # The enum Op of kernels_cpu/function.h, in its order: names of operations, with the kind of the operands
 # where opcodes differ by it.
@@ -62,7 +62,23 @@ NOTHING = Machine((), (0, 0, 0), (0, 0, 0))
 
 
 class _Step(NamedTuple):
-    """An instruction before register allocation; value numbers after the graph's nodes are temporaries."""
+    """An instruction before register allocation.
+
+    Attributes
+    ----------
+    op : str
+        Name of the operation, one of `OPS`.
+    reach : int
+        What the result varies over: lanes, keys or pairs.
+    to : int
+        Number of the result. Numbers of nodes are those of the graph; later ones are temporaries.
+    operands : tuple of int
+        Numbers of the operands.
+    array : int
+        Number of the argument that it reads.
+    value : float
+        The constant, if it is one.
+    """
 
     op: str
     reach: int
@@ -85,7 +101,7 @@ class _Writer:
         self.steps: list[_Step] = []
         self.reach: dict[int, int] = {_S: _PAIRS, _DS: _PAIRS}
         self._values = len(graph.nodes)
-        self._spread: dict[int, int] = {}
+        self._broadcast: dict[int, int] = {}
         self._as_int: dict[int, int] = {}
         self._lanes: dict[int, bool] = {}  # whether a value per lane varies between lanes
         self._place: list[int] = []
@@ -109,9 +125,9 @@ class _Writer:
         """Broadcast a value per key to pairs; other values need no broadcast."""
         if self.reach[value] != _KEYS:
             return value
-        if value not in self._spread:
-            self._spread[value] = self.new("spread", _PAIRS, (value,))
-        return self._spread[value]
+        if value not in self._broadcast:
+            self._broadcast[value] = self.new("spread", _PAIRS, (value,))
+        return self._broadcast[value]
 
     def joined(self, values: list[int]) -> tuple[int, tuple[int, ...]]:
         """The reach of a result of these operands, and the operands broadcast to it where needed."""
@@ -196,7 +212,7 @@ def machine(graph: Graph) -> tuple[Machine, Machine]:
     """
     derivative = differentiated(graph)
     kept, rest = _cut(graph, derivative.graph)
-    gradients = _of_gradients(hides(graph), rest, derivative.reads)
+    gradients = _of_gradients(only_masks(graph), rest, derivative.reads)
     return _of_values(graph, kept if gradients.code else None), gradients
 
 
@@ -240,9 +256,9 @@ def _of_values(graph: Graph, kept: int | None) -> Machine:
     return writer.finished(of_kept)._replace(keeps="made")
 
 
-def _of_gradients(only_hides: bool, made: Graph, reads: tuple[tuple[int, int], ...]) -> Machine:
+def _of_gradients(only_masks: bool, made: Graph, reads: tuple[tuple[int, int], ...]) -> Machine:
     slope = made.nodes[made.outputs[0]]
-    unchanged = (slope.op == "constant" and slope.value == 1) or only_hides
+    unchanged = (slope.op == "constant" and slope.value == 1) or only_masks
     if unchanged and not reads:
         return NOTHING
     writer = _Writer(made)
@@ -260,7 +276,7 @@ def _of_gradients(only_hides: bool, made: Graph, reads: tuple[tuple[int, int], .
     return writer.finished()
 
 
-def hides(graph: Graph) -> bool:
+def only_masks(graph: Graph) -> bool:
     """Whether the function only masks pairs; their gradients are 0 anyway."""
     node = graph.nodes[graph.outputs[0]]
     if node.op != "where" or graph.nodes[node.operands[1]].op != "s":

@@ -27,7 +27,7 @@ from .reference import (
 __all__ = ["reference_hvp", "reference_jvp"]
 
 
-class Along(NamedTuple):
+class Directional(NamedTuple):
     """Derivatives of the intermediates of the forward pass in one direction; shapes as in `Forward`."""
 
     q: np.ndarray
@@ -35,7 +35,7 @@ class Along(NamedTuple):
     v: np.ndarray  # repeated for grouped heads
     capped: np.ndarray  # of scale q k^T, before softcap
     slope: np.ndarray  # g'(scale q k^T), 1 without softcap
-    bend: np.ndarray  # g''(scale q k^T), 0 without softcap
+    curvature: np.ndarray  # g''(scale q k^T), 0 without softcap
     p: np.ndarray
     p_sink: np.ndarray
     o: np.ndarray
@@ -102,7 +102,7 @@ def reference_hvp(
     ds = at.p * (dp - delta)
     ds_dot = dots.p * (dp - delta) + at.p * (dp_dot - delta_dot)
     raw = ds * dots.slope
-    raw_dot = ds_dot * dots.slope + ds * dots.bend * dots.capped
+    raw_dot = ds_dot * dots.slope + ds * dots.curvature * dots.capped
     dq_dot = at.scale * (raw_dot @ at.k + raw @ dots.k)
     dk_dot = at.scale * (raw_dot.swapaxes(-1, -2) @ at.q + raw.swapaxes(-1, -2) @ dots.q)
     dv_dot = (dots.p * at.dropout).swapaxes(-1, -2) @ do4
@@ -116,7 +116,7 @@ def reference_hvp(
     )
 
 
-def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any) -> Along:
+def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any) -> Directional:
     """Differentiate every intermediate of the forward pass in a direction."""
     heads_k = at.k.shape[1] // at.group
 
@@ -128,11 +128,11 @@ def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, d
 
     q_dot, k_dot, v_dot = tangent(dq, at.q), tangent(dk, at.k), tangent(dv, at.v)
     products = at.scale * (q_dot @ at.k.swapaxes(-1, -2) + at.q @ k_dot.swapaxes(-1, -2))
-    slope, bend = np.ones(products.shape), np.zeros(products.shape)
+    slope, curvature = np.ones(products.shape), np.zeros(products.shape)
     if chosen.softcap is not None:  # g(t) = c tanh(t / c)
         tanh = at.capped / chosen.softcap
         slope = 1 - tanh**2
-        bend = -2 * tanh * slope / chosen.softcap
+        curvature = -2 * tanh * slope / chosen.softcap
     scores = slope * products
     if dbias is not None:
         scores = scores + np.asarray(dbias).astype(np.float64)
@@ -146,4 +146,4 @@ def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, d
     p = at.p * (scores - mean)
     p_sink = at.p_sink * (sink - mean)
     o = (p * at.dropout) @ at.v + (at.p * at.dropout) @ v_dot
-    return Along(q_dot, k_dot, v_dot, products, slope, bend, p, p_sink, o, mean[..., 0])
+    return Directional(q_dot, k_dot, v_dot, products, slope, curvature, p, p_sink, o, mean[..., 0])

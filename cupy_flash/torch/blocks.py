@@ -27,13 +27,13 @@ def ours(options: Mapping[str, Any]) -> dict[str, Any]:
     mask = options.get("mask")
     if mask is None or isinstance(mask, torch.Tensor):
         return {**options}
-    return {**options, "mask": _ours(mask)}
+    return {**options, "mask": _converted(mask)}
 
 
-def _ours(mask: Any) -> Any:
+def _converted(mask: Any) -> Any:
     """A mask with torch's BlockMask converted; None for torch's BlockMask that masks nothing."""
     if type(mask) is tuple:  # a named tuple is a single mask
-        return tuple([_ours(x) for x in mask])
+        return tuple([_converted(x) for x in mask])
     if type(mask).__name__ == "BlockMask" and not isinstance(mask, BlockMask):
         return _of_torch(mask)
     return mask
@@ -124,9 +124,9 @@ def _made(of_torch: Any) -> BlockMask:
     # why vmap twice: a mask_mod takes scalar indices.
     pairs = torch.vmap(torch.vmap(mask_mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
 
-    def ask(b: int, h: int, i: Any, j: Any) -> Any:
+    def evaluate(b: int, h: int, i: Any, j: Any) -> Any:
         at = [torch.as_tensor(x, device=device) for x in (b, h, i[:, 0], j[0])]
         return pairs(*at).to(torch.bool).cpu().numpy()
 
-    made = filled(codes, lengths, sizes, ask)
+    made = filled(codes, lengths, sizes, evaluate)
     return BlockMask(*(torch.from_numpy(x).to(device) for x in made))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..call.options import RingOptions, defaults
-from ..call.spelling import kind_of
+from ..call.public_names import type_phrase
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import positions, schedules
 from .inputs import check_tensors
@@ -194,11 +194,11 @@ def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Seq
     found = []
     for x, dim in pairs:
         rows = x.new_tensor([x.shape[dim]], dtype=torch.int64)
-        counts = [int(n) for n in link.everyones(rows)]
+        counts = [int(n) for n in link.all_gather(rows)]
         # why padding: all processes must send the same number of rows.
         part = x.new_zeros((*x.shape[:dim], max(counts), *x.shape[dim:][1:]))
         part.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
-        held = [y.narrow(dim, 0, n) for y, n in zip(link.everyones(part), counts, strict=True)]
+        held = [y.narrow(dim, 0, n) for y, n in zip(link.all_gather(part), counts, strict=True)]
         order = [_rows(x, sum(counts), r, ranks) for r in range(ranks)]
         found.append(torch.cat(held, dim).index_select(dim, torch.cat(order).argsort()))
     return found
@@ -208,7 +208,7 @@ def _group_of(mesh: Any) -> tuple[Any, int, int]:
     """The process group of a mesh, the rank of this process in it, and the number of ranks."""
     if type(mesh).__name__ != "DeviceMesh":
         raise InvalidArgumentsError(
-            f"mesh is {kind_of(mesh)}, not a DeviceMesh.",
+            f"mesh is {type_phrase(mesh)}, not a DeviceMesh.",
             hint="one of torch.distributed.init_device_mesh, or a slice of it",
         )
     if mesh.ndim != 1:
@@ -259,7 +259,7 @@ def _pairs(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[tuple[Ten
         )
     for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
         if not isinstance(x, torch.Tensor):
-            raise InvalidArgumentsError(f"buffers[{number}] is {kind_of(x)}.", hint="a tensor")
+            raise InvalidArgumentsError(f"buffers[{number}] is {type_phrase(x)}.", hint="a tensor")
         check_tensors((), **{f"buffers[{number}]": x})
         if not -x.dim() <= dim < x.dim():
             raise InvalidArgumentsError(

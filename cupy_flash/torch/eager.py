@@ -12,8 +12,8 @@ from .ops import differentiate, first_derivative_only
 from .second_order import Backward
 
 __all__ = [
+    "are_plain_memory",
     "are_tensors",
-    "are_untouched",
     "attend_eagerly",
     "gradients",
     "in_batches",
@@ -41,8 +41,8 @@ def are_tensors(call: Call) -> bool:
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether only autograd needs to observe the call: no compiler, and `are_untouched`."""
-    return not torch.compiler.is_compiling() and are_untouched(*tensors)
+    """Whether only autograd needs to observe the call: no compiler, and `are_plain_memory`."""
+    return not torch.compiler.is_compiling() and are_plain_memory(*tensors)
 
 
 def is_transformed() -> bool:
@@ -50,7 +50,7 @@ def is_transformed() -> bool:
     return bool(_transforms() or _dispatch_modes() or _tracing_state() is not None)
 
 
-def are_untouched(*tensors: Any) -> bool:
+def are_plain_memory(*tensors: Any) -> bool:
     """Whether kernels can read these tensors from memory now.
 
     No transform, mode, subclass or meta device; and no lazy negation or zero tensor, whose memory does not

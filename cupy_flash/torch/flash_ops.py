@@ -85,7 +85,9 @@ def _dense_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options
     return grads
 
 
-def _turned_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> tuple[Any, ...]:
+def _transposed_backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any
+) -> tuple[Any, ...]:
     """Gradients of (batch, heads, rows, features) tensors, stored with rows before heads."""
     do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
     return tuple(x.transpose(1, 2) for x in _dense_backward(do, q, k, v, o, lse, layout="bshd", **options))
@@ -110,7 +112,7 @@ def _sdpa_backward(  # type: ignore[no-untyped-def]
 ):
     _refuse(dropout_p)
     # why: models pass views of (batch, rows, heads, features), which need no copy this way.
-    run = _turned_backward if q.transpose(1, 2).is_contiguous() else _dense_backward
+    run = _transposed_backward if q.transpose(1, 2).is_contiguous() else _dense_backward
     grads = run(do, q, k, v, o, lse, scale=scale, **_band(is_causal, None, None))
     ran_backward()
     return _like_inputs(grads, q, k, v)
@@ -211,7 +213,7 @@ def _cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None)
 
 def _cpu_backward(do, q, k, v, o, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
     options = _cpu_options(dropout_p, is_causal, scale, attn_mask)
-    grads = _turned_backward(do, q, k, v, o, lse, **options)
+    grads = _transposed_backward(do, q, k, v, o, lse, **options)
     ran_backward()
     return grads
 
@@ -228,7 +230,7 @@ _KERNELS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
 )
 
 
-def _or_torch(name: str, key: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+def _with_fallback(name: str, key: str, ours: Callable[..., Any]) -> Callable[..., Any]:
     """Our kernel of an operator, which falls back to torch's current kernel, if there is one."""
     try:
         own = torch.library.get_kernel(f"aten::{name}", key)
@@ -256,7 +258,7 @@ class FlashOperators:
             if not hasattr(torch.ops.aten, name):  # only newer versions of torch have it
                 continue
             for key in keys:
-                kernel = _or_torch(name, key, ours)
+                kernel = _with_fallback(name, key, ours)
                 with warnings.catch_warnings():
                     # why: the override is intended, and torch warns about it once.
                     warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")

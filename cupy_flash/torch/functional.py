@@ -11,7 +11,6 @@ import torch
 from ..call.given import Options
 from ..call.options import PARAMETERS, RecordedOptions, RecordedRaggedOptions
 from ..call.signature import takes
-from ..call.spelling import renamed
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .blocks import has_function, ours
 from .call import NO_GRADIENTS, TENSORS, Call

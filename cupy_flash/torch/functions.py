@@ -12,12 +12,12 @@ from ..call.arrays import ArrayView
 from ..call.given import Packing, split
 from ..call.opaque import opaque
 from ..call.options import WITH_GRADIENT
-from ..call.spelling import spelled
+from ..call.public_names import public_name
 from ..derivatives.second_order import run_hvp, run_jvp
 from ..errors import UnsupportedError
 from ..varlen import pack, split_packed
 from .call import deterministic
-from .eager import are_untouched
+from .eager import are_plain_memory
 from .inputs import cast_by_context, check_parts, drawn_seed, widen
 from .ops import first_derivative_only
 
@@ -57,7 +57,7 @@ def attend_by_function(
             "q is on device meta, and a score function computes on numbers.",
             hint="q.new_empty(*q.shape[:-1], v.shape[-1]), the shape of the result",
         )
-    if not are_untouched(*tensors.values()):
+    if not are_plain_memory(*tensors.values()):
         raise UnsupportedError(
             "score functions are not supported under torch.func or tracing.",
             hint="the call outside of torch.func and of programs that are traced",
@@ -68,8 +68,8 @@ def attend_by_function(
     for name in wanted:
         if name not in WITH_GRADIENT and not name.startswith(_ARGUMENT):
             raise UnsupportedError(
-                f"{spelled(name)} has no gradient.",
-                hint=f"{spelled(name)}.detach(), or what it adds as a bias",
+                f"{public_name(name)} has no gradient.",
+                hint=f"{public_name(name)}.detach(), or what it adds as a bias",
             )
     arguments = [name for name in tensors if name.startswith(_ARGUMENT)]
     learned = tuple(n for n, name in enumerate(arguments) if name in wanted)
@@ -145,8 +145,8 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *along: Any) -> Any:
         """J for do and dlse, H for the arrays, as in second_order.py; the cotangents are the direction."""
         do, dlse, o, lse, *tensors = saved = ctx.saved_tensors
-        moved = {f"d{name}": x for name, x in zip(ctx.names, along, strict=True) if x is not None}
-        if not moved:
+        tangents = {f"d{name}": x for name, x in zip(ctx.names, along, strict=True) if x is not None}
+        if not tangents:
             return (None,) * (7 + len(ctx.names))
         if ctx.values.score.learned:
             raise UnsupportedError(
@@ -155,7 +155,7 @@ class _Gradients(torch.autograd.Function):
             )
         given = dict(zip(ctx.names, tensors, strict=True))
         with torch.no_grad():
-            along_views = adopted(**moved)
+            along_views = adopted(**tangents)
             raw, packing = _adopted(ctx.packed, **given, o=o, lse=lse)
             j = run_jvp(raw, along_views, ctx.values, packing)
             raw, packing = _adopted(ctx.packed, do=do, **given, o=o, lse=lse, dlse=dlse)

@@ -12,7 +12,7 @@ from ..call.adopt.torch import refuse_wrapper
 from ..call.compound import QuantizedArray
 from ..call.head_scale import scale_shape, times
 from ..call.options import PARAMETERS
-from ..call.spelling import kind_of, spelled
+from ..call.public_names import public_name, type_phrase
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .call import TENSORS, Call
 
@@ -57,7 +57,7 @@ def check_tensors(needed: tuple[str, ...] = (), **named: Any) -> None:
 
 def check_parts(needed: tuple[str, ...] = (), **named: Any) -> None:
     """`check_tensors` for the arrays that compound options consist of."""
-    _check(needed, named, spelled)
+    _check(needed, named, public_name)
 
 
 def _check(needed: tuple[str, ...], named: dict[str, Any], say: Callable[[str], str]) -> None:
@@ -66,7 +66,7 @@ def _check(needed: tuple[str, ...], named: dict[str, Any], say: Callable[[str], 
             continue
         if not isinstance(x, torch.Tensor):
             raise InvalidArgumentsError(
-                f"{say(name)} is {kind_of(x)}, not a torch tensor.",
+                f"{say(name)} is {type_phrase(x)}, not a torch tensor.",
                 hint=_tensor_of(x, say(name)),
             )
         if type(x).__name__ in _CLOSED:
@@ -105,7 +105,7 @@ def check_one_device(**named: Any) -> None:
     q = named["q"]
     for name, x in named.items():
         if x is not None and x.device != q.device:
-            name = spelled(name)
+            name = public_name(name)
             on_q = f"torch.zeros_like({name}, device=q.device)" if x.is_meta else f"{name}.to(q.device)"
             raise InvalidArgumentsError(f"{name} is on {x.device}, q on {q.device}.", hint=on_q)
 

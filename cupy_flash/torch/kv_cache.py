@@ -13,8 +13,8 @@ from ..call.checks import pair
 from ..call.codes import kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
 from ..call.options import CacheOptions
+from ..call.public_names import public_name
 from ..call.signature import takes
-from ..call.spelling import spelled
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..namespace import NAMESPACE
 from .eager import is_plain
@@ -169,8 +169,8 @@ def attention_with_kv_cache(
     for name, x in tensors.items():
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise InvalidArgumentsError(
-                f"{spelled(name)} requires grad, and attention over a cache records none.",
-                hint=f"{spelled(name)}.detach(), or a call inside torch.no_grad()",
+                f"{public_name(name)} requires grad, and attention over a cache records none.",
+                hint=f"{public_name(name)}.detach(), or a call inside torch.no_grad()",
             )
     values["left"], values["right"] = pair(values["window"])
     others = [argument.of(values[argument.name]) for argument in _ARGUMENTS]

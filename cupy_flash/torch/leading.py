@@ -105,11 +105,11 @@ def over_batches(
     if len(batch) < 2:
         q, k, v = (x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[len(batch) :]) for x in qkv)
         return attend(q, k, v, mask)
-    operands = (*qkv, None if mask is None else _as_wide(mask, batch))
-    return _in_turn(attend, operands, batch, _looped(operands, batch))
+    operands = (*qkv, None if mask is None else _with_batch_axes(mask, batch))
+    return _stacked(attend, operands, batch, _loop_axes(operands, batch))
 
 
-def _as_wide(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
+def _with_batch_axes(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
     """A mask with all axes of the batch, of length 1 where it is broadcast."""
     mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
     lead = tuple(mask.shape[:-3])
@@ -125,7 +125,7 @@ def _as_wide(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
     return mask
 
 
-def _looped(operands: tuple[Tensor | None, ...], batch: tuple[int, ...]) -> tuple[bool, ...]:
+def _loop_axes(operands: tuple[Tensor | None, ...], batch: tuple[int, ...]) -> tuple[bool, ...]:
     """Which leading axes to loop over, so that the others can be flattened to one axis of every operand.
 
     An operand that is broadcast along some of the flattened axes, but not all, must be expanded in memory.
@@ -134,24 +134,26 @@ def _looped(operands: tuple[Tensor | None, ...], batch: tuple[int, ...]) -> tupl
     there = [x for x in operands if x is not None]
     given = sum([x.numel() for x in there])
 
-    def written_out(loops: tuple[bool, ...]) -> int:
-        def mixed(x: Tensor) -> bool:
+    def copied_elements(loops: tuple[bool, ...]) -> int:
+        def is_partly_broadcast(x: Tensor) -> bool:
             joined = zip(x.shape, batch, loops, strict=False)
             return len({n == 1 for n, whole, loop in joined if whole != 1 and not loop}) > 1
 
-        size: int = math.prod(batch) * sum([math.prod(x.shape[len(batch) :]) for x in there if mixed(x)])
+        size: int = math.prod(batch) * sum(
+            [math.prod(x.shape[len(batch) :]) for x in there if is_partly_broadcast(x)]
+        )
         return size
 
     # why not min(): torch.compile does not support it with a key.
     fewest, chosen = math.inf, (False,) * len(batch)
     for loops in itertools.product(*((False, True) if n > 1 else (False,) for n in batch)):
         calls = math.prod([n for n, loop in zip(batch, loops, strict=True) if loop])
-        if calls < fewest and written_out(loops) <= given:
+        if calls < fewest and copied_elements(loops) <= given:
             fewest, chosen = calls, loops
     return chosen
 
 
-def _in_turn(
+def _stacked(
     attend: Any, operands: tuple[Any, ...], batch: tuple[int, ...], loops: tuple[bool, ...]
 ) -> Tensor:
     """The stacked results of a loop over the first marked axis, or of one call over all remaining axes."""
@@ -165,17 +167,17 @@ def _in_turn(
             else x.unbind(at)
             for x in operands
         ]
-        return torch.stack([_in_turn(attend, part, *rest) for part in zip(*parts, strict=True)], at)
+        return torch.stack([_stacked(attend, part, *rest) for part in zip(*parts, strict=True)], at)
     o: Tensor
     if not batch:
         o = attend(*operands)
         return o
-    joined: list[Any] = [x if x is None else _as_one(x, batch) for x in operands]
+    joined: list[Any] = [x if x is None else _flattened(x, batch) for x in operands]
     o = attend(*(x.expand(math.prod(batch), *x.shape[1:]) for x in joined[:3]), joined[3])
     return o.reshape(*batch, *o.shape[1:])
 
 
-def _as_one(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+def _flattened(x: Tensor, batch: tuple[int, ...]) -> Tensor:
     """A tensor with its leading axes flattened to one, of length 1 if it is broadcast along all of them."""
     count = len(batch)
     if math.prod(x.shape[:count]) != 1:

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InvalidArgumentsError
 from .call import TENSORS, Call
-from .eager import are_untouched
+from .eager import are_plain_memory
 
 __all__ = ["are_nested", "are_ragged_rows", "nested_like", "packed"]
 
@@ -55,7 +55,7 @@ def _in_rows(x: Any, name: str, layout: str) -> Any:
 
 def _in_a_program(x: Any) -> bool:
     """Whether the values of the offsets are unknown: in a compiled or traced program."""
-    return torch.compiler.is_compiling() or not are_untouched(x.offsets())
+    return torch.compiler.is_compiling() or not are_plain_memory(x.offsets())
 
 
 def _alike(a: Any, b: Any) -> bool:

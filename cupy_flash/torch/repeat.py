@@ -20,7 +20,7 @@ from ..call.progress import CALLBACK
 from ..dispatch.backends import chosen_by_environment, driver_of, environment
 from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
-from .eager import are_untouched, gradients, is_plain, is_transformed, recorded
+from .eager import are_plain_memory, gradients, is_plain, is_transformed, recorded
 from .leading import swap_heads_and_rows
 
 __all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
@@ -176,7 +176,7 @@ def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | N
     device = q.device if type(q) is type(k) is type(v) is torch.Tensor else None
     if (
         device is None
-        or not are_untouched(q, k, v)
+        or not are_plain_memory(q, k, v)
         or device.type not in _DEVICES
         or torch.is_autocast_enabled(device.type)
     ):

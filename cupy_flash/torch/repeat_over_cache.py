@@ -91,13 +91,13 @@ class OverCache(NamedTuple):
         if self._is_of_latents():
             return
         q, k_cache, v_cache, *_ = self.tensors
-        arrays, values, asked = split_of_cache(
+        arrays, values, cache_call = split_of_cache(
             {name: x for name, x in flat.items() if x is not k_cache and x is not v_cache}
         )
         lengths = self.tensors[3] if self.length is None else self.length
         cache = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths}
         raw, _ = adopt_cache({**cache, **arrays})
-        call = prepared("decode", raw, values, want_lse, None, asked)
+        call = prepared("decode", raw, values, want_lse, None, cache_call)
         known = _PreparedCall(call, {name: view[1:_OWNER] for name, view in raw.items()})
         remember_recent(self.options, Recent.of(self.tensors, known, False))
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ..call.checks import one_of
 from ..call.options import RingOptions, defaults
+from ..call.public_names import type_phrase
 from ..call.signature import takes
-from ..call.spelling import kind_of
 from ..cpu.core.worker_thread import run_in_worker
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel import schedules
@@ -63,19 +63,19 @@ class _History:
         elif device.type not in _HOSTS or threading.current_thread() is not threading.main_thread():
             wait()
         else:
-            self._finish_aside(wait)
+            self._finish_in_worker(wait)
 
-    def _finish_aside(self, wait: Callable[[], None]) -> None:
+    def _finish_in_worker(self, wait: Callable[[], None]) -> None:
         errors: list[BaseException] = []
 
-        def aside() -> None:
+        def wait_and_keep_error() -> None:
             try:
                 wait()
             except BaseException as error:
                 errors.append(error)
 
         try:
-            done = run_in_worker(aside)
+            done = run_in_worker(wait_and_keep_error)
             # why a timeout: a signal that arrives right before a wait begins is handled when the wait ends.
             while not done.wait(timeout=1.0):
                 pass
@@ -89,18 +89,18 @@ class _History:
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
-def _everyones(group: Any, history: _History, x: Any) -> list[Any]:
+def _all_gather(group: Any, history: _History, x: Any) -> list[Any]:
     """The tensors x of all processes of a group, all of one shape."""
-    everyone = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(everyone, x, group=group, async_op=True)
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(gathered, x, group=group, async_op=True)
     history.finish(lambda: all_done([work.wait]), x.device)
-    return everyone
+    return gathered
 
 
 def _gather(group: Any, history: _History, device: torch.device, own: bytes) -> list[bytes]:
     """The bytes of all processes of a group, all of one length."""
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-    return [bytes(x.tolist()) for x in _everyones(group, history, mine)]
+    return [bytes(x.tolist()) for x in _all_gather(group, history, mine)]
 
 
 class _Link:
@@ -132,9 +132,9 @@ class _Link:
         """The link of the backward pass of this call."""
         return _Link(*self._given, self._number)
 
-    def everyones(self, x: Any) -> list[Any]:
+    def all_gather(self, x: Any) -> list[Any]:
         """The tensors x of all processes, all of one shape."""
-        return _everyones(self.group, self.history, x)
+        return _all_gather(self.group, self.history, x)
 
     def pass_on(self, arrays: tuple[Any, ...], into: tuple[Any, ...], by: int) -> Callable[[], None]:
         to, source = (self._of_all[(self.rank + n) % self.ranks] for n in (by, -by))
@@ -152,13 +152,13 @@ class _Link:
     def _sum(self, x: Any) -> torch.dtype:
         return torch.promote_types(x.dtype, torch.float32)
 
-    def wide(self, x: Any) -> Any:
+    def upcast(self, x: Any) -> Any:
         return x.to(self._sum(x), copy=True)
 
-    def narrow(self, x: Any, like: Any) -> Any:
+    def cast_like(self, x: Any, like: Any) -> Any:
         return x.to(like.dtype)
 
-    def beside(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
+    def index_array(self, rows: np.ndarray[Any, Any], like: Any) -> Any:
         return torch.from_numpy(rows).to(like.device)
 
 
@@ -179,20 +179,20 @@ class _Ring(torch.autograd.Function):
         recorded: list[str],
         causal: bool,
         options: dict[str, Any],
-        cut: Any,
+        cu_seqlens: Any,
         return_lse: bool,
     ) -> tuple[Any, Any]:
         with_sinks = {**options, "sinks": sinks}
         arrays, terms = {"q": q, "k": k, "v": v}, {"gradients of": recorded}
-        o, lse = schedules.forward(LocalCall(link, arrays, causal, with_sinks, cut, terms))
+        o, lse = schedules.forward(LocalCall(link, arrays, causal, with_sinks, cu_seqlens, terms))
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.rest = link, recorded, causal, options, cut, return_lse
+        ctx.rest = link, recorded, causal, options, cu_seqlens, return_lse
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-        link, recorded, causal, options, cut, return_lse = ctx.rest
+        link, recorded, causal, options, cu_seqlens, return_lse = ctx.rest
         link = link.returning()
         with link.agreement.refusals():  # memory may run out here too
             if in_batches(do) or in_batches(dlse):
@@ -210,7 +210,7 @@ class _Ring(torch.autograd.Function):
             with_sinks = {**options, "sinks": sinks}
             wanted = "k" in recorded, "v" in recorded
             arrays = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
-            grads = schedules.backward(LocalCall(link, arrays, causal, with_sinks, cut), wanted)
+            grads = schedules.backward(LocalCall(link, arrays, causal, with_sinks, cu_seqlens), wanted)
         firsts = (*grads[:3], grads.dsinks)
         return *first_derivative_only(firsts, (do, dlse, *saved), of="ring_attention"), *[None] * 6
 
@@ -230,7 +230,7 @@ def _group(group: Any) -> Any:
         is_mesh = type(group).__name__ == "DeviceMesh"
         names = getattr(group, "mesh_dim_names", None) or ("cp",)
         raise InvalidArgumentsError(
-            f"group is {kind_of(group)}, not a process group.",
+            f"group is {type_phrase(group)}, not a process group.",
             hint=f'group=mesh.get_group("{names[-1]}")'
             if is_mesh
             else "one from torch.distributed.new_group",
@@ -250,7 +250,7 @@ def _attend(
     v: Any,
     group: Any,
     agreement: Any,
-    cut: Any,
+    cu_seqlens: Any,
     return_lse: bool,
     every: dict[str, Any],
     check: Callable[[], None] | None = None,
@@ -267,7 +267,7 @@ def _attend(
     with link.agreement.refusals():
         if check is not None:
             check()
-        _refuse(every, cut is not None)
+        _refuse(every, cu_seqlens is not None)
         check_tensors(("q", "k", "v"), **named, alibi_slopes=every["alibi_slopes"])
         if torch._C._are_functorch_transforms_active():
             raise UnsupportedError(
@@ -283,7 +283,7 @@ def _attend(
     recorded = [name for name, x in named.items() if x is not None and x.requires_grad]
     if not torch.is_grad_enabled():
         recorded = []
-    return _Ring.apply(*named.values(), link, recorded, causal, every, cut, return_lse)
+    return _Ring.apply(*named.values(), link, recorded, causal, every, cu_seqlens, return_lse)
 
 
 def attend(*call: Any) -> Any:

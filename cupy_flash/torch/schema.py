@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, SupportsFloat, get_args, get_origin
 
 from ..call.checks import flag
 from ..call.options import declared, types
-from ..call.spelling import spelled
+from ..call.public_names import public_name
 from ..call.values import finite_number
 
 __all__ = ["Argument", "arguments_of", "array_names", "schema"]
@@ -30,9 +30,11 @@ class Argument(NamedTuple):
         if value is None or self.kind.startswith(("SymInt", "str")):
             return value
         if self.kind.startswith("bool"):
-            return flag(value, spelled(self.name))
+            return flag(value, public_name(self.name))
         # why not finite_number for all: under torch.compile a number may be symbolic, without a value.
-        return float(value) if isinstance(value, (int, float)) else finite_number(value, spelled(self.name))
+        return (
+            float(value) if isinstance(value, (int, float)) else finite_number(value, public_name(self.name))
+        )
 
 
 def arguments_of(options: Any, instead: dict[str, str]) -> tuple[Argument, ...]:
@@ -45,12 +47,12 @@ def arguments_of(options: Any, instead: dict[str, str]) -> tuple[Argument, ...]:
     instead : dict of str to str
         Arguments that replace options for which schemas have no type, by the name of the option.
     """
-    spelled = [
+    texts = [
         instead[name] if name in instead else f"{_kind(hint)} {name}"
         for name, hint in types(options).items()
         if not declared(options)[name].array
     ]
-    return tuple(Argument(*part.split()) for text in spelled for part in text.split(","))
+    return tuple(Argument(*part.split()) for text in texts for part in text.split(","))
 
 
 def _kind(hint: Any) -> str:

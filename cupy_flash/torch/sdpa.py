@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import InvalidArgumentsError, UnsupportedError
-from .eager import are_untouched
+from .eager import are_plain_memory
 from .flash_ops import NAME, has_registry, register
 from .functional import scaled_dot_product_attention
 from .tally import Calls, counted, left_to_torch, ran_backward, ran_forward, reason_of
@@ -43,7 +43,7 @@ def _ran_backward(_: Tensor) -> None:
     ran_backward()
 
 
-def _ours_or(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _ours_or_fallback(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The result of this library, or of torch's function `own` if this library refuses the call."""
     if options["dropout_p"] and args[0].is_cuda and torch.cuda.is_current_stream_capturing():
         # why: the seed is a host number, so each replay would drop the same weights.
@@ -100,20 +100,20 @@ def sdpa_with_fallback(
     options = _options(attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.compiler.is_compiling():
         return scaled_dot_product_attention(query, key, value, **options)
-    o: Tensor = _ours_or(_torchs_own, query, key, value, **options)
+    o: Tensor = _ours_or_fallback(_torchs_own, query, key, value, **options)
     return o
 
 
-def _whole(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
+def _replacement(query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
     """Replacement of torch's operator, called before torch chooses a backend."""
     tensors, options = (query, key, value), _options(*args, **named)
-    if not are_untouched(*tensors, options["attn_mask"]):
+    if not are_plain_memory(*tensors, options["attn_mask"]):
         # why: torch.compile caches graphs on disk, and does not know that this operator is overridden.
         left_to_torch("scaled_dot_product_attention: torch is tracing, or a mode or subclass sees the call.")
     elif _only_math():
         left_to_torch("scaled_dot_product_attention: the caller allows the math backend only.")
     else:
-        return _ours_or(_operator.decompose, *tensors, **options)
+        return _ours_or_fallback(_operator.decompose, *tensors, **options)
     return _operator.decompose(*tensors, **options)
 
 
@@ -125,14 +125,14 @@ def _only_math() -> bool:
     )
 
 
-class _WholeOperator:
+class _OperatorOverride:
     """Overrides torch's scaled_dot_product_attention for all of its backends."""
 
     def __init__(self, device: str) -> None:
         self._library = torch.library.Library("aten", "IMPL")
         # why two: with the backend key alone, autograd would not record the calls inside.
         for key in (device, f"Autograd{device}"):
-            self._library.impl("scaled_dot_product_attention", _whole, key)
+            self._library.impl("scaled_dot_product_attention", _replacement, key)
 
     def remove(self) -> None:
         """Restore torch's operator."""
@@ -146,7 +146,7 @@ class _Contexts:
         self._lock = threading.Lock()
         self._open = 0
         self._before: str | None = None
-        self._operator: _WholeOperator | None = None
+        self._operator: _OperatorOverride | None = None
 
     def enter(self) -> None:
         attention = torch.nn.attention
@@ -156,7 +156,7 @@ class _Contexts:
                 if self._before != NAME:
                     register()  # again, because other code may have registered the name since
                     attention.activate_flash_attention_impl(NAME)
-                self._operator = _WholeOperator("CUDA")
+                self._operator = _OperatorOverride("CUDA")
             self._open += 1
 
     def leave(self) -> None:

@@ -49,8 +49,8 @@ def _with_jvp(*values: Any) -> tuple[Any, ...]:
     call = call_of(values[_N:])
     with torch.no_grad():
         raw, packing = adopted_call(call)
-        results, moved = run_with_jvp(raw, _named(values[:_N]), call.options, packing)
-    return (*results, *moved)
+        results, result_tangents = run_with_jvp(raw, _named(values[:_N]), call.options, packing)
+    return (*results, *result_tangents)
 
 
 def _hvp(do: Any, dlse: Any, o: Any, lse: Any, o_dot: Any, lse_dot: Any, *rest: Any) -> tuple[Any, ...]:
@@ -146,12 +146,12 @@ def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         compute = dynamo.disable(compute)
-    o, lse, *moved = compute(*tangents_of(tangents), *arguments(call._replace(tensors=primals)))
+    o, lse, *result_tangents = compute(*tangents_of(tangents), *arguments(call._replace(tensors=primals)))
     make_dual = torch.autograd.forward_ad.make_dual
-    return make_dual(o, moved[0]), make_dual(lse, moved[1])
+    return make_dual(o, result_tangents[0]), make_dual(lse, result_tangents[1])
 
 
-def _spread(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _per_argument(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
     """One gradient per argument of the operator, from those of the differentiable arrays; others are None."""
     every: list[Any] = [None] * len(values)
     for position, grad in zip(_PRIMALS, grads, strict=True):
@@ -160,7 +160,7 @@ def _spread(grads: tuple[Any, ...], values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(every)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] = ()) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] = ()) -> None:
     """Save tensors for reverse and forward mode, and other values on the context."""
     tensors = (*inputs, *output)
     held = [isinstance(x, torch.Tensor) for x in tensors]
@@ -172,8 +172,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...] = ()) -> No
     ctx.set_materialize_grads(False)
 
 
-def _kept(ctx: Any) -> tuple[Any, ...]:
-    """The inputs and outputs that `_keep` saved."""
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """The inputs and outputs that `_save` saved."""
     saved = iter(ctx.saved_tensors)
     return tuple(next(saved) if there else x for x, there in zip(ctx.rest, ctx.held, strict=True))
 
@@ -196,12 +196,12 @@ class Tangent(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
         """Save everything."""
-        _keep(ctx, inputs, output)
+        _save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
         """B for the tangents, because it is the transpose of J; H for the arrays."""
-        *inputs, o_dot, lse_dot = _kept(ctx)
+        *inputs, o_dot, lse_dot = _saved(ctx)
         o, lse, along, values = inputs[0], inputs[1], inputs[2 : 2 + _N], tuple(inputs[2 + _N :])
         if do is None and dlse is None:
             return (None,) * len(inputs)
@@ -212,12 +212,12 @@ class Tangent(torch.autograd.Function):
         second: tuple[Any, ...] = (None,) * _N
         if any(ctx.needs_input_grad[2 + _N :]):
             second = _SecondGradient.apply(do, dlse, o, lse, o_dot, lse_dot, *along, *values)
-        return (None, None, *grads, *_spread(second, values))
+        return (None, None, *grads, *_per_argument(second, values))
 
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> tuple[Any, Any]:
         """J applied to the tangents of the tangents; refuse tangents of the arrays."""
-        inputs = _kept(ctx)[:-2]
+        inputs = _saved(ctx)[:-2]
         if any(dot is not None for dot in dots[2 + _N :]):
             raise UnsupportedError(
                 "attention has no forward-mode derivative of its forward-mode derivative.",
@@ -240,12 +240,12 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:  # noqa: ARG004
         """Save everything."""
-        _keep(ctx, inputs)
+        _save(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, *along: Any) -> tuple[Any, ...]:
         """J for do and dlse, H for the arrays."""
-        do, dlse, o, lse, *values = _kept(ctx)
+        do, dlse, o, lse, *values = _saved(ctx)
         along = tuple(
             None if values[position] is None else x for position, x in zip(_PRIMALS, along, strict=True)
         )
@@ -257,13 +257,13 @@ class Backward(torch.autograd.Function):
             second = _SecondGradient.apply(do, dlse, o, lse, o_dot, lse_dot, *along, *values)
         return (
             None if do is None else o_dot, None if dlse is None else lse_dot, None, None,
-            *_spread(second, tuple(values)),
+            *_per_argument(second, tuple(values)),
         )  # fmt: skip
 
     @staticmethod
     def jvp(ctx: Any, *dots: Any) -> tuple[Any, ...]:
         """B of the tangents of do and dlse, and H."""
-        do, dlse, o, lse, *values = _kept(ctx)
+        do, dlse, o, lse, *values = _saved(ctx)
         along = tangents_of(dots[4:])
         first: tuple[Any, ...] = (None,) * _N
         if dots[0] is not None or dots[1] is not None:
@@ -292,13 +292,13 @@ class _SecondGradient(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *_: Any) -> Any:
         """There is none."""
-        raise _third()
+        raise _no_third_derivative()
 
     @staticmethod
     def jvp(_ctx: Any, *_: Any) -> Any:
         """There is none."""
-        raise _third()
+        raise _no_third_derivative()
 
 
-def _third() -> UnsupportedError:
+def _no_third_derivative() -> UnsupportedError:
     return UnsupportedError("attention has no third derivative.", hint="at most two derivatives of each call")

@@ -82,7 +82,7 @@ struct ForwardParams {
     // group, those from heads_q / heads_k on are none; 0: a tile is of one head.
     int32_t head_bits;
     // Only of reproducible flash_forward: keys come in chunks, see tile/chunk.cuh. 1: a block has all of its rows,
-    // which lie in chunk_o in between; more: each is a block's, and flash_unite brings them together.
+    // which lie in chunk_o in between; more: each is a block's, and flash_combine_chunks merges them.
     int32_t chunks;
     // (chunks * batch, heads_q, seqlen_q, class of head_dim_v) of float; data null: there are no chunks.
     Tensor chunk_o;
@@ -102,7 +102,7 @@ struct HopperForwardParams {
     ForwardParams call;
 };
 
-// Factors on stored numbers, (1 or batch, heads_k): a value is what is stored times its factor.
+// Factors on stored numbers, (1 or batch, heads_k): a value is the stored number times its factor.
 struct Scales {
     const float* data;    // may be null: 1
     int64_t batch, head;
@@ -205,8 +205,8 @@ struct F16x3BackwardParams {
     void *q_halves, *k_halves, *v_halves, *do_halves;
 };
 
-// Where keys and values of sequences lie: in slots of a cache, one for a sequence or one for each of its pages.
-// What codes of 4 bits stand for: feature f of a key is scale[f / group] * code + zero[f / group], of E2M1
+// Keys and values of sequences are in slots of a cache, one for a sequence or one for each of its pages.
+// Scales of 4-bit codes: feature f of a key is scale[f / group] * code + zero[f / group], for E2M1
 // scale[f / 16] * code times the scale of its head. (slots, heads_k, keys of a slot, groups), groups contiguous.
 struct Units {
     void* scale;                // of half, of E2M1 e4m3; null: no codes
@@ -255,7 +255,7 @@ struct Rotary {
 // What flash_append, flash_gather, flash_decode and flash_combine take.
 struct DecodeParams {
     Tensor q;               // (batch, heads_q, seqlen_q, head_dim)
-    Tensor turned_q;        // the same, rotated: written by flash_append; data null without rotation
+    Tensor rotated_q;       // the same, rotated: written by flash_append; data null without rotation
     Tensor k_new, v_new;    // (batch, heads_k, appended, head_dim), data may be null
     Tensor o;               // (batch, heads_q, seqlen_q, head_dim_v)
     Rows lse;               // (batch, heads_q, seqlen_q), data may be null

@@ -1,10 +1,10 @@
 // e^x, log x, tanh x and a * b + c of operations that IEEE 754 rounds to nearest: sums, products, quotients and fused
-// multiply-adds, one after the other as they stand here. Whatever computes them, a GPU of any architecture or a CPU,
-// gets the same bits; those of NaN, which have more than one, excepted.
+// multiply-adds, in the order written here. So a GPU of any architecture and a CPU get the same bits, except those of
+// NaN, which has several representations.
 // Design note: docs/kernels/simple.md.
 //
-// What includes this is compiled without contraction (--fmad=false, -ffp-contract=off), so that only what is written
-// as a multiply-add is one.
+// Files that include this are compiled without contraction (--fmad=false, -ffp-contract=off): a product and a sum are
+// fused only where the source says so.
 #pragma once
 #include "base.cuh"
 

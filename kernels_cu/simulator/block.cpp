@@ -309,11 +309,11 @@ static void give_fiber(Thread& t) {
 SIM_NEVER_RETURNS static void thread_main() {
     entered(block.launcher);
     acquire(&block.launcher);
-    if (!me().quiet) hush();    // a fiber that has run before is still quiet
-    me().quiet = true;
-    unhush();
+    if (!me().ignoring) ignore_accesses();    // a fiber that has run before is still ignoring
+    me().ignoring = true;
+    observe_accesses();
     block.body(block.params);
-    hush();
+    ignore_accesses();
     release(&block.body);
     Thread& t = me();
     if (!t.copies.idle()) fail("exits with cp.async in flight");
@@ -356,7 +356,7 @@ void take_fibers() {
 void start_thread(Thread& t) {
 #if defined(__SANITIZE_THREAD__)
     give_fiber(t);
-    t.quiet = false;
+    t.ignoring = false;
 #else
     if (!t.stack) t.make(kStackBytes);
 #endif

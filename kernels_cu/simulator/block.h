@@ -27,9 +27,9 @@ struct Site {
     const char* file;
     int line;
 };
-// Inside a primitive ThreadSanitizer sees only what the primitive reports: `quiet` lives as long as the call.
+// Inside a primitive ThreadSanitizer sees only what the primitive reports: `ignoring` lives as long as the call.
 struct Call : Site {
-    Quiet quiet;
+    IgnoreAccesses ignoring;
 };
 #define SIM_SITE const sim::Call& site = {{__builtin_FILE(), __builtin_LINE()}, {}}
 
@@ -65,7 +65,7 @@ struct SIM_API Queue {
 struct Thread : Context {
     int id = 0;      // in its cluster: those of the second block come after those of the first
     int rank = 0;    // of its block in the cluster
-    bool done = false, quiet = false;
+    bool done = false, ignoring = false;
     const void* key = nullptr;    // what it waits for; null when it can run
     const char* what = "";
     Queue* queue = nullptr;    // it waits until all but the `left` newest groups of this are complete

@@ -107,7 +107,7 @@ void Context::start(void (*entry)(), int colour) {
 SIM_NEVER_RETURNS void switch_context(Context& from, Context& to, [[maybe_unused]] bool last) {
 #if defined(__SANITIZE_THREAD__)
     void* next = to.tsan;
-    if (last) unhush();
+    if (last) observe_accesses();
     __tsan_switch_to_fiber(next, __tsan_switch_to_fiber_no_sync);
 #endif
 #if defined(__SANITIZE_ADDRESS__)

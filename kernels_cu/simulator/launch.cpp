@@ -186,7 +186,7 @@ static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64
 
 int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t threads[3],
            uint64_t shared_bytes, const void* params, uint64_t max_threads, int ranks) {
-    Quiet quiet;
+    IgnoreAccesses ignoring;
     Block& b = block;
     clear_report();
     start_launch();

@@ -49,11 +49,11 @@ class TestCounted:
         (cost,) = cost_model.of_case(case, "sm_80", rates.known(A100))
         assert cost.bound == "tensor"
         assert cost.seconds["tensor"] == pytest.approx(case.flops() / 312e12, rel=0.01)
-        first, second = cost_model.beside(case, "sm_80", A100, 2 * cost.overlapped)
+        first, second = cost_model.compared(case, "sm_80", A100, 2 * cost.overlapped)
         assert "A100, published rates" in first
         assert "bound by tensor; measured is 2.00 x that" in second
-        assert cost_model.beside(case, "sm_80", "Unheard-of GPU", 1.0) == []
-        assert cost_model.beside(case._replace(dtype="float64"), "sm_80", "A100", 1.0) == []
+        assert cost_model.compared(case, "sm_80", "Unheard-of GPU", 1.0) == []
+        assert cost_model.compared(case._replace(dtype="float64"), "sm_80", "A100", 1.0) == []
 
 
 def test_causal_pairs_are_whole_tiles() -> None:

@@ -17,7 +17,7 @@ import pytest
 from bench import __main__ as command
 from bench import work
 from bench.commands import functions, lengths, memory, spans
-from bench.machine import ceilings, conditions, fresh, place, timing, weather
+from bench.machine import ceilings, conditions, cpu_share, fresh, place, timing
 from bench.measure import accuracy, peers, results, session
 from bench.measure.peers import OURS, PEERS, Peer, Skipped
 
@@ -69,7 +69,7 @@ def test_threads_that_spin_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weather, "others", lambda *_: 0.0)
+    monkeypatch.setattr(cpu_share, "of_others", lambda *_: 0.0)
     durations = iter([9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     took = timing.alternate({"a": (lambda: None, lambda _: next(durations))}, 5, 20.0)["a"]
     assert took[:4] == (2.0, 3.0, 4.0, 5)  # the first was to warm up
@@ -78,7 +78,7 @@ def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_samples_beside_other_programs_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     share = iter([0.9, 0.0, 0.8, 0.02, 0.0, 0.0, 0.0, 0.0])
-    monkeypatch.setattr(weather, "others", lambda *_: next(share))
+    monkeypatch.setattr(cpu_share, "of_others", lambda *_: next(share))
     durations = iter([0.0, 50.0, 1.0, 60.0, 2.0, 3.0, 4.0, 5.0])
     took = timing.alternate({"a": (lambda: None, lambda _: next(durations))}, 5, 20.0)["a"]
     assert took[:4] == (2.0, 3.0, 4.0, 5)
@@ -86,24 +86,24 @@ def test_samples_beside_other_programs_are_taken_again(monkeypatch: pytest.Monke
 
 
 def test_where_it_is_never_calm_all_samples_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weather, "others", lambda *_: 0.5)
+    monkeypatch.setattr(cpu_share, "of_others", lambda *_: 0.5)
     took = timing.alternate({"a": (lambda: None, lambda _: 1.0)}, 6, 0.0)["a"]
     assert (took.samples, took.others) == (timing.LEAST_REPETITIONS, 0.5)
 
 
 def test_others_are_seen() -> None:
     """Another process on a processor, while we sleep. A child counts as another until it is waited for."""
-    before = weather.now()
+    before = cpu_share.sample()
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     time.sleep(0.5)
-    share = weather.others(before, weather.now())
+    share = cpu_share.of_others(before, cpu_share.sample())
     child.kill()
     child.wait()
     assert share > 0.1
 
 
 def test_ways_take_turns_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weather, "others", lambda *_: 0.0)
+    monkeypatch.setattr(cpu_share, "of_others", lambda *_: 0.0)
     order: list[str] = []
     ways = {name: ((lambda name=name: order.append(name)), _once) for name in "ab"}
     timing.alternate(ways, 50, 0.0, warm_up=0)
@@ -296,7 +296,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_ceilings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     # why: other tests run beside it, and what is wanted are numbers, not good ones.
-    monkeypatch.setattr(weather, "others", lambda *_: 0.0)
+    monkeypatch.setattr(cpu_share, "of_others", lambda *_: 0.0)
     found = ceilings.measure(place.Cpu(), quick=True)
     assert found.bytes_per_second > 1e8
     assert found.flops["float32"] > 1e8

@@ -108,14 +108,14 @@ def test_rows_beside_other_programs_with_a_note_or_wrong_are_left_out() -> None:
     rows = [row("1", "cupy_flash", 2), row("1", "a", 4, of_budget="3"), row("1", "b", 4, others="0.5"),
             row("1", "c", 4, note="WRONG"), row("2", "cupy_flash", 1, others="0.5")]  # fmt: skip
     (one,) = tables.newest(rows)
-    assert list(one.ways) == ["cupy_flash", "a"]
+    assert list(one.implementations) == ["cupy_flash", "a"]
     assert one.over("a", "tflops") is None
 
 
 def test_the_worst_ratio_comes_first() -> None:
     rows = [row("1", "cupy_flash", 1), row("1", "a", 2), row("1", "cupy_flash", 4, seqlen="9"),
             row("1", "a", 3, seqlen="9")]  # fmt: skip
-    (one,) = tables.beside(tables.newest(rows), lambda _row: "all", "tflops")
+    (one,) = tables.compared(tables.newest(rows), lambda _row: "all", "tflops")
     assert [ratio for ratio, _ in one.ratios] == [0.75, 2]
     assert one.count == "1 of 2"
 

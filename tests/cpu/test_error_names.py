@@ -29,8 +29,8 @@ from cupy_flash import (
     UnsupportedError,
 )
 from cupy_flash.call.options import CacheOptions, DenseOptions, declared
+from cupy_flash.call.public_names import PUBLIC_NAMES, public_name
 from cupy_flash.call.signature import REMOVED
-from cupy_flash.call.spelling import SPELLED, spelled
 from tests.paths import ROOT
 
 # Adapters are read where their framework is installed.
@@ -208,7 +208,7 @@ def test_texts_have_no_name_that_nobody_can_see(path: Path) -> None:
         if name.split(".")[0] in FRAMEWORKS:
             pytest.importorskip(FRAMEWORKS[name.split(".")[0]])
     found = unknown(path)
-    assert not found, "\n".join(["say what the caller wrote, see call/spelling.py:", *found])
+    assert not found, "\n".join(["say what the caller wrote, see call/public_names.py:", *found])
 
 
 def test_the_search_finds_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,11 +229,11 @@ def test_the_search_finds_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Mon
         assert not unknown(module), good
 
 
-def test_every_part_of_an_option_has_a_spelling() -> None:
+def test_every_part_of_an_option_has_a_public_name() -> None:
     for options in (DenseOptions, CacheOptions):
         for name, option in declared(options).items():
             for part in option.parts:
-                owner = re.split(r"[.\[]", spelled(part))[0]
+                owner = re.split(r"[.\[]", public_name(part))[0]
                 assert owner == name, f"{part} is part of {name}"
 
 
@@ -319,7 +319,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "leftpad": (over_cache, {"cache_leftpad": f(2)}, "cache_leftpad is (2)"),
 }  # fmt: skip
 INNER = re.compile(
-    rf"(?<![\w.\[])(?:{'|'.join(name for name in SPELLED if '_' in name)}|bound\[|mask_starts)(?!\w)"
+    rf"(?<![\w.\[])(?:{'|'.join(name for name in PUBLIC_NAMES if '_' in name)}|bound\[|mask_starts)(?!\w)"
 )
 
 

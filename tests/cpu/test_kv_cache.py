@@ -61,7 +61,7 @@ def test_pages_may_be_shared() -> None:
 
 
 def test_cascade() -> None:
-    """A prefix that all share, computed once for the batch, and each one's suffix, united by merge."""
+    """A prefix that all share, computed once for the batch, and each one's suffix, merged by merge."""
     rng = np.random.default_rng(0)
     batch, heads, prefix, room, dim = 3, 4, 64, 96, 16
     q = rng.standard_normal((batch, heads, 1, dim))
@@ -77,9 +77,9 @@ def test_cascade() -> None:
         q, keys[:, :, prefix:], values[:, :, prefix:], cache_seqlens=lengths - np.int32(prefix),
         return_lse=True,
     )  # fmt: skip
-    united, united_lse = cupy_flash.merge(*first, *rest)
-    np.testing.assert_allclose(united, whole, atol=1e-12)
-    np.testing.assert_allclose(united_lse, whole_lse, atol=1e-12)
+    merged, merged_lse = cupy_flash.merge(*first, *rest)
+    np.testing.assert_allclose(merged, whole, atol=1e-12)
+    np.testing.assert_allclose(merged_lse, whole_lse, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])

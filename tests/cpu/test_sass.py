@@ -161,7 +161,7 @@ GIVE, TAKE = "USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL UP0,"
     ],
 )
 def test_registers_that_warpgroups_give_back_and_take(lines, reasons):
-    assert sass.misallocated(listing(*lines), registers=168, warpgroups=3) == reasons
+    assert sass.register_faults(listing(*lines), registers=168, warpgroups=3) == reasons
 
 
 @requires_nvrtc(12)
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, s
             build.build(12, ["sm_90a"], tmp_path, progress=False)
 
     def test_registers_of_warpgroups_that_do_not_add_up_are_refused(self, stubs, tmp_path, monkeypatch):
-        monkeypatch.setattr(sass, "misallocated", lambda *_: ["registers are only taken"])
+        monkeypatch.setattr(sass, "register_faults", lambda *_: ["registers are only taken"])
         stubs.rows = (stub("product", products=(("64x8x16", 1),)),)
         with pytest.raises(build.BuildFailed, match=r"product_f32_.* for sm_90a: registers are only taken"):
             build.build(12, ["sm_90a"], tmp_path, progress=False)
@@ -257,7 +257,7 @@ def test_a_block_takes_the_instructions_of_the_cost_sheet(variant, cuda):
     """An instruction more is an issue slot more."""
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    counted = sass.fewest_of_a_round(built(variant, cuda))
+    counted = sass.shortest_iteration(built(variant, cuda))
     assert 0 < counted <= WHOLE_BLOCK[variant.head_dim, variant.head_dim_v]
 
 
@@ -383,7 +383,9 @@ ABOVE_THE_BAND = {"64": 1.01, "128": 1.01, "192v128": 1.01, "256": 1.01}
 @pytest.mark.parametrize("classes", ABOVE_THE_BAND)
 def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes):
     """The shortest way around the loop, in instructions of a warp."""
-    counts = [sass.fewest_of_a_round(built(_hopper_forward(classes, mask), 12)) for mask in ("band", "spans")]
+    counts = [
+        sass.shortest_iteration(built(_hopper_forward(classes, mask), 12)) for mask in ("band", "spans")
+    ]
     assert 0 < counts[1] <= ABOVE_THE_BAND[classes] * counts[0]
 
 
@@ -405,7 +407,7 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda):
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     read = {mask: built(_hopper_forward(classes, mask), cuda) for mask in ("band", "spans")}
-    band, whole = (sass.fewest_of_a_round(each) for each in read.values())
+    band, whole = (sass.shortest_iteration(each) for each in read.values())
     now = read["spans"].instructions
 
     def after(start, name, part=""):
@@ -424,11 +426,11 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda):
     again = 0
     if block_n == 128:  # a loop, of four keys of a lane
         of_key = max(i for i in range(asked) if now[i].name == "LDG" and not now[i].guard)
-        again = 3 * sass.fewest(read["spans"], of_key, of_key)
+        again = 3 * sass.shortest_path(read["spans"], of_key, of_key)
         assert again
 
     def cost(*way):
-        steps = [sass.fewest(read["spans"], *pair) for pair in pairwise((skips, *way, softmax))]
+        steps = [sass.shortest_path(read["spans"], *pair) for pair in pairwise((skips, *way, softmax))]
         assert all(steps)
         return sum(steps) - 1
 
@@ -461,7 +463,7 @@ def test_a_tile_of_gradients_that_spans_leave_whole_costs_what_the_band_does(cud
     if not nvrtc.installed(cuda):
         pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     counts = [
-        sass.fewest_of_a_round(built(_hopper(f"flash_backward_sm90_f16_d64_{mask}_128x128"), cuda))
+        sass.shortest_iteration(built(_hopper(f"flash_backward_sm90_f16_d64_{mask}_128x128"), cuda))
         for mask in ("band", "spans")
     ]
     assert 0 < counts[1] <= 1.03 * counts[0]
@@ -502,7 +504,7 @@ def test_a_partial_tile_of_gradients_is_short_for_helpers(head_dim, cuda):
     keys, parts = 128 // 32 // 2, len(words)
     assert parts == {"64": 4, "128": 2}[head_dim]
     way = [told, *[bounds, *words] * keys, waits]
-    steps = [sass.fewest(read, *pair) for pair in pairwise(way)]
+    steps = [sass.shortest_path(read, *pair) for pair in pairwise(way)]
     assert all(steps)
     assert sum(steps) <= PARTIAL_TILE[head_dim], steps
 
@@ -592,7 +594,7 @@ def test_what_stands_between_products_is_what_the_worst_case_says(target, head_d
 
 
 UNDER = next(v for v in families.variants("sm_80") if v.name.startswith("flash_backward_dqkv_f16_d128_band"))
-BESIDE = "            beside(Share{i, kBlocks});\n"
+INTERLEAVED = "            interleaved(Share{i, kBlocks});\n"
 
 
 @pytest.mark.skipif(
@@ -607,11 +609,11 @@ def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatc
     built(UNDER, cuda, "sm_80")
     folder = tmp_path / "kernels"
     shutil.copytree(sources.folder(), folder)
-    (header,) = (path for path in folder.rglob("*.cuh") if BESIDE in path.read_text())
-    text = header.read_text().replace(BESIDE, "")
-    whole = "        multiply_together<Math, kSteps>(d, a, b, beside);\n"
+    (header,) = (path for path in folder.rglob("*.cuh") if INTERLEAVED in path.read_text())
+    text = header.read_text().replace(INTERLEAVED, "")
+    whole = "        multiply_together<Math, kSteps>(d, a, b, interleaved);\n"
     assert whole in text
-    header.write_text(text.replace(whole, "        beside(Share{0, 1});\n" + whole))
+    header.write_text(text.replace(whole, "        interleaved(Share{0, 1});\n" + whole))
     monkeypatch.setattr(sources, "folder", lambda: folder)
     _, refused, _ = compile_variant(compiler, UNDER, "sm_80", tmp_path)
     assert any("overlap: 32 exponentials from one product to the next" in reason for reason in refused)

@@ -54,7 +54,7 @@ def check_over_mpi(comm):
 def test_all_to_all_has_the_bits_of_one_process():
     options = {"schedule": "alltoall", "causal": True, "reproducible": "batch", "window": (7, 0)}
     case = Case((23, 23), heads=(8, 4), dtype="float32", options={**options, "seqlen": 23}, extra=("sinks",))
-    ours = case.united(in_threads(4, functools.partial(run_over_mpi, case)))
+    ours = case.gathered(in_threads(4, functools.partial(run_over_mpi, case)))
     x, how = case.arrays, {**case.one, **case.given, "reproducible": "batch"}
     if "numpy" in cupy_flash.explain(x["q"], x["k"], x["v"], **case.one):
         pytest.skip("without the CPU core nothing is batch-invariant: scripts/build_cpu.py")
@@ -92,7 +92,7 @@ def test_packed_sequences_that_are_called_in_turn_drop_weights_of_their_own(monk
 
 def loss_of(case, results):
     """What do and dlse are the gradients of."""
-    whole = case.united(results)
+    whole = case.gathered(results)
     return sum((case.arrays[d] * whole[name]).sum() for d, name in (("do", "o"), ("dlse", "lse")))
 
 
@@ -101,10 +101,10 @@ def loss_of(case, results):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_process_drops_weights_of_its_own(schedule, causal, packed):
     ranks, case = 4, dropping(schedule, causal, packed)
-    ours = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
-    again = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
+    ours = case.gathered(in_threads(ranks, functools.partial(run_over_mpi, case)))
+    again = case.gathered(in_threads(ranks, functools.partial(run_over_mpi, case)))
     case.options |= {"dropout": 0.0}
-    whole = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
+    whole = case.gathered(in_threads(ranks, functools.partial(run_over_mpi, case)))
     assert all(np.array_equal(ours[name], again[name]) for name in ours)
     np.testing.assert_allclose(ours["lse"], whole["lse"])
     left, weights = (np.moveaxis(x["o"], -2, -3) if packed else x["o"][0] for x in (ours, whole))
@@ -125,7 +125,7 @@ def test_every_process_drops_weights_of_its_own(schedule, causal, packed):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_drop_what_the_call_dropped(schedule, causal, packed):
     ranks, case = 2, dropping(schedule, causal, packed)
-    grads = case.united(in_threads(ranks, functools.partial(run_over_mpi, case)))
+    grads = case.gathered(in_threads(ranks, functools.partial(run_over_mpi, case)))
     for name in "qkv":
         x = case.arrays[name].copy()
         step = 1e-5 * np.random.default_rng(1).standard_normal(x.shape)
@@ -142,7 +142,7 @@ def test_one_process_drops_what_attention_drops():
     for schedule in SCHEDULES:
         case = dropping(schedule, False, False)
         x = case.arrays
-        ours = case.united(in_threads(1, functools.partial(run_over_mpi, case)))
+        ours = case.gathered(in_threads(1, functools.partial(run_over_mpi, case)))
         assert np.array_equal(ours["o"], cupy_flash.attention(x["q"], x["k"], x["v"], **DROPPING))
 
 
@@ -213,7 +213,7 @@ def test_partial_results_are_not_rounded(dtype, schedule, causal):
         x["do"], x["q"], x["k"], x["v"], o, lse, dlse=x["dlse"], causal=causal
     )
     one = {"o": o, **grads._asdict()}
-    ours = case.united(in_threads(4, functools.partial(run_over_mpi, case)))
+    ours = case.gathered(in_threads(4, functools.partial(run_over_mpi, case)))
 
     def error(results):
         found = [np.square(results[name].astype(np.float64) - exact[name]).mean() for name in names]
@@ -232,7 +232,7 @@ def test_an_all_gather_adds_up_gradients_in_the_order_of_processes():
             part["do"], part["q"], x["k"], x["v"], result["o"], result["lse"], dlse=part["dlse"]
         )
         shares.append(grads)
-    ours = case.united(results)
+    ours = case.gathered(results)
     for name in ("dk", "dv"):
         in_order = functools.reduce(np.add, (getattr(grads, name) for grads in shares))
         assert np.array_equal(ours[name], in_order), name

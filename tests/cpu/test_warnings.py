@@ -98,7 +98,7 @@ def over_cache(x: Arrays, codes: Any = None, scale: str = "", **options: Any) ->
             cached(x["q"], k.copy(), v.copy(), cache_seqlens=length, return_lse=True, **new, **options)
 
 
-def united(x: Arrays) -> None:
+def merged(x: Arrays) -> None:
     o = x["q"]
     ends = (
         filled("both ends", o.shape[:-1], x["ends"].dtype, 8),
@@ -133,7 +133,7 @@ CALLS: dict[str, Callable[[Arrays], object]] = {
     "float8": lambda x: over_cache(x, ml_dtypes.float8_e4m3fn, "largest"),
     "float8, small": lambda x: over_cache(x, ml_dtypes.float8_e4m3fn, "smallest"),
     "nvfp4": lambda x: dequantized(*nvfp4_parts(x["k"])),
-    "merge": united,
+    "merge": merged,
 }
 
 

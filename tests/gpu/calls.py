@@ -35,7 +35,9 @@ def on_device(cupy: Any, ordinal: int, *values: np.ndarray) -> list[Any]:
     return copies
 
 
-def both(q: Any, k: Any, v: Any, do: Any, given_back: Callable[[Any], Any] = lambda x: x) -> dict[str, Any]:
+def both_passes(
+    q: Any, k: Any, v: Any, do: Any, given_back: Callable[[Any], Any] = lambda x: x
+) -> dict[str, Any]:
     """O, LSE and the gradients; O and LSE go into the backward pass as `given_back` makes them."""
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **OPTIONS)
     gradients = cupy_flash.attention_backward(do, q, k, v, given_back(o), given_back(lse), **OPTIONS)

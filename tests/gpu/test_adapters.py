@@ -174,11 +174,11 @@ def through_vjp(jax: Any, case: Case) -> None:
         return cf.attention(*(arrays[name] for name in "qkv"), return_lse=True, **case.options(arrays))
 
     @jax.jit
-    def both(values: Any, do: Any) -> Any:
+    def both_passes(values: Any, do: Any) -> Any:
         (o, lse), back = jax.vjp(attend, *values)
         return o, lse, back((do, given["dlse"] if case.dlse else jax.numpy.zeros_like(lse)))
 
-    o, lse, gradients = both([given[name] for name in leaves], given["do"])
+    o, lse, gradients = both_passes([given[name] for name in leaves], given["do"])
     named = {"d" + name: x for name, x in zip(leaves, gradients, strict=True)}
     compare({name: np.asarray(x) for name, x in {"o": o, "lse": lse, **named}.items()}, inputs, case)
 

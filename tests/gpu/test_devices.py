@@ -9,7 +9,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import InvalidArgumentsError, testing
-from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
+from tests.gpu.calls import OPTIONS, arrays, both_passes, check, on_device
 from tests.gpu.test_streams import late_copies
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def two(cupy: Any) -> None:
 
 
 def test_results_are_where_the_arrays_are(cupy: Any) -> None:
-    results = both(*on_device(cupy, OTHER, *arrays()))
+    results = both_passes(*on_device(cupy, OTHER, *arrays()))
     assert cupy.cuda.runtime.getDevice() == 0
     assert {x.device.id for x in results.values()} == {OTHER}
     check(results)
@@ -35,7 +35,7 @@ def test_stream_of_the_other_device(cupy: Any) -> None:
     with cupy.cuda.Device(OTHER):
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
-            results = both(*given)
+            results = both_passes(*given)
         stream.synchronize()
     check(results)
 
@@ -47,7 +47,7 @@ def test_current_stream_of_a_device_that_is_not_current(cupy: Any) -> None:
         given = late_copies(cupy, stream, sources)
         stream.use()
     try:
-        results = both(*given)
+        results = both_passes(*given)
         assert cupy.cuda.runtime.getDevice() == 0
     finally:
         with cupy.cuda.Device(OTHER):

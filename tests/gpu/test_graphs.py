@@ -74,19 +74,19 @@ def test_replays_read_the_spans_of_the_day(cupy: Any) -> None:
     of_the_day = [spans.documents(lengths).bounds for lengths in ([70], [30, 40], [1, 60, 9])]
     bounds = cupy.asarray(of_the_day[0])
 
-    def both() -> dict[str, Any]:
+    def both_passes() -> dict[str, Any]:
         o, lse = cupy_flash.attention(*given[:3], mask=Spans(bounds), return_lse=True, **OPTIONS)
         found = cupy_flash.attention_backward(given[3], *given[:3], o, lse, mask=Spans(bounds), **OPTIONS)
         return {"o": o, "lse": lse, "dq": found.dq, "dk": found.dk, "dv": found.dv}
 
-    both()  # loads the kernels
+    both_passes()  # loads the kernels
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.runtime.deviceSynchronize()
     with stream:
-        both()
+        both_passes()
         stream.begin_capture()
         try:
-            results = both()
+            results = both_passes()
         finally:
             graph = stream.end_capture()
         for of_today in of_the_day[1:]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.calls import arrays, both, check, on_device
+from tests.gpu.calls import arrays, both_passes, check, on_device
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +34,8 @@ def test_arrays_and_workspace(cupy: Any) -> None:
     given = on_device(cupy, 0, *arrays())
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        both(*given)
-        results = both(*given)  # in memory given back on the same stream
+        both_passes(*given)
+        results = both_passes(*given)  # in memory given back on the same stream
     stream.synchronize()
     check(results)
 
@@ -43,14 +43,14 @@ def test_arrays_and_workspace(cupy: Any) -> None:
 def test_a_pool_with_too_little_memory(cupy: Any) -> None:
     """CuPy's own error passes, and the next call works."""
     given = on_device(cupy, 0, *arrays())
-    expected = both(*given)
+    expected = both_passes(*given)
     pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
     pool.set_limit(512)
     cupy.cuda.set_allocator(pool.malloc)
     try:
         with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
-            both(*given)
+            both_passes(*given)
     finally:
         cupy.cuda.set_allocator(before)
     check(expected)
-    check(both(*given))
+    check(both_passes(*given))

@@ -9,7 +9,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import testing
-from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
+from tests.gpu.calls import OPTIONS, arrays, both_passes, check, on_device
 from tests.gpu.test_streams import late_copies
 from tests.public import cached
 
@@ -43,21 +43,21 @@ class DLPack:
 
 
 def test_cuda_array_interface(cupy: Any) -> None:
-    check(both(*map(Interface, on_device(cupy, 0, *arrays())), given_back=Interface))
+    check(both_passes(*map(Interface, on_device(cupy, 0, *arrays())), given_back=Interface))
 
 
 def test_stream_of_the_interface_is_waited_for(cupy: Any) -> None:
     sources = on_device(cupy, 0, *arrays())
     stream = cupy.cuda.Stream(non_blocking=True)
     given = late_copies(cupy, stream, sources)
-    check(both(*(Interface(x, stream.ptr) for x in given), given_back=Interface))
+    check(both_passes(*(Interface(x, stream.ptr) for x in given), given_back=Interface))
 
 
 def test_interface_on_the_other_device(cupy: Any) -> None:
     """It does not say where it is: its address does."""
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("this GPU is the only one")
-    results = both(*map(Interface, on_device(cupy, 1, *arrays())), given_back=Interface)
+    results = both_passes(*map(Interface, on_device(cupy, 1, *arrays())), given_back=Interface)
     assert {x.device.id for x in results.values()} == {1}
     check(results)
 
@@ -74,7 +74,7 @@ def test_dlpack(ordinal: int, cupy: Any) -> None:
     if cupy.cuda.runtime.getDeviceCount() <= ordinal:
         pytest.skip("this GPU is the only one")
     given = [DLPack(x) for x in on_device(cupy, ordinal, *arrays())]
-    results = both(*given, given_back=DLPack)
+    results = both_passes(*given, given_back=DLPack)
     assert all(x.asked for x in given)
     assert {x.device.id for x in results.values()} == {ordinal}
     check(results)
@@ -89,7 +89,7 @@ def test_dlpack_of_managed_memory(cupy: Any) -> None:
         given = [DLPack(x) for x in on_device(cupy, 0, *arrays())]
     finally:
         cupy.cuda.set_allocator(before)
-    check(both(*given, given_back=DLPack))
+    check(both_passes(*given, given_back=DLPack))
 
 
 @pytest.mark.parametrize("checked", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash.device import driver
-from tests.gpu.calls import OPTIONS, arrays, both, check, on_device
+from tests.gpu.calls import OPTIONS, arrays, both_passes, check, on_device
 
 pytestmark = pytest.mark.gpu
 BETWEEN_DEVICES = 3  # kind of a copy
@@ -29,7 +29,7 @@ def test_work_waits_for_what_its_stream_has_to_do(cupy: Any) -> None:
     sources = on_device(cupy, 0, *arrays())
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        results = both(*late_copies(cupy, stream, sources))
+        results = both_passes(*late_copies(cupy, stream, sources))
         on_host = {name: x.get(stream=stream) for name, x in results.items()}
     stream.synchronize()
     check(on_host)
@@ -39,7 +39,7 @@ def test_work_waits_for_what_its_stream_has_to_do(cupy: Any) -> None:
 def test_default_streams(of_thread: bool, cupy: Any) -> None:
     sources = on_device(cupy, 0, *arrays())
     with cupy.cuda.Stream.ptds if of_thread else cupy.cuda.Stream.null as stream:
-        check(both(*late_copies(cupy, stream, sources)))
+        check(both_passes(*late_copies(cupy, stream, sources)))
 
 
 def test_one_stream_waits_for_another_by_an_event(cupy: Any) -> None:
@@ -61,10 +61,10 @@ def test_inputs_may_be_overwritten_behind_a_call(cupy: Any) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         q, k, v, do = late_copies(cupy, stream, sources)
-        results = both(q, k, v, do)
+        results = both_passes(q, k, v, do)
         for x in (q, k, v, do):
             x[...] = np.nan
-        both(q, k, v, do)
+        both_passes(q, k, v, do)
         kept = [cupy.full(nbytes, 0xFF, cupy.uint8) for nbytes in (1024, 17920, 35840, 66560)]
     stream.synchronize()
     check(results)
@@ -79,7 +79,7 @@ def test_streams_side_by_side(cupy: Any) -> None:
     results = []
     for stream, given in zip(streams, inputs, strict=True):
         with stream:
-            results.append(both(*given))
+            results.append(both_passes(*given))
     for seed in reversed(seeds):  # the last enqueued is waited for first
         streams[seed].synchronize()
         check(results[seed], seed)
@@ -91,7 +91,7 @@ def test_threads_whose_first_call_is_ours(cupy: Any) -> None:
 
     def work() -> None:
         try:
-            check(both(*given))
+            check(both_passes(*given))
         except BaseException as error:
             failures.append(error)
 
@@ -128,5 +128,5 @@ def test_stream_of_another_library(cupy: Any, monkeypatch: pytest.MonkeyPatch) -
     given = late_copies(cupy, theirs, sources)
     monkeypatch.setattr(driver, "current_stream", lambda *_: theirs.ptr)
     with cupy.cuda.Stream(non_blocking=True):
-        results = both(*given)
+        results = both_passes(*given)
     check({name: x.get(stream=theirs) for name, x in results.items()})

@@ -16,7 +16,7 @@ import sys
 sys.modules["cupy"] = None
 import torch
 from cupy_flash.device import choice, cuda
-from tests.gpu.calls import arrays, both, check
+from tests.gpu.calls import arrays, both_passes, check
 
 assert choice.gpu_driver("torch") is cuda
 for device in range(torch.cuda.device_count()):
@@ -28,13 +28,13 @@ for device in range(torch.cuda.device_count()):
         torch.cuda._sleep(50_000_000)
         for to, x in zip(late, on_gpu):
             to.copy_(x)
-        results = {name: x.cpu().numpy() for name, x in both(*late).items()}
+        results = {name: x.cpu().numpy() for name, x in both_passes(*late).items()}
     check(results)
 
-both(*on_gpu)
+both_passes(*on_gpu)
 graph, given = torch.cuda.CUDAGraph(), [torch.zeros_like(x) for x in on_gpu]
 with torch.cuda.graph(graph):
-    recorded = both(*given)
+    recorded = both_passes(*given)
 for to, x in zip(given, on_gpu):
     to.copy_(x)
 graph.replay()

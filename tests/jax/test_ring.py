@@ -626,8 +626,8 @@ def test_dropout_drops_what_it_drops_over_mpi(mesh, kind):
     options = {"dropout": 0.3, "seed": 2**64 - 3, **DROPPED[kind]}
     lengths, rows = options.pop("lengths", ()), options.pop("rows", (options.get("seqlen", 48),) * 2)
     case = Case(rows, lengths, batch=1, heads=(8, 4), dtype="float32", options=options)
-    over_mpi = case.united(in_threads(RANKS, partial(run_over_mpi, case)))
-    ours = case.united(run(mesh, case))
+    over_mpi = case.gathered(in_threads(RANKS, partial(run_over_mpi, case)))
+    ours = case.gathered(run(mesh, case))
     for name, wanted in over_mpi.items():
         np.testing.assert_allclose(ours[name], wanted, atol=1e-5, err_msg=name)
 
@@ -638,9 +638,9 @@ def test_dropout_where_the_length_does_not_divide(mesh, options):
     options = {"dropout": 0.3, "seed": jax.random.key(3), "seqlen": 21, **options}
     case = Case((21, 21), batch=1, dims=(8, 21), dtype="float32", options=options)
     case.arrays["v"][...] = np.eye(21)  # o is what is left of the weights
-    left = case.united(run(mesh, case))
+    left = case.gathered(run(mesh, case))
     case.options = {**options, "dropout": 0.0}
-    weights = case.united(run(mesh, case))
+    weights = case.gathered(run(mesh, case))
     np.testing.assert_allclose(left["lse"], weights["lse"], atol=1e-5)
     kept = left["o"][weights["o"] > 0] / weights["o"][weights["o"] > 0]
     np.testing.assert_allclose(kept[kept > 0], 1 / 0.7, rtol=1e-5)

@@ -45,13 +45,13 @@ class Mistake(NamedTuple):
     new: str
 
 
-_HEAD = "include/simple/moved_head.cuh"
+_HEAD = "include/simple/tangent_head.cuh"
 _SCORES = (
     Mistake("a tangent of K for one of Q", _HEAD,
-            "moved, gQDot.from(m_first), this->gK.from(n_first)",
-            "moved, this->gQ.from(m_first), gKDot.from(n_first)"),
+            "tangent, gQDot.from(m_first), this->gK.from(n_first)",
+            "tangent, this->gQ.from(m_first), gKDot.from(n_first)"),
     Mistake("no slope of the softcap", _HEAD,
-            "this->score.softcap_slope(capped) * this->score.scale * moved", "this->score.scale * moved"),
+            "this->score.softcap_slope(capped) * this->score.scale * tangent", "this->score.scale * tangent"),
     Mistake("no tangent of the bias", _HEAD, "if (!p.bias_dot.data) return score;", "return score;"),
 )  # fmt: skip
 
@@ -59,13 +59,13 @@ _TANGENT = "simple_tangent.cu"
 SIMPLE_TANGENT = (
     *_SCORES,
     Mistake("the mean of what dropout keeps", _TANGENT,
-            "rMean[0][c] += weight.whole * moved", "rMean[0][c] += weight.whole * weight.kept * moved"),
+            "rMean[0][c] += weight.whole * tangent", "rMean[0][c] += weight.whole * weight.kept * tangent"),
     Mistake("no dropout on P", _TANGENT, "rS[0][c] = weight.whole * weight.kept", "rS[0][c] = weight.whole"),
     Mistake("no dropout on P dotS", _TANGENT,
-            "rMoved[0][c] = rS[0][c] * moved", "rMoved[0][c] = weight.whole * moved"),
+            "rTangent[0][c] = rS[0][c] * tangent", "rTangent[0][c] = weight.whole * tangent"),
     Mistake("no mean in dotO", _TANGENT, "rO[r][c] -= mean *", "rO[r][c] -= Acc(0) *"),
     Mistake("no sinks in the mean", _TANGENT, "if (p.sinks_dot) mean +=", "if (false) mean +="),
-    Mistake("P for P dotS", _TANGENT, "Tiles::put_weights(rMoved, s)", "Tiles::put_weights(rS, s)"),
+    Mistake("P for P dotS", _TANGENT, "Tiles::put_weights(rTangent, s)", "Tiles::put_weights(rS, s)"),
 )  # fmt: skip
 
 _STATISTICS = "simple_statistics.cu"
@@ -96,7 +96,7 @@ SIMPLE_HESSIAN = (
             "Tiles::put_weights(t.d_product, s);\n            Tiles::add_weighted_rows(rDK",
             "Tiles::put_weights(t.of_first, s);\n            Tiles::add_weighted_rows(rDK"),
     Mistake("no delta in the gradient of a sink", _HEAD,
-            "(moved + gDeltaDot[query * p.delta_dot.row])", "moved"),
+            "(tangent + gDeltaDot[query * p.delta_dot.row])", "tangent"),
 )  # fmt: skip
 
 _VALUES = "include/tile/value_products.cuh"
@@ -410,10 +410,10 @@ _FLASH = "flash_tangent.cu"
 _PAIR = "include/tile/tile_pair.cuh"
 FLASH_TANGENT = (
     Mistake("a product of dotK left out", _PAIR,
-            "Math::multiply(moved[m][n + half], a_step[m], b_step, half)", "(void)moved"),
+            "Math::multiply(tangent[m][n + half], a_step[m], b_step, half)", "(void)tangent"),
     Mistake("dotQ and Q exchanged", _PAIR,
-            "Math::multiply(moved[m][n + half], a_dot_step[m], b_step, half)",
-            "Math::multiply(moved[m][n + half], a_step[m], b_step, half)"),
+            "Math::multiply(tangent[m][n + half], a_dot_step[m], b_step, half)",
+            "Math::multiply(tangent[m][n + half], a_step[m], b_step, half)"),
     Mistake("the tile of K for that of dotK", _FLASH, "q_rows, sK + KTile::kBytes", "q_rows, sK"),
     Mistake("the tile of V for that of dotV", _FLASH, "rS, sV + VTile::kBytes", "rS, sV"),
     Mistake("the mean of what dropout keeps", _FLASH,
@@ -431,11 +431,11 @@ FLASH_TANGENT = (
 
 _HESSIAN = "flash_hessian.cu"
 _SECOND = "include/backward/second_gradient.cuh"
-_MOVED = "include/backward/moved_queries.cuh"
+_TANGENT_QUERIES = "include/backward/tangent_queries.cuh"
 FLASH_HESSIAN = (
-    Mistake("no slope of the softcap", _SECOND, "slope[e] * score.head.scale * moved[e]",
-            "score.head.scale * moved[e]"),
-    Mistake("no mean in dotP", _SECOND, "(moved_score - row.mean)", "moved_score"),
+    Mistake("no slope of the softcap", _SECOND, "slope[e] * score.head.scale * tangent[e]",
+            "score.head.scale * tangent[e]"),
+    Mistake("no mean in dotP", _SECOND, "(score_dot - row.mean)", "score_dot"),
     Mistake("no delta", _SECOND, "dp[e] - row.delta;", "dp[e];"),
     Mistake("no tangent of delta", _SECOND, "(dp_dot[e] - row.delta_dot)", "dp_dot[e]"),
     Mistake("no second derivative of the softcap", _SECOND,
@@ -445,7 +445,7 @@ FLASH_HESSIAN = (
     Mistake("rows of queries for its columns", _SECOND, "kKeysInRows ? e % 2 : e / 2", "e / 2"),
     Mistake("no ALiBi", _SECOND, "score.add_alibi(x, at)", "(void)0"),
     Mistake("every tile taken as whole", _SECOND, "if (!whole) mask_band", "if (false) mask_band"),
-    Mistake("delta for the mean", _MOVED, "which == 1 ? p.lse_dot", "which == 1 ? p.call.delta"),
+    Mistake("delta for the mean", _TANGENT_QUERIES, "which == 1 ? p.lse_dot", "which == 1 ? p.call.delta"),
     Mistake("the slot of Q for that of dotQ", _HESSIAN, "pair_address + T::kBytes", "pair_address"),
     Mistake("the rows of V for those of dotV", _HESSIAN, "reader.load(r, m * T::kRows, step)",
             "reader.load(r, 0 * m, step)"),

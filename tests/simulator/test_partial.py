@@ -30,7 +30,7 @@ KINDS = (
     Kind("sm_80", "flash_forward", "bfloat16", (40, 35), {}),
     Kind("sm_75", "flash_forward", "float16", (64, 64), {"softcap": 9.0}),
     Kind("sm_80", "flash_forward_wide", "float16", (320, 289), {}),
-    Kind("sm_80", "flash_unite", "float16", (64, 57), {"reproducible": "batch"}),
+    Kind("sm_80", "flash_combine_chunks", "float16", (64, 57), {"reproducible": "batch"}),
     Kind("sm_90a", "flash_forward_sm90", "bfloat16", (64, 56), {}),
     Kind("sm_90a", "flash_forward_sm90", "float16", (128, 128), {"softcap": 9.0}),
     Kind("sm_90a", "flash_forward_sm90", "float16", (256, 248), {}),
@@ -68,9 +68,9 @@ def _compare(floats: Any, rounded: Any) -> None:
 def test_floats_round_to_the_whole_call(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads, a tile that ends early, and rows that see no key."""
     monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{kind.arch}")
-    qkv = _random(kind, (70, 2100 if kind.kernel == "flash_unite" else 90), (2, 1), 1)
+    qkv = _random(kind, (70, 2100 if kind.kernel == "flash_combine_chunks" else 90), (2, 1), 1)
     options = {"causal": True, "align": -5, **kind.options}
-    if kind.kernel == "flash_unite":
+    if kind.kernel == "flash_combine_chunks":
         options |= {"causal": False}
     assert kind.kernel in str(cupy_flash.explain(*qkv, **options))
     floats, lse = partial.attention(*qkv, **options)

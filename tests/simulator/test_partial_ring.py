@@ -71,10 +71,10 @@ def test_error_is_that_of_one_call(arch: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUPY_FLASH_DRIVER", f"simulator:{arch}")
     one, ring = _errors(_of_one_call()), _of_ring()
     CASE.check(ring)
-    added = _errors(CASE.united(ring))
+    added = _errors(CASE.gathered(ring))
     monkeypatch.setattr(parts, "attention", _rounding(cupy_flash.attention))
     monkeypatch.setattr(parts, "attention_backward", _rounding(cupy_flash.attention_backward))
-    rounded = _errors(CASE.united(_of_ring()))
+    rounded = _errors(CASE.gathered(_of_ring()))
     for name, error in one.items():
         assert added[name] <= 1.05 * error < rounded[name], (
             f"{name}: {added[name]}, {rounded[name]} of {error}"

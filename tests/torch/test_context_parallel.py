@@ -168,11 +168,11 @@ def check_buffers(mesh):
         mesh, buffers=[x, y], buffer_seq_dims=[1, -2], no_restore_buffers={y}
     ):  # fmt: skip
         same = x.clone()
-        (united,) = cf.context_parallel_unshard(mesh, [x], [1])
+        (gathered,) = cf.context_parallel_unshard(mesh, [x], [1])
         raise KeyError
     assert torch.equal(x, whole)
     assert torch.equal(y, same)
-    assert torch.equal(united, whole)
+    assert torch.equal(gathered, whole)
     # Views of the same memory are cut each by itself, and are views again.
     tokens = torch.arange(34).reshape(2, 17)
     kept, views = tokens.clone(), [tokens[:, :-1], tokens[:, 1:]]

@@ -164,10 +164,10 @@ def test_cache(paged, interleaved):
     )  # fmt: skip
     for b, n in enumerate(lengths.tolist()):
         at = angles[n : n + 3]
-        turned_q, turned_k = (rotated(x[b], at.cos(), at.sin(), interleaved) for x in (q, k))
-        keys, values = torch.cat((past_k[b, :n], turned_k)), torch.cat((past_v[b, :n], v[b]))
+        rotated_q, rotated_k = (rotated(x[b], at.cos(), at.sin(), interleaved) for x in (q, k))
+        keys, values = torch.cat((past_k[b, :n], rotated_k)), torch.cat((past_v[b, :n], v[b]))
         wanted, wanted_lse = expected(
-            turned_q[None], keys[None], values[None], 0.3, causal=True, window=(8, -1), softcap=2.0
+            rotated_q[None], keys[None], values[None], 0.3, causal=True, window=(8, -1), softcap=2.0
         )
         torch.testing.assert_close(out[b], wanted[0])
         torch.testing.assert_close(lse[b], wanted_lse[0])

@@ -82,17 +82,17 @@ def test_queries_that_look_for_values_in_a_cache(paged, new, turns):
     made = rows((2, 2, 4, 8), (2, 2, 4, 24), (2, 32, 1, 32), (2, new, 1, 8), (2, new, 1, 24))
     q, qv, latents, k, v = (x.detach().float() for x in made)
     angles = torch.arange(128.0).view(32, 4)
-    turned_q, turned_k = (
+    rotated_q, rotated_k = (
         rotated(x, angles[10:12].cos(), angles[10:12].sin(), True) if turns else x for x in (q, k)
     )
-    want = torch.cat((latents[:, :10], torch.cat((v, turned_k), -1)), 1)
+    want = torch.cat((latents[:, :10], torch.cat((v, rotated_k), -1)), 1)
     table = {"page_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)} if paged else {}
     v_cache, k_cache = latents.view((4, 16, 1, 32) if paged else latents.shape).split((24, 8), -1)
     o = flash_attn_3.flash_attn_with_kvcache(
         q, k_cache, v_cache, *((k, v) if new else (None, None)), qv,
         *((angles.cos(), angles.sin()) if turns else (None, None)), cache_seqlens=10, causal=True, **table,
     )  # fmt: skip
-    whole = torch.cat((qv, turned_q), -1)
+    whole = torch.cat((qv, rotated_q), -1)
     torch.testing.assert_close(o, expected(whole, want, want[..., :24], causal=True)[0])
     torch.testing.assert_close(latents[:, : 10 + new], want, rtol=0, atol=1e-6 * turns)
     assert torch.equal(latents[:, : 10 + new, ..., :24], want[..., :24])

@@ -190,7 +190,7 @@ def test_without_numbers(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_in_torchs_place(name):
     q, k, v = (in_rows().requires_grad_() for _ in "qkv")
-    override = sdpa._WholeOperator("CPU")
+    override = sdpa._OperatorOverride("CPU")
     try:
         for function in (torch_sdpa, cf.sdpa_with_fallback):
             o = function(q, k, v, **CALLS[name])

@@ -230,7 +230,7 @@ def test_second_order_is_refused(rows):
         dq.sum().backward()
 
 
-def test_what_unites_parts_refuses_it():
+def test_what_merges_parts_refuses_it():
     """A ring adds up parts, whose cuts its bits depend on; "run" it keeps."""
     parts = torch.zeros(4, 1, 1, 4, 8)
     with pytest.raises(InvalidArgumentsError, match="has no option 'reproducible'"):

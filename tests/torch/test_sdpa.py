@@ -71,7 +71,7 @@ def activated():
 @contextlib.contextmanager
 def whole_on_cpu():
     """What use_in_sdpa does of a GPU, of the CPU."""
-    override = sdpa._WholeOperator("CPU")
+    override = sdpa._OperatorOverride("CPU")
     try:
         with tally.counted() as calls:
             yield calls

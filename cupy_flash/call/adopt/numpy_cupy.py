@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError
 from ..arrays import CPU, ArrayView, numpy_address
-from ..spelling import kind_of, spelled
+from ..public_names import public_name, type_phrase
 
 
 def from_numpy(x: np.ndarray[Any, Any], name: str = "") -> ArrayView:
@@ -43,7 +43,7 @@ def elements(dtype: np.dtype[Any], strides: tuple[int, ...]) -> tuple[str, tuple
 
 def _no_elements(x: Any, name: str) -> InvalidArgumentsError:
     """The error for an array without strides in elements."""
-    name = spelled(name)
+    name = public_name(name)
     if not x.dtype.isnative:
         return foreign_order(x.dtype, name)
     return InvalidArgumentsError(
@@ -54,7 +54,7 @@ def _no_elements(x: Any, name: str) -> InvalidArgumentsError:
 
 def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
     """The error for an array in foreign byte order."""
-    name = spelled(name)
+    name = public_name(name)
     return InvalidArgumentsError(
         f"{name} has the foreign byte order of {dtype.str!r}.",
         hint=f"{name}.astype({name}.dtype.newbyteorder('='))",
@@ -63,11 +63,11 @@ def foreign_order(dtype: np.dtype[Any], name: str) -> InvalidArgumentsError:
 
 def refuse_rules(x: Any, name: str) -> ArrayView:
     """Refuse arrays with semantics of their own, such as masked arrays."""
-    name = spelled(name)
+    name = public_name(name)
     hint = f"numpy.asarray({name}), and mask= for what to leave out"
     if isinstance(x, np.ma.MaskedArray) and name in _LEFT_OUT:
         hint = f"{name}.filled({_LEFT_OUT[name]}), which leaves out what is masked"
-    raise InvalidArgumentsError(f"{name} is {kind_of(x)}, whose rules differ from an array's.", hint=hint)
+    raise InvalidArgumentsError(f"{name} is {type_phrase(x)}, whose rules differ from an array's.", hint=hint)
 
 
 # Fill values that mask a pair, for arguments that can mask.

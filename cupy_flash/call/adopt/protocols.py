@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError, UnsupportedError
 from ..arrays import ArrayView
-from ..spelling import kind_of, spelled
+from ..public_names import public_name, type_phrase
 from .numpy_cupy import foreign_order, from_cupy, from_numpy, refuse_rules
 
 __all__ = ["from_protocol"]
@@ -23,14 +23,15 @@ def from_protocol(x: Any, name: str) -> ArrayView:
         raise
     except ImportError:
         raise UnsupportedError(
-            f"{spelled(name)} is {kind_of(x)} on a GPU, and arrays there that are neither torch's "
+            f"{public_name(name)} is {type_phrase(x)} on a GPU, and arrays there that are neither torch's "
             "nor JAX's need CuPy, which is not installed.",
             hint="pip install cupy-cuda13x (drivers of CUDA 13) or cupy-cuda12x (older drivers)",
         ) from None
     except Exception as error:
         # why Exception: the failing code is another library's
         raise InvalidArgumentsError(
-            f"{spelled(name)} is {kind_of(x)} whose array protocol fails: {type(error).__name__}: {error}.",
+            f"{public_name(name)} is {type_phrase(x)} whose array protocol fails: "
+            f"{type(error).__name__}: {error}.",
             hint="a NumPy, CuPy, torch or JAX array",
         ) from error
 
@@ -49,11 +50,11 @@ def _from_protocol(x: Any, name: str) -> ArrayView:
 
             return from_cupy(cupy.from_dlpack(x), name)._replace(library="dlpack")
         raise InvalidArgumentsError(
-            f"{spelled(name)} is on DLPack device type {kind}:{ordinal}.",
+            f"{public_name(name)} is on DLPack device type {kind}:{ordinal}.",
             hint="an array in main memory or on a CUDA GPU",
         )
-    name = spelled(name)
-    raise InvalidArgumentsError(f"{name} is {kind_of(x)}, not an array.", hint=_array_inside(x, name))
+    name = public_name(name)
+    raise InvalidArgumentsError(f"{name} is {type_phrase(x)}, not an array.", hint=_array_inside(x, name))
 
 
 def _array_inside(x: Any, name: str) -> str:
@@ -85,7 +86,7 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
     stream = face.get("stream")
     if stream is not None and (isinstance(stream, bool) or not isinstance(stream, int) or stream <= 0):
         raise InvalidArgumentsError(
-            f"the __cuda_array_interface__ of {spelled(name)} has the stream {stream!r}, "
+            f"the __cuda_array_interface__ of {public_name(name)} has the stream {stream!r}, "
             "which is not a valid stream.",
             hint="None if there is nothing to wait for, 1 or 2 for a default stream, or a handle",
         )
@@ -99,9 +100,9 @@ def _from_interface(face: dict[str, Any], x: Any, name: str) -> ArrayView:
     memory = cupy.cuda.UnownedMemory(pointer, math.prod(shape) * dtype.itemsize, x)
     if memory.device_id < 0:
         raise InvalidArgumentsError(
-            f"the __cuda_array_interface__ of {spelled(name)} has the address {pointer:#x}, "
+            f"the __cuda_array_interface__ of {public_name(name)} has the address {pointer:#x}, "
             "which is on no GPU.",
-            hint=f"numpy.asarray({spelled(name)}) if it is in main memory",
+            hint=f"numpy.asarray({public_name(name)}) if it is in main memory",
         )
     array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), face.get("strides"))
     if stream is not None:

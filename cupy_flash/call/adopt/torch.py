@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InvalidArgumentsError
 from ..arrays import TORCH_DTYPES, ArrayView
 from ..options import WITH_GRADIENT
-from ..spelling import spelled
+from ..public_names import public_name
 
 __all__ = ["refuse_wrapper", "torch_adopter"]
 
@@ -36,7 +36,7 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
 
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-        name = spelled(name)
+        name = public_name(name)
         recorded = "cupy_flash.torch.attention, which does; or " * (name in (*WITH_GRADIENT, "scale"))
         raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
@@ -51,7 +51,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
     if device is None:
         raise _unsupported_device(x, name)
     if x.is_neg():
-        name = spelled(name)
+        name = public_name(name)
         raise InvalidArgumentsError(
             f"{name} is a lazy view of torch: its values are those in memory, negated.",
             hint=f"{name}.resolve_neg(), which copies",
@@ -63,7 +63,7 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
 
 def _unsupported_device(x: Any, name: str) -> InvalidArgumentsError:
     """The error for a tensor on an unsupported device."""
-    name = spelled(name)
+    name = public_name(name)
     if x.is_meta:
         return InvalidArgumentsError(
             f"{name} is a torch tensor on device meta, which has a shape and no numbers.",
@@ -75,7 +75,7 @@ def _unsupported_device(x: Any, name: str) -> InvalidArgumentsError:
 
 def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
     """The error for a plain torch tensor that is not strided memory, with the reason."""
-    torch, name = sys.modules["torch"], spelled(name)
+    torch, name = sys.modules["torch"], public_name(name)
     kind, hint = "is a torch tensor without memory", "a tensor of numbers"
     if x.is_nested:
         kind, hint = "is a nested tensor", _PACKED
@@ -104,7 +104,7 @@ _UNWRAPPED = {
 
 def refuse_wrapper(x: Any, name: str) -> ArrayView:
     """Refuse a tensor that wraps others."""
-    kind, name = type(x).__name__, spelled(name)
+    kind, name = type(x).__name__, public_name(name)
     raise InvalidArgumentsError(
         f"{name} is a {kind}, which holds no memory itself.",
         hint=_UNWRAPPED.get(kind, "the torch.Tensor inside of it").format(name),
@@ -112,7 +112,7 @@ def refuse_wrapper(x: Any, name: str) -> ArrayView:
 
 
 def _refuse_causal_bias(x: Any, name: str) -> ArrayView:
-    name, align = spelled(name), "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
+    name, align = public_name(name), "top_left" if x.variant.name == "UPPER_LEFT" else "bottom_right"
     raise InvalidArgumentsError(
         f"{name} is a CausalBias, which stands for a pattern and holds no numbers.",
         hint=f'{name}=None, causal=True, align="{align}"; cupy_flash.torch.attention takes it as it is',

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..arrays import ArrayView, device_name, overlaps_itself
 from ..codes import CODE_SCALES, kind_of_codes
 from ..operands import AXES, FLOATS, Views, cast, wrong
-from ..spelling import spelled
+from ..public_names import public_name
 
 __all__ = [
     "check_codes",
@@ -36,10 +36,10 @@ def check_kinds(raw: Views, layout: str) -> str:
         )
     for name, view in raw.items():
         if view.library != q.library and name != "mask_starts":
-            headline = f"{spelled(name)} is a {view.library} array, q a {q.library} array."
-            raise wrong(headline, raw, f"arrays of one library: from_dlpack({spelled(name)})")
+            headline = f"{public_name(name)} is a {view.library} array, q a {q.library} array."
+            raise wrong(headline, raw, f"arrays of one library: from_dlpack({public_name(name)})")
         if view.device != q.device:
-            headline = f"{spelled(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
+            headline = f"{public_name(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
             raise wrong(headline, raw, "all arrays on one device")
         rank = 3 if packed.get(name) else 4
         if name in ("q", "k", "v", "k_cache", "v_cache") and len(view.shape) != rank:
@@ -50,7 +50,9 @@ def check_kinds(raw: Views, layout: str) -> str:
         if name in ("k", "v") and view.dtype != q.dtype:
             raise wrong(f"{name} has dtype {view.dtype}, q has {q.dtype}.", raw, cast(name, view, "q.dtype"))
         if name in _INTEGERS and view.dtype != "int32":
-            raise wrong(f"{spelled(name)} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32"))
+            raise wrong(
+                f"{public_name(name)} has dtype {view.dtype}, not int32.", raw, cast(name, view, "int32")
+            )
     if raw["k_cache"].dtype != raw["v_cache"].dtype:
         headline = f"k_cache has dtype {raw['k_cache'].dtype}, v_cache {raw['v_cache'].dtype}."
         raise wrong(headline, raw, "one dtype for both")
@@ -87,26 +89,26 @@ def check_codes(raw: Views, kind: str) -> None:
     told = next(name for name in ("k_zero", "v_zero", *CODE_SCALES["nvfp4"]) if name in raw)
     if raw["k_cache"].dtype != "uint8":
         hint = f"codes of uint8, two to a byte, as cupy_flash.quantized.{kind} gives them"
-        headline = f"{spelled(told)} is given, and k_cache has dtype {raw['k_cache'].dtype}."
+        headline = f"{public_name(told)} is given, and k_cache has dtype {raw['k_cache'].dtype}."
         raise wrong(headline, raw, hint)
     if "k_zero" in raw and "k_block_scale" in raw:
         hint = "zero for codes of quantized.int4, block_scale for those of quantized.nvfp4"
         raise wrong("k_cache.zero and k_cache.block_scale are both given.", raw, hint)
     missing = [name for name in CODE_SCALES[kind] if name not in raw]
     if missing:
-        headline = f"the cache holds codes of 4 bits and {spelled(missing[0])} is not given."
+        headline = f"the cache holds codes of 4 bits and {public_name(missing[0])} is not given."
         raise wrong(headline, raw, f"k_cache and v_cache both of cupy_flash.quantized.{kind}")
     for name in CODE_SCALES[kind]:
         dtype = raw[name].dtype
         if kind == "nvfp4" and dtype not in ("float8_e4m3fn", "uint8"):
-            headline = f"{spelled(name)} has dtype {dtype}, not that of the block scales of NVFP4."
+            headline = f"{public_name(name)} has dtype {dtype}, not that of the block scales of NVFP4."
             raise wrong(headline, raw, "float8_e4m3fn, or its bits as uint8")
         if kind == "int4" and (dtype not in ("float16", "float32") or dtype != raw["k_zero"].dtype):
-            headline = f"{spelled(name)} has dtype {dtype}, k_cache.zero {raw['k_zero'].dtype}."
+            headline = f"{public_name(name)} has dtype {dtype}, k_cache.zero {raw['k_zero'].dtype}."
             raise wrong(headline, raw, "float16 or float32, one for scale and zero of both caches")
         if len(raw[name].shape) != 4:
-            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not 4, the rank of 4-bit codes."
-            raise wrong(headline, raw, f"{spelled(name)} as the codes, with groups instead of features")
+            headline = f"{public_name(name)} has rank {len(raw[name].shape)}, not 4, the rank of 4-bit codes."
+            raise wrong(headline, raw, f"{public_name(name)} as the codes, with groups instead of features")
 
 
 def check_scales(raw: Views, dtype: str) -> None:
@@ -114,12 +116,12 @@ def check_scales(raw: Views, dtype: str) -> None:
     quantised = dtype != raw["q"].dtype
     for name in ("k_scale", "v_scale"):
         if name in raw and not quantised:
-            headline = f"{spelled(name)} is given, but the cache holds {dtype} like q."
+            headline = f"{public_name(name)} is given, but the cache holds {dtype} like q."
             raise wrong(
                 headline, raw, f"{name[0]}_cache=the array itself; scales are for int8 and float8_e4m3fn"
             )
         if name not in raw and dtype == "int8":
-            headline = f"the cache holds int8 and {spelled(name)} is not given."
+            headline = f"the cache holds int8 and {public_name(name)} is not given."
             hint = (
                 f"{name[0]}_cache=cupy_flash.QuantizedCache(codes, scale), with a float32 scale per KV head"
             )
@@ -161,7 +163,7 @@ def check_writable(raw: Views) -> None:
                 else f"an array whose elements overlap: strides {raw[name].strides}"
             )
             raise wrong(
-                f"{spelled(name)} is {state}; new keys are written into it.",
+                f"{public_name(name)} is {state}; new keys are written into it.",
                 raw,
-                f"a copy of {spelled(name)}",
+                f"a copy of {public_name(name)}",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import UnsupportedError
 from ..arrays import ArrayView
 from ..operands import Views, lift, table_of
-from ..spelling import spelled
+from ..public_names import public_name
 
 __all__ = ["pages_of_one_key", "rows_apart"]
 
@@ -23,9 +23,10 @@ def rows_apart(name: str, raw: Views, layout: str) -> int:
         return max(1, keys)
     if row <= 0 or slot < 0 or slot % row:
         raise UnsupportedError(
-            f"{spelled(name)} has strides {raw[name].strides}: its slots are no whole number of keys apart.",
+            f"{public_name(name)} has strides {raw[name].strides}: its slots are no whole number of keys "
+            "apart.",
             table_of(raw),
-            hint=f"a contiguous copy of {spelled(name)}, or indices=None and a mask",
+            hint=f"a contiguous copy of {public_name(name)}, or indices=None and a mask",
         )
     apart = slot // row
     if (slots - 1) * apart + keys > _MOST:

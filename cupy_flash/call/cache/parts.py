@@ -12,7 +12,7 @@ from ...program.function import Bound, Program
 from ..adopt import adopt
 from ..blocks import BlockMask
 from ..compound import LatentCache, QuantizedArray, QuantizedCache, Rotary, mask_parts, masks_of, tuning_of
-from ..spelling import kind_of
+from ..public_names import type_phrase
 
 __all__ = ["cache_parts"]
 
@@ -61,7 +61,7 @@ def _mask_of_cache(mask: Any) -> dict[str, Any]:
     for given in masks_of(mask):
         if isinstance(given, (Program, Bound, BlockMask)):
             raise UnsupportedError(
-                f"mask is {kind_of(given)}, which is not supported over a KV cache.",
+                f"mask is {type_phrase(given)}, which is not supported over a KV cache.",
                 hint="a boolean array, or cupy_flash.spans.tree for tree attention",
             )
     return mask_parts(mask)
@@ -71,7 +71,7 @@ def _rotation(rotary: Any) -> dict[str, Any]:
     """The parts of a `Rotary`."""
     if not isinstance(rotary, Rotary):
         raise InvalidArgumentsError(
-            f"rotary is {kind_of(rotary)}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
+            f"rotary is {type_phrase(rotary)}.", hint="rotary=cupy_flash.Rotary(cos, sin)"
         )
     names = (
         "rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved", "rotate_cache", "rotary_last",
@@ -82,7 +82,7 @@ def _rotation(rotary: Any) -> dict[str, Any]:
 def _prefix(prefix: Any) -> tuple[Any, Any]:
     """The keys and values of a prefix."""
     if not isinstance(prefix, (tuple, list)) or len(prefix) != 2:
-        raise InvalidArgumentsError(f"prefix is {kind_of(prefix)}.", hint="prefix=(keys, values)")
+        raise InvalidArgumentsError(f"prefix is {type_phrase(prefix)}.", hint="prefix=(keys, values)")
     return prefix[0], prefix[1]
 
 
@@ -90,7 +90,7 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
     """The keys and values of a `LatentCache`: two views of the same memory."""
     if type(k_cache) is not LatentCache or v_cache is not None:
         given = ", ".join(
-            f"{name} is {kind_of(x)}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
+            f"{name} is {type_phrase(x)}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache))
         )
         hint = "two arrays, or LatentCache(latents, head_dim_v) as k_cache and None as v_cache"
         raise InvalidArgumentsError(f"{given}.", hint=hint)
@@ -100,7 +100,7 @@ def _of_latents(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> tuple
         return x._replace(codes=keys), x._replace(codes=values)
     if type(x) in (QuantizedCache, QuantizedArray):
         raise UnsupportedError(
-            f"latents is {kind_of(x)}{' of 4 bits' if type(x) is QuantizedCache else ''}.",
+            f"latents is {type_phrase(x)}{' of 4 bits' if type(x) is QuantizedCache else ''}.",
             hint="latents of the dtype of q, or QuantizedCache(codes, scale) of int8 or float8_e4m3fn",
         )
     if options.get("v") is not None:

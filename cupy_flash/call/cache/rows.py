@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..describe import MAX_SEQLEN
 from ..head_scale import in_dtype
 
-__all__ = ["Rows", "int32_beside"]
+__all__ = ["Rows", "int32_like"]
 
 
 class Rows(NamedTuple):
@@ -39,7 +39,7 @@ class Rows(NamedTuple):
             Options from `cache_parts`, with cache_seqlens.
         """
         axis = 1 if layout == "bshd" else 2
-        kind = int32_beside(xp, q)
+        kind = int32_like(xp, q)
         table, k = options.get("block_table"), options.get("k")
         room = k_cache.shape[axis] * (1 if table is None else table.shape[1])
         most = options.get("max_seqlen_k")
@@ -102,7 +102,7 @@ class Rows(NamedTuple):
         return in_dtype(xp.concatenate([wide[..., :begin], *turned, wide[..., stop:]], -1), x.dtype)
 
 
-def int32_beside(xp: Any, x: Any) -> dict[str, Any]:
+def int32_like(xp: Any, x: Any) -> dict[str, Any]:
     """Keyword arguments for an int32 array on the device of x, which torch does not default to."""
     return {"dtype": xp.int32, **({"device": x.device} if xp.__name__ == "torch" else {})}
 

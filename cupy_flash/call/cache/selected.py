@@ -19,10 +19,10 @@ from ..given import CacheCall
 from ..head_scale import in_dtype
 from ..masks import resolve_band
 from ..operands import AXES, Views, cast, check_place, table_of, wrong
-from ..spelling import kind_of, spelled
+from ..public_names import public_name, type_phrase
 from .describe import adopt_cache, pack_queries
 from .pages import rows_apart
-from .rows import Rows, int32_beside
+from .rows import Rows, int32_like
 from .values import check_lengths
 
 __all__ = ["Selection", "adopt_selection"]
@@ -52,12 +52,12 @@ def adopt_selection(q: Any, cache_seqlens: Any, options: Mapping[str, Any]) -> V
         x = given[name]
         if hasattr(type(x), "__dlpack__") and not hasattr(x, "reshape"):
             raise InvalidArgumentsError(
-                f"{spelled(name)} is {kind_of(x)}, together with indices.",
+                f"{public_name(name)} is {type_phrase(x)}, together with indices.",
                 hint="a NumPy, CuPy, torch or JAX array",
             )
     raw, length = adopt_cache(given)
-    asked = CacheCall(longest=options.get("max_seqlen_q"), most_keys=options.get("max_seqlen_k"))
-    pack_queries(raw, options.get("layout", "bhsd"), asked, length)
+    cache_call = CacheCall(longest=options.get("max_seqlen_q"), most_keys=options.get("max_seqlen_k"))
+    pack_queries(raw, options.get("layout", "bhsd"), cache_call, length)
     return raw
 
 
@@ -134,7 +134,7 @@ class Selection(NamedTuple):
             seen = seen & (rows.stand - at <= min(band.left, MAX_SEQLEN))
         if options.get("cache_leftpad") is not None:
             seen = seen & (at >= options["cache_leftpad"][rows.sequence])
-        count, kind = math.prod(shape), int32_beside(xp, q)
+        count, kind = math.prod(shape), int32_like(xp, q)
         table = in_dtype(xp.where(seen, slot * apart + key, -1), xp.int32).reshape(count, selected)
         lengths = xp.zeros(count, **kind)
         if selected:
@@ -196,7 +196,7 @@ class _Queries(NamedTuple):
             )
             length, stand = (rows.first + rows.used)[rows.sequence], rows.first[rows.sequence] + rows.row
             return cls(*(x[:, None] for x in (rows.sequence, length, stand, rows.inside)))
-        length, kind = cache_seqlens, int32_beside(xp, q)
+        length, kind = cache_seqlens, int32_like(xp, q)
         batch, seqlen_q, _ = raw["indices"].shape
         if isinstance(length, (int, np.integer)):
             length = min(max(int(length), 0), room)
@@ -253,7 +253,7 @@ def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bo
     for name, instead in _REFUSED.items():
         if options.get(name) is not None:
             raise UnsupportedError(
-                f"{spelled(name)} is given together with indices.", table_of(raw), hint=instead
+                f"{public_name(name)} is given together with indices.", table_of(raw), hint=instead
             )
     q, k, indices = (raw[name] for name in ("q", "k_cache", "indices"))
     for name in raw:
@@ -263,7 +263,9 @@ def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bo
     }
     for name, rank in ranks.items():
         if len(raw[name].shape) != rank:
-            headline = f"{spelled(name)} has rank {len(raw[name].shape)}, not {rank}, together with indices."
+            headline = (
+                f"{public_name(name)} has rank {len(raw[name].shape)}, not {rank}, together with indices."
+            )
             raise wrong(headline, raw, "q of rank 4, or 3 with cu_seqlens_q; caches of rank 4")
     if not one_of(layout, AXES):
         raise wrong(f"layout is {layout!r}.", raw, 'layout="bhsd" or layout="bshd"')
@@ -289,7 +291,6 @@ def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bo
         raise wrong(headline, raw, "block_table= of slots, (batch,), or of pages, (batch, pages)")
     for name, shape in shapes.items():
         if name in raw and (raw[name].shape != shape or raw[name].dtype != "int32"):
-            headline = (
-                f"{spelled(name)} is {raw[name].describe()} for a batch of {batch}, together with indices."
-            )
+            described = raw[name].describe()
+            headline = f"{public_name(name)} is {described} for a batch of {batch}, together with indices."
             raise wrong(headline, raw, f"{shape} of int32")

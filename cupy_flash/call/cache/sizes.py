@@ -10,7 +10,7 @@ from ..describe import check_seqlen
 from ..given import Packing
 from ..operands import Views, heads_hint, lift, wrong
 from ..problem import Codes
-from ..spelling import spelled
+from ..public_names import public_name
 
 __all__ = ["Sizes", "codes_of", "lifted_codes", "rotated_features", "sizes_of"]
 
@@ -129,12 +129,12 @@ def lifted_codes(views: Views, raw: Views, layout: str) -> Views:
         groups, features = view.shape[3], 2 * cache[3]
         if view.shape[:3] != cache[:3] or not groups or features / groups not in GROUPS[kind]:
             codes = raw[f"{name[0]}_cache"].shape
-            headline = f"{spelled(name)} has shape {raw[name].shape}, {name[0]}_cache.codes {codes}."
+            headline = f"{public_name(name)} has shape {raw[name].shape}, {name[0]}_cache.codes {codes}."
             sizes = " or ".join(map(str, GROUPS[kind]))
             raise wrong(headline, raw, f"its first axes, and a scale for {sizes} of {features} features")
         if kind == "int4" and view.shape != parts[f"{name[0]}_zero"].shape:
             zero = raw[f"{name[0]}_zero"].shape
-            headline = f"{spelled(name)} has shape {raw[name].shape}, {name[0]}_cache.zero {zero}."
+            headline = f"{public_name(name)} has shape {raw[name].shape}, {name[0]}_cache.zero {zero}."
             raise wrong(headline, raw, "one scale and one zero for each group")
     return parts if kind == "int4" else {n: view._replace(dtype="uint8") for n, view in parts.items()}
 

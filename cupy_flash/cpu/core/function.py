@@ -15,7 +15,7 @@ from ...call.problem import Problem
 from ...errors import InvalidArgumentsError
 from ...program.errors import read_outside
 from ...program.graph import Graph
-from ...program.machine import MOST_REGISTERS, Machine, hides, machine
+from ...program.machine import MOST_REGISTERS, Machine, machine, only_masks
 from ...program.ranges import too_large
 from .locate import Library, load
 
@@ -106,7 +106,7 @@ class FunctionCall(NamedTuple):
         for name, part, text in zip(("value", "slope"), parts, code, strict=True):
             whole[name] = (text.ctypes.data, part.counts, part.registers)
         whole["reads"] = any(argument.rank for argument in graph.arguments)
-        whole["hides"] = hides(graph)
+        whole["hides"] = only_masks(graph)
         whole["keeps"] = _KEEPS.index(parts[0].keeps)
         whole["array_count"] = len(graph.arguments)
         arrays, places, sums = np.zeros(max(1, len(graph.arguments)), ARRAY), [], 0

@@ -37,7 +37,18 @@ class Library(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """A place with libraries, <root>/<platform>/<name>.so; `repair` is the command that repairs it."""
+    """A place with libraries, <root>/<platform>/<name>.so.
+
+    Attributes
+    ----------
+    name : str
+        Name of the place in messages.
+    root : Path
+    repair : str
+        The command that installs or compiles its libraries again.
+    from_sources : bool
+        Whether its libraries must have been compiled from the sources of this checkout.
+    """
 
     name: str
     root: Path

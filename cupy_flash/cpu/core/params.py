@@ -52,7 +52,7 @@ TENSORS = {
 }  # fmt: skip
 POINTERS = {"cu_seqlens_q": "starts_q", "cu_seqlens_k": "starts_k", "seqused_k": "used_k",
             "cache_seqlens": "used_k", "block_table": "pages", "seqused_q": "used_q",
-            "mask_starts": "starts_mask", "cu_seqlens_k_new": "starts_new", "rotary_seqlens": "turned_from",
+            "mask_starts": "starts_mask", "cu_seqlens_k_new": "starts_new", "rotary_seqlens": "rotary_starts",
             "cache_leftpad": "leftpad"}  # fmt: skip
 # Fields of the scales and zeros of 4-bit codes.
 _CODES = {"k_scale": ("k_codes", "scale"), "k_zero": ("k_codes", "zero"),
@@ -68,7 +68,7 @@ CALL = np.dtype(
     + [(name, "<u8") for name in ("starts_q", "starts_k", "used_q", "starts_mask", "used_k")]
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
-    + [(name, "<u8") for name in ("starts_new", "turned_from", "leftpad")]
+    + [(name, "<u8") for name in ("starts_new", "rotary_starts", "leftpad")]
     + [(name, "<i8") for name in ("first_batch", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k",
                                   "head_dim", "head_dim_v", "offset", "left", "right", "rotary",
                                   "first_rotated", "positions")]

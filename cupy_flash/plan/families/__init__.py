@@ -53,9 +53,9 @@ def names(target: str) -> dict[Variant, str]:
 
     For an `own_target`, only the variants of the architecture's `own` families.
     """
-    asked = architecture(target)
+    arch = architecture(target)
     own = has_own_target(target)
-    rows = [asked] if own else [row for row in ARCHITECTURES if row.target == asked.target]
+    rows = [arch] if own else [row for row in ARCHITECTURES if row.target == arch.target]
     every = (*FAMILIES, *CACHE_FAMILIES)
     offered = (
         (family, row)
@@ -70,7 +70,7 @@ def names(target: str) -> dict[Variant, str]:
     # why the condition: if every row has an own target, that target has the kernel, and this one needs no
     # copy
     if own or not all(row.own for row in rows):
-        found[primitives.variant(target if own else asked.target)] = primitives.NAME
+        found[primitives.variant(target if own else arch.target)] = primitives.NAME
     return found
 
 

@@ -63,7 +63,7 @@ def _in_place(p: Problem) -> bool:
     return c.dtype == p.dtype and not scattered and not c.unrotated
 
 
-def _keeps(p: Problem) -> bool:
+def _writes_mask(p: Problem) -> bool:
     """Whether gathering also writes a mask of valid keys."""
     assert p.cache is not None
     return bool(p.cache.page or p.cache.leftpad)
@@ -75,7 +75,7 @@ def _as_forward(p: Problem) -> Problem:
     Padding and keys of invalid pages are masked; a sequence with an invalid slot has no keys. why "batch" for
     "prefill": the bits must be the same for every cache, and Hopper's kernels do not read pages.
     """
-    mask = (p.batch, 1, 1, p.seqlen_k) if _keeps(p) else p.mask
+    mask = (p.batch, 1, 1, p.seqlen_k) if _writes_mask(p) else p.mask
     same = "batch" if p.reproducible == "prefill" else p.reproducible
     return p._replace(direction="forward", cache=None, mask=mask, reproducible=same)
 
@@ -93,7 +93,7 @@ def _columns(head_dim: int, dtype: str) -> int:
     return blocks_of(head_dim, elements) * elements
 
 
-def _computes(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
+def _forward_plan(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
     """The plan of the forward pass, and why preferred families refused it; None if all do."""
     forward = _as_forward(p)
     refused: list[str] = []
@@ -106,17 +106,17 @@ def _computes(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:
     return None, refused
 
 
-def _by_decode(p: Problem, arch: Arch) -> list[str]:
+def _decode_refusals(p: Problem, arch: Arch) -> list[str]:
     """Reasons why decode does not support a problem."""
     if decode.NAME not in arch.families:
         return [f"is not compiled for {arch.name}"]
     return decode.refusals(p, arch)
 
 
-def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
+def _costs(p: Problem, arch: Arch, forward_plan: Plan) -> tuple[float, float]:
     """The costs of this family and of decode, in steps of a decode block."""
     variant, splits = decode.cheapest(p, arch)
-    first = computed.launches[0]
+    first = forward_plan.launches[0]
     tile, heads = first.variant.tile[0], p.heads_k if first.head_bits else p.heads_q
     keys_per_step = decode.keys_of_step(variant)
     pairs_per_step = variant.tile[0] * keys_per_step * splits.at_once / arch.multiprocessors
@@ -124,7 +124,7 @@ def _costs(p: Problem, arch: Arch, computed: Plan) -> tuple[float, float]:
     waves = blocks_of(tiles, arch.multiprocessors)
     gains = _GAIN_WIDE if decode.is_wide(p) else _GAIN
     gains = _GAIN_LATENT if variant.source == decode_latent.SOURCE else gains
-    steps = tile * decode.keys_seen(p) / (pairs_per_step * gains[computed.family])
+    steps = tile * decode.keys_seen(p) / (pairs_per_step * gains[forward_plan.family])
     cost = waves * (steps + decode.BLOCK_COST)
     assert p.cache is not None
     if not p.cache.appended and not p.cache.rotary:
@@ -145,10 +145,10 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"does not split keys, and tuning.splits={p.cache.splits} is asked for")
     if p.spans:
         reasons.append("does not support Spans over a cache")
-    reasons += decode.refused_codes(p)
+    reasons += decode.code_refusals(p)
     if p.cache.dtype not in (p.dtype, *decode.CODES) and p.dtype in _ROUNDED:
         reasons.append(f"keys of {p.cache.dtype} times their scale are not exact in {p.dtype}")
-    if p.mask and _keeps(p):
+    if p.mask and _writes_mask(p):
         reasons.append("needs the mask for padding and unused pages, and a mask is given")
     if p.packed and p.batch * p.seqlen_k >= 2**31:
         reasons.append(f"gathers {p.batch * p.seqlen_k} keys, beyond 31 bits")
@@ -156,23 +156,23 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("rotates by sums of products, which not every device rounds in the same way")
     if reasons:
         return reasons
-    computed, refused = _computes(p, arch)
-    if computed is None:
+    forward_plan, refused = _forward_plan(p, arch)
+    if forward_plan is None:
         return refused
-    if _by_decode(p, arch):
+    if _decode_refusals(p, arch):
         return []
     if p.empty:
         return ["there is nothing to compute"]
-    if computed.family not in _GAIN:
+    if forward_plan.family not in _GAIN:
         return ["decode uses tensor cores, the simple kernels do not"]
     rows = p.heads_q // p.heads_k * p.seqlen_q
     if rows <= decode.cheapest(p, arch)[0].tile[0]:
         return [f"decode reads every key once for all {rows} rows of a key head"]
     if _gathered_bytes(p) > _MOST_GATHERED_BYTES:
         return [f"gathering the cache takes {_gathered_bytes(p) / 2**20:.4g} MiB"]
-    cost, by_decode = _costs(p, arch, computed)
-    if cost >= by_decode:
-        return [f"{computed.family} over the cache costs {cost:.1f}, decode {by_decode:.1f}"]
+    cost, decode_cost = _costs(p, arch, forward_plan)
+    if cost >= decode_cost:
+        return [f"{forward_plan.family} over the cache costs {cost:.1f}, decode {decode_cost:.1f}"]
     return []
 
 
@@ -180,8 +180,8 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     """The plan for a problem that is not refused."""
     p = problem
     assert p.cache is not None
-    computed, refused = _computes(p, arch)
-    assert computed is not None
+    forward_plan, refused = _forward_plan(p, arch)
+    assert forward_plan is not None
     launches, parts = decode.steps_before(p)
     stored = "" if p.cache.dtype == p.dtype else decode.STORED[p.cache.dtype]
     # why always append: it writes the keys in use to an array, which forward kernels read; the host does not.
@@ -189,7 +189,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     parts.append(("used", "int32", (p.batch,)))
     seen = [("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "used")]
     if p.cache.rotary:
-        seen.append(("q", "turned_q"))
+        seen.append(("q", "rotated_q"))
     if not _in_place(p):
         rows = (1, p.heads_k, p.batch * p.seqlen_k) if p.packed else (p.batch, p.heads_k, p.seqlen_k)
         parts += [
@@ -200,18 +200,18 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         if p.packed:
             parts.append(("starts", "int32", (p.batch + 1,)))
             seen.append(("cu_seqlens_k", "starts"))
-        if _keeps(p):
+        if _writes_mask(p):
             parts.append(("kept", "bool", (p.batch, 1, 1, p.seqlen_k)))
             seen.append(("mask", "kept"))
         variant = _gather(SHORT[p.dtype], stored)
         launches += along_x(variant, blocks_of(p.batch * p.heads_k * p.seqlen_k, variant.tile[1]))
-    launches += [launch._replace(seen=tuple(seen)) for launch in computed.launches]
-    parts += [(part.name, part.dtype, part.shape) for part in computed.workspace]
+    launches += [launch._replace(seen=tuple(seen)) for launch in forward_plan.launches]
+    parts += [(part.name, part.dtype, part.shape) for part in forward_plan.workspace]
     where = "in place" if _in_place(p) else f"gathered, {_gathered_bytes(p) / 2**20:.4g} MiB"
-    line = f"cached    {computed.family} kernels over the cache, {where}"
-    instead = _by_decode(p, arch)
+    line = f"cached    {forward_plan.family} kernels over the cache, {where}"
+    instead = _decode_refusals(p, arch)
     if not instead:
-        line += "; cost {:.1f}, by decode {:.1f}".format(*_costs(p, arch, computed))
-    notes = [line, *computed.notes, *(f"skipped   {reason}" for reason in refused)]
+        line += "; cost {:.1f}, by decode {:.1f}".format(*_costs(p, arch, forward_plan))
+    notes = [line, *forward_plan.notes, *(f"skipped   {reason}" for reason in refused)]
     notes += [f"skipped   {decode.NAME}: {reason}" for reason in instead]
-    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), computed.zeroed, notes=tuple(notes))
+    return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), forward_plan.zeroed, notes=tuple(notes))

@@ -22,12 +22,12 @@ __all__ = [
     "Splits",
     "append",
     "cheapest",
+    "code_refusals",
     "is_wide",
     "keys_of_step",
     "keys_seen",
     "plan",
     "refusals",
-    "refused_codes",
     "split_cost",
     "steps_before",
     "variants",
@@ -47,7 +47,17 @@ _ITEM = {"f16": 2, "bf16": 2, "tf32x3": 4}
 
 
 class Cell(NamedTuple):
-    """Warps per block, stages of each warp's ring buffer, and blocks that a multiprocessor should hold."""
+    """A cell of the tile table.
+
+    Attributes
+    ----------
+    warps : int
+        Warps per block.
+    stages : int
+        Stages of each warp's ring buffer.
+    min_blocks : int
+        Blocks that a multiprocessor should hold, which limits the registers of a thread.
+    """
 
     warps: int
     stages: int
@@ -179,7 +189,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
     yield from decode_latent.variants(arch)
 
 
-def refused_codes(p: Problem) -> list[str]:
+def code_refusals(p: Problem) -> list[str]:
     """Reasons why kernels cannot read the 4-bit codes of a cache."""
     codes = p.cache.codes if p.cache else None
     reasons = []
@@ -203,7 +213,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"computes float32 as tf32x3, not {p.precision}")
     if arch.capability < 80 and p.dtype in ("bfloat16", "float32"):
         reasons.append(f"{p.dtype} needs the tensor cores of sm_80")
-    reasons += refused_codes(p)
+    reasons += code_refusals(p)
     if p.cache.dtype != p.dtype and p.dtype not in ("float16", "bfloat16"):
         reasons.append(f"reads {p.cache.dtype} for queries of float16 and bfloat16, not {p.dtype}")
     if p.packed or p.cache.packed:
@@ -222,7 +232,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"does not support Spans for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")
-    return reasons or _refused_in_order(p, arch) if p.reproducible else reasons
+    return reasons or _in_order_refusals(p, arch) if p.reproducible else reasons
 
 
 def is_wide(p: Problem) -> bool:
@@ -230,7 +240,7 @@ def is_wide(p: Problem) -> bool:
     return max(p.head_dim, p.head_dim_v) > HEAD_DIMS[-1]
 
 
-def _refused_in_order(p: Problem, arch: Arch) -> list[str]:
+def _in_order_refusals(p: Problem, arch: Arch) -> list[str]:
     """Reasons why a row would not have the same bits as in a prompt."""
     assert p.cache is not None
     if p.reproducible == "device" or p.cache.dtype != p.dtype or p.spans:
@@ -359,7 +369,7 @@ def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, t
         batch, heads, queries = rows_of(p)
         rows += batch * heads * queries
         lanes = 32 // ITEM_BYTES[p.dtype]
-        parts.append(("turned_q", p.dtype, (batch, heads, queries, -(-p.head_dim // lanes) * lanes)))
+        parts.append(("rotated_q", p.dtype, (batch, heads, queries, -(-p.head_dim // lanes) * lanes)))
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     return along_x(append(SHORT[p.dtype], stored), blocks_of(rows, 4)), parts
 
@@ -379,18 +389,18 @@ def plan(problem: Problem, arch: Arch) -> Plan:
             of_chunks = (splits.parts * p.batch, p.heads_q, p.seqlen_q)
             parts.append(("chunk_o", "float32", (*of_chunks, p.head_dim_v)))
             parts.append(("chunk_rows", "float32", (*of_chunks, 2)))
-            launches += along_x(flash.merge_chunks(variant.dtype), rows)
+            launches += along_x(flash.combine_chunks(variant.dtype), rows)
             notes.append(f"chunks    {splits.parts} of {flash.CHUNK_KEYS} keys, one per thread block")
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=tuple(notes))
     if splits.parts > 1:
         shape = (splits.parts, p.batch, p.heads_q, p.seqlen_q)
         parts += [("partial_o", "float32", (*shape, p.head_dim_v)), ("partial_lse", "float32", shape)]
         launches += along_x(_combine(_PRODUCTS[p.dtype], p.head_dim_v), rows)
-    notes = [splits.line(), *_skipped(p, arch)]
+    notes = [splits.line(), *_latent_notes(p, arch)]
     return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=tuple(notes))
 
 
-def _skipped(p: Problem, arch: Arch) -> list[str]:
+def _latent_notes(p: Problem, arch: Arch) -> list[str]:
     """Notes on why latents on Hopper are computed by mma.sync."""
     if arch.capability != 90 or not decode_wide.of_latents(p):
         return []

@@ -22,7 +22,17 @@ _WARPS = 8
 
 
 class Cell(NamedTuple):
-    """Rows and keys per step, warps that share the keys, and stages of the ring buffer."""
+    """A cell of the tile table.
+
+    Attributes
+    ----------
+    rows, keys : int
+        Rows of a block, and keys per step.
+    key_warps : int
+        Warps that share the keys of a step.
+    stages : int
+        Stages of the ring buffer.
+    """
 
     rows: int
     keys: int
@@ -56,7 +66,7 @@ def _cells(head_dim: int, stored: str, arch: Arch) -> tuple[Cell, ...]:
     return few[2 if arch.shared_bytes >= 227 * 1024 else 1], more, many
 
 
-def _up(n: int, multiple: int = 128) -> int:
+def _round_up(n: int, multiple: int = 128) -> int:
     return -(-n // multiple) * multiple
 
 
@@ -70,7 +80,9 @@ def _variant(dtype: str, stored: str, head_dim: int, cell: Cell) -> Variant:
     widened = 1 if head_dim == LATENT else 2
     tiles = 2 * (m + widened * n) + cell.stages * n if stored else 2 * (m + cell.stages * n)
     shared_bytes = head_dim * tiles + 2 * m * n + 64 * others * n // cell.key_warps
-    shared_bytes = _up(shared_bytes + 4 * m * (cell.key_warps + 1) + cell.stages * n) + _up(16 * m + 24)
+    shared_bytes = _round_up(shared_bytes + 4 * m * (cell.key_warps + 1) + cell.stages * n) + _round_up(
+        16 * m + 24
+    )
     macros = (
         ("CF_LATENT", str(int(head_dim == LATENT))),
         ("CF_KEY_WARPS", str(cell.key_warps)),

@@ -22,11 +22,11 @@ __all__ = [
     "PROMISED",
     "ZEROED",
     "backward",
+    "combine_chunks",
     "gradient_workspace",
     "head_dim_refusal",
     "keys_of_block",
     "keys_of_class",
-    "merge_chunks",
     "of_function",
     "option_refusal",
     "plan",
@@ -132,10 +132,10 @@ def keys_of_block(problem: Problem, arch: Arch) -> int:
     return variant.tile[1]
 
 
-def merge_chunks(dtype: str) -> Variant:
+def combine_chunks(dtype: str) -> Variant:
     """The kernel that combines chunks computed by different blocks."""
     dtype = "f32" if _kind(dtype) == "tf32" else dtype
-    return Variant("flash_unite.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
+    return Variant("flash_combine_chunks.cu", "", "ForwardParams", dtype, 256, 256, (1, 1), 128, 0)
 
 
 def backward(step: str, dtype: str, classes: tuple[int, int], mask: str, arch: Arch) -> Variant | None:
@@ -232,7 +232,9 @@ def _hessian(step: str, dtype: str, widest: int, arch: Arch) -> Variant | None:
 def variants(arch: Arch) -> Iterator[Variant]:
     """The variants compiled for an architecture."""
     yield from (
-        merge_chunks(dtype) for dtype in ("f16", "bf16", "tf32x3") if arch.capability >= 80 or dtype == "f16"
+        combine_chunks(dtype)
+        for dtype in ("f16", "bf16", "tf32x3")
+        if arch.capability >= 80 or dtype == "f16"
     )
     yield from wide.forward_variants(arch)
     yield from f64.variants(arch)
@@ -283,14 +285,14 @@ def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("gradients with Spans or a BlockMask need sm_80")
     if p.blocks and p.dtype == "float32":
         reasons.append("does not support a BlockMask in float32: there are too few registers")
-    reasons += simple.refused_of_function(p)
+    reasons += simple.function_refusals(p)
     if p.second_order and p.function is not None:
         reasons.append("does not support second derivatives of score functions")
     widest = max(p.head_dim, p.head_dim_v)
     if p.second_order and arch.capability < 80:
         reasons.append("second derivatives need the asynchronous copies of sm_80")
     if p.direction == "hvp":
-        reasons += _refused_of_hessian(p)
+        reasons += _hessian_refusals(p)
     if p.direction == "jvp" and widest > 128:
         reasons.append(f"does not support tangents of head_dim {widest}, above 128")
     elif _classes(p) is None:
@@ -298,7 +300,7 @@ def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
     return reasons
 
 
-def _refused_of_hessian(problem: Problem) -> list[str]:
+def _hessian_refusals(problem: Problem) -> list[str]:
     """Reasons against hvp."""
     p, reasons = problem, []
     most, widest = (64 if p.dtype == "float32" else 128), max(p.head_dim, p.head_dim_v)
@@ -326,8 +328,8 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         return reasons
     variants = _passes(p, arch)
     if p.reproducible and p.seqlen_k > CHUNK_KEYS and _IN_PARTS in variants[0].macros:
-        asked = problem_of_rows(p) if heads_share_keys(p) else p
-        nbytes, most = _parts_bytes(asked, variants[0]), MOST_PARTS_BYTES
+        of_rows = problem_of_rows(p) if heads_share_keys(p) else p
+        nbytes, most = _parts_bytes(of_rows, variants[0]), MOST_PARTS_BYTES
         if p.packed or nbytes > most:
             reasons.append(
                 f"has too few registers to combine chunks of {CHUNK_KEYS} keys at head_dim {p.head_dim} of "
@@ -411,7 +413,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
     if problem.direction == "jvp":
         return Plan(arch.name, NAME, tuple(launches), notes=notes)
     if problem.direction == "hvp":
-        before, after = simple.around_hessian(problem)
+        before, after = simple.hessian_launches(problem)
         return Plan(
             arch.name, NAME, (*before, *launches, *after), *simple.hessian_workspace(problem), notes=notes
         )
@@ -419,7 +421,7 @@ def plan(problem: Problem, arch: Arch) -> Plan:
         parts, chunks = _chunks(problem, variants[0], launches, arch)
         if chunks > 1:
             launches = along_x(variants[0], chunks * launches[0].grid[0])
-            launches += along_x(merge_chunks(_dtype(problem)), queries * problem.seqlen_q)
+            launches += along_x(combine_chunks(_dtype(problem)), queries * problem.seqlen_q)
             notes += (f"chunks    {chunks} of {CHUNK_KEYS} keys, one per thread block",)
         return Plan(arch.name, NAME, tuple(launches), *laid_out(*parts), notes=notes)
     if problem.bias and problem.want_dbias:

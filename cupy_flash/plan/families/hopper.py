@@ -66,7 +66,7 @@ _FP8 = {
     (256, 256): (((128, 128), (128, 64)), 1),
 }
 
-# Up to so many columns the forward kernel can store o as float32, too, for partial results.
+# Most columns for which the forward kernel can also store o as float32, for partial results.
 # why not above: the branch costs instructions in the main loop.
 _MOST_WITH_FLOATS = 128
 

@@ -6,14 +6,27 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from ...call.problem import Problem
-from ...program.c_text import reads_what_may_be_learned
+from ...program.c_text import reads_learnable
 from ...program.graph import MOST_ARGUMENTS, Body
 from ..catalog import SAME_BITS, SHORT, Arch, Variant
 from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 
-__all__ = ["HEAD_DIMS", "NAME", "ZEROED", "argument_gradients", "argument_sums", "around_hessian",
-           "delta", "hessian_workspace", "of_function", "plan", "refusals", "refused_of_function",
-           "sink_gradients", "variants"]  # fmt: skip
+__all__ = [
+    "HEAD_DIMS",
+    "NAME",
+    "ZEROED",
+    "argument_gradients",
+    "argument_sums",
+    "delta",
+    "function_refusals",
+    "hessian_launches",
+    "hessian_workspace",
+    "of_function",
+    "plan",
+    "refusals",
+    "sink_gradients",
+    "variants",
+]  # fmt: skip
 
 NAME = "simple"
 
@@ -67,8 +80,8 @@ _OF_STATISTICS = ("by_key", "by_query")
 _TILES |= {"by_key": (((64, 64, 35840),), ((32, 64, 33792),)), "by_query": _TILES["dbias"]}
 
 # Gradients of the learned arguments of a score function; compiled only with a function.
-_OF_ARGUMENTS = ("args_sum", "args_unite")
-_TILES |= {"args_sum": _TILES["dbias"], "args_unite": (((1, 1, 0),), ((1, 1, 0),))}
+_OF_ARGUMENTS = ("args_sum", "args_reduce")
+_TILES |= {"args_sum": _TILES["dbias"], "args_reduce": (((1, 1, 0),), ((1, 1, 0),))}
 # Passes that compute scores, and so call the score function.
 _WITH_SCORES = ("forward", "dq", "dkv", "dbias")
 _OF_SECOND_ORDER = ("jvp", "dq_dot", "dkv_dot", "dbias_dot")
@@ -114,7 +127,7 @@ def of_function(
 ) -> list[Variant]:
     """The variants compiled for a score function: passes that compute scores, and those for its arguments."""
     # why all that may be learned: in torch, each call decides which arguments are.
-    steps = _WITH_SCORES + _OF_ARGUMENTS * reads_what_may_be_learned(function)
+    steps = _WITH_SCORES + _OF_ARGUMENTS * reads_learnable(function)
     steps += _OF_SECOND_ORDER * second_order
     return [_variant(step, dtype, head_dim, function) for step in steps]
 
@@ -155,7 +168,7 @@ def _steps(problem: Problem) -> list[str]:
     return [*steps, *_OF_ARGUMENTS * bool(problem.learned_elements)]
 
 
-def refused_of_function(problem: Problem) -> list[str]:
+def function_refusals(problem: Problem) -> list[str]:
     """Reasons why no kernel supports a score function."""
     function = problem.function
     if function is None:
@@ -172,7 +185,7 @@ def _computed_in(problem: Problem) -> str:
     return (SAME_BITS if problem.reproducible == "device" else SHORT)[problem.dtype]
 
 
-def _without_same_bits(problem: Problem) -> list[str]:
+def _same_bits_refusals(problem: Problem) -> list[str]:
     """Reasons why there is no kernel with the same bits on every architecture."""
     reasons = []
     if problem.dtype not in SAME_BITS:
@@ -182,7 +195,7 @@ def _without_same_bits(problem: Problem) -> list[str]:
     return reasons
 
 
-def _not_counted(problem: Problem) -> list[str]:
+def _statistics_refusals(problem: Problem) -> list[str]:
     """Reasons why there is no kernel for some statistics."""
     reasons = []
     if problem.cache is not None:
@@ -196,15 +209,15 @@ def _not_counted(problem: Problem) -> list[str]:
 
 def refusals(problem: Problem, _arch: Arch) -> list[str]:
     """All reasons why these kernels do not support a problem."""
-    reasons = _not_counted(problem) if problem.direction == "statistics" else []
+    reasons = _statistics_refusals(problem) if problem.direction == "statistics" else []
     if problem.dtype not in SHORT:
         return [*reasons, f"computes with 16-bit and wider inputs, not {problem.dtype}"]
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > HEAD_DIMS[-1]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
     if problem.reproducible == "device":
-        reasons += _without_same_bits(problem)
-    reasons += refused_of_function(problem)
+        reasons += _same_bits_refusals(problem)
+    reasons += function_refusals(problem)
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")
     if problem.tile is not None:
@@ -230,7 +243,7 @@ def _blocks(problem: Problem, variant: Variant) -> int:
         return p.heads_q
     if step == "sum":
         return _slices(p)
-    if step == "unite":
+    if step == "reduce":
         return blocks_of(p.learned_elements, _THREADS)
     return p.batch * p.heads_q * blocks_of(p.seqlen_q, m)
 
@@ -270,7 +283,7 @@ def _slices(problem: Problem) -> int:
     return max(1, min(tiles, _MOST_SLICES, _SLICES_BYTES // (8 * p.learned_elements)))
 
 
-def around_hessian(problem: Problem) -> tuple[list[Launch], list[Launch]]:
+def hessian_launches(problem: Problem) -> tuple[list[Launch], list[Launch]]:
     """The launches before and after the hvp passes with products, for families that have only these."""
     return _launches(problem, ["delta_dot"]), _launches(problem, ["dsinks_dot"] * problem.sinks)
 

@@ -3,8 +3,8 @@
 #include "attention/seqlen.cuh"
 #include "element.cuh"
 
-// The blocks of one head. A number of the table that stands for no bits means nothing is seen: it is compared before it
-// is used as an index.
+// The blocks of one head. A code of the table without bits counts as empty: it is compared before it is used as an
+// index.
 struct HeadBlocks {
     const int32_t* table;    // of block (0, 0); null: every pair is kept
     const Score& rule;

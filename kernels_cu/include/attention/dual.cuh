@@ -32,7 +32,7 @@ template <class Real> struct Dual {
         const Real y = a.value / b.value;
         return {y, (a.slope - y * b.slope) / b.value};
     }
-    // why of numbers, too: theirs is a slope of 0, which times what is infinite would be no number.
+    // why overloads for numbers: as a Dual a number has slope 0, and 0 times infinity would be NaN.
     CF_DEVICE friend Dual operator+(Dual a, Number b) { return {a.value + b, a.slope}; }
     CF_DEVICE friend Dual operator+(Number a, Dual b) { return {a + b.value, b.slope}; }
     CF_DEVICE friend Dual operator-(Dual a, Number b) { return {a.value - b, a.slope}; }

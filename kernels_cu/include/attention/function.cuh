@@ -5,8 +5,8 @@
 #include "element.cuh"
 
 // The first and the second derivative of a score function by the score.
-template <class Real> struct Bends {
-    Real slope, bend;
+template <class Real> struct ScoreDerivatives {
+    Real slope, curvature;
 };
 
 #if defined(CF_FUNCTION)

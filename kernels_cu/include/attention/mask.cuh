@@ -164,8 +164,8 @@ template <class Acc> struct HeadFunction {
         return score_slope<Acc>(capped, batch, head, query, key, arrays);
     }
     // Its first and its second derivative.
-    CF_DEVICE Bends<Acc> bends(Acc capped, int32_t query, int32_t key) const {
-        return score_bends<Acc>(capped, batch, head, query, key, arrays);
+    CF_DEVICE ScoreDerivatives<Acc> derivatives(Acc capped, int32_t query, int32_t key) const {
+        return score_derivatives<Acc>(capped, batch, head, query, key, arrays);
     }
 };
 #endif

@@ -42,7 +42,7 @@ CF_DEVICE TileCoord tile_coord(uint32_t block, int32_t tiles, int32_t heads) {
             static_cast<int32_t>(head / heads)};
 }
 
-// The same grid with heads of one tile next to each other, in sections of so many heads; tiles are counted from
+// The same grid with heads of one tile next to each other, in sections of `heads` heads; tiles are counted from
 // the first.
 CF_DEVICE TileCoord section_tile_coord(uint32_t block, int32_t tiles, uint32_t heads, int32_t heads_of_batch,
                                        uint32_t per_section) {

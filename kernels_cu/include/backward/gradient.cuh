@@ -13,7 +13,7 @@ CF_DEVICE GlobalRows<Element> rows_of(const Tensor& t, int32_t batch, int32_t he
 }
 
 // From S and dP of one head to P and dS, for the rows of a warp: float x[kM][kN][4] as in mma.cuh, rows are
-// queries. kAny: everything that a score can meet, asked for at run time; otherwise scale > 0 and the band
+// queries. kAny: every option that changes scores, tested at run time; otherwise scale > 0 and the band
 // only. kOfProduct: the gradient of scale * q k^T; otherwise that of the score, after the softcap.
 template <class Math, bool kAny, int kM, bool kOfProduct = true>
 struct ScoreGradient {

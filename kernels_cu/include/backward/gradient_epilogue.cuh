@@ -49,7 +49,7 @@ CF_DEVICE void store_float_gradient(const GlobalRows<float>& to, uint32_t tile_a
         // sync: all are done with what was there.
         __syncthreads();
         stage_gradient<T, kRowGroups, kColumnGroups>(tile_address, x, factor, row_group, column_group, first_row);
-        // sync: what is staged is complete before any thread stores it.
+        // sync: the staged tile is complete before any thread stores it.
         __syncthreads();
         store_tile<T, kThreads>(to.of_rows(first_row), tile_address);
     }

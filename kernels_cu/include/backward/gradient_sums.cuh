@@ -18,7 +18,7 @@ struct Share {
     int index, count;
 };
 
-// Where the FP32 sums of dQ lie: tile after tile of kRows queries, for each all heads.
+// The order of the FP32 sums of dQ: tile after tile of kRows queries, for each all heads.
 //
 // layout: inside a tile in the order of the accumulators, sum r of thread t at r * kThreads + t, so that the
 // additions of a warp fall on 128 consecutive bytes. Packed sequences start at tile first_q / kRows + batch,

@@ -95,7 +95,7 @@ struct Columns {
 
     CF_DEVICE Columns(uint32_t tile_address, int of_group)
         : reader(tile_address), float_reader(tile_address), group(of_group) {
-        constexpr int kPeriod = T::kTwists / 2;
+        constexpr int kPeriod = T::kSwizzledChunks / 2;
         reader.lane_address = (reader.lane_address ^ (group % kPeriod * 32)) + group / kPeriod * kPeriod * 32;
     }
     CF_DEVICE void load(uint32_t (&r)[4], int block, int step, bool = true) const {
@@ -122,17 +122,17 @@ CF_DEVICE constexpr int grouped_column(int n, int group) {
     return 16 * (n / 2 * kGroups + group) + n % 2 * 8;
 }
 
-// No work.
-struct Nothing {
+// No work to interleave with products.
+struct NoWork {
     CF_DEVICE void operator()(Share) const {}
 };
 
-// d += A B over kSteps blocks of k, and beside(share) share after share between its products.
-// why: B is asked for kAhead blocks early and A one step, which covers the latency of shared memory. A warp issues
-// in order, so that work runs under products if it stands between them; but it takes registers.
-template <class Math, int kSteps, int kM, int kN, class A, class B, class Beside>
-CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, Beside beside) {
-    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = smaller(kBlocks, kSame<Beside, Nothing> ? 2 : 1);
+// d += A B over kSteps blocks of k; between the products, interleaved(share) is called for one share of work after another.
+// why: B is loaded kAhead blocks early and A one step, which covers the latency of shared memory. A warp issues in
+// order, so that work overlaps with products if it stands between them; but it takes registers.
+template <class Math, int kSteps, int kM, int kN, class A, class B, class Interleaved>
+CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, Interleaved interleaved) {
+    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = smaller(kBlocks, kSame<Interleaved, NoWork> ? 2 : 1);
     const auto load_b = [&](uint32_t(&r)[4], int i) {
         b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN);
     };
@@ -161,22 +161,22 @@ CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, 
                 if (2 * pair + 1 < kN)
                     Math::multiply(d[m][smaller(2 * pair + 1, kN - 1)], a_step[m], b_step, 1);
             }
-            beside(Share{i, kBlocks});
+            interleaved(Share{i, kBlocks});
         }
     }
 }
 // Not of floats, whose products may be in a loop.
-template <class Math, int kSteps, int kM, int kN, class A, class B, class Beside>
-CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b, Beside beside) {
+template <class Math, int kSteps, int kM, int kN, class A, class B, class Interleaved>
+CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b, Interleaved interleaved) {
     constexpr int kTogether = steps_together<Math>(kSteps);
     if constexpr (!Math::kFloat) {
         static_assert(kTogether == kSteps);
-        multiply_together<Math, kSteps>(d, a, b, beside);
+        multiply_together<Math, kSteps>(d, a, b, interleaved);
     } else {
-        static_assert(kSame<Beside, Nothing>);
+        static_assert(kSame<Interleaved, NoWork>);
 #pragma unroll 1
         for (int step = 0; step < kSteps; step += kTogether) {
-            multiply_together<Math, kTogether>(d, a, b, Nothing());
+            multiply_together<Math, kTogether>(d, a, b, NoWork());
             a.advance(kTogether);
             b.advance(kTogether);
         }
@@ -184,7 +184,7 @@ CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b, Beside beside) {
 }
 template <class Math, int kSteps, int kM, int kN, class A, class B>
 CF_DEVICE void multiply(float (&d)[kM][kN][4], A a, B b) {
-    multiply<Math, kSteps>(d, a, b, Nothing());
+    multiply<Math, kSteps>(d, a, b, NoWork());
 }
 
 // Writes accumulators into a tile, as elements: rows row_first .., columns 8 column_block_n8 .. .
@@ -198,7 +198,7 @@ struct AccumulatorWriter {
     uint32_t lane_address;
 
     // The columns of the accumulator start at n8 column `n_first` of the tile, a multiple of kN (a power of
-    // two) or of kTwists.
+    // two) or of kSwizzledChunks.
     CF_DEVICE AccumulatorWriter(uint32_t tile_address, int row_first, int n_first) {
         const int g = threadIdx.x % 32 / 4, byte = threadIdx.x % 4 * 2 * int(sizeof(Element));
         lane_address = tile_address + T::offset(row_first + g, n_first * kChunkStep + byte / 16) + byte % 16;
@@ -207,8 +207,8 @@ struct AccumulatorWriter {
     // the writer's.
     CF_DEVICE void store(float left, float right, int m, int n, int half, uint32_t bytes) const {
         const int chunk = n * kChunkStep;
-        const uint32_t to = (lane_address ^ (chunk % T::kTwists * 16)) + (16 * m + 8 * half) * T::kPitch + bytes +
-                            chunk / T::kTwists * T::kTwists * 16;
+        const uint32_t to = (lane_address ^ (chunk % T::kSwizzledChunks * 16)) + (16 * m + 8 * half) * T::kPitch + bytes +
+                            chunk / T::kSwizzledChunks * T::kSwizzledChunks * 16;
         if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
         else st_shared(to, pack<Element>(left, right));
     }

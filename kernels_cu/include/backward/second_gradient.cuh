@@ -12,7 +12,7 @@ CF_DEVICE RowNumbers row_numbers(float lse, float mean, float delta, float delta
     return {exists && lse != -kInfinity ? lse * kLog2e : kInfinity, mean, delta, delta_dot};
 }
 
-// The rule of one head. Whatever only scales, caps and shifts a score by its position, asked for at run time.
+// The score of one head: options that only scale, cap or shift a score by its position, tested at run time.
 template <class Math>
 struct SecondGradient {
     TileScore<Math> score;
@@ -27,13 +27,13 @@ struct SecondGradient {
     // scale * q k^T in the direction (in dp), and that gradient itself (in dp_dot). Rows of queries: of the
     // thread's rows, or of its columns where keys are rows.
     template <bool kKeysInRows>
-    CF_DEVICE void compute_ds(float (&s)[4], const float (&moved)[4], float (&dp)[4], float (&dp_dot)[4],
+    CF_DEVICE void compute_ds(float (&s)[4], const float (&tangent)[4], float (&dp)[4], float (&dp_dot)[4],
                               const RowNumbers (&rows)[2], const Positions<kKeysInRows>& at,
                               bool whole) const {
-        float x[1][1][4] = {{{s[0], s[1], s[2], s[3]}}}, slope[4], bend[4];
+        float x[1][1][4] = {{{s[0], s[1], s[2], s[3]}}}, slope[4], curvature[4];
         score.apply_softcap(x);
         CF_UNROLL
-        for (int e = 0; e < 4; e++) slope[e] = score.head.softcap_slope(x[0][0][e]), bend[e] = curve * x[0][0][e];
+        for (int e = 0; e < 4; e++) slope[e] = score.head.softcap_slope(x[0][0][e]), curvature[e] = curve * x[0][0][e];
         score.add_alibi(x, at);
         if (!whole) mask_band(x, at, band);
         CF_UNROLL
@@ -41,14 +41,14 @@ struct SecondGradient {
             const RowNumbers& row = rows[kKeysInRows ? e % 2 : e / 2];
             // [H.2] [H.3] why the test: 0 times what a masked key makes of a score need not be 0.
             const float weight = ex2(fmaf(x[0][0][e], kLog2e, -row.lse_log2));
-            const float moved_score = weight == 0 ? 0.0f : slope[e] * score.head.scale * moved[e];
-            const float weight_dot = weight * (moved_score - row.mean), d_weight = dp[e] - row.delta;
+            const float score_dot = weight == 0 ? 0.0f : slope[e] * score.head.scale * tangent[e];
+            const float weight_dot = weight * (score_dot - row.mean), d_weight = dp[e] - row.delta;
             // [H.4] [H.5]
             const float d_score = weight * d_weight;
             const float d_score_dot = fmaf(weight_dot, d_weight, weight * (dp_dot[e] - row.delta_dot));
             // [H.6]
             s[e] = weight_dot;
-            dp[e] = fmaf(d_score_dot, slope[e], bend[e] * d_score * moved_score);
+            dp[e] = fmaf(d_score_dot, slope[e], curvature[e] * d_score * score_dot);
             dp_dot[e] = d_score * slope[e];
         }
     }

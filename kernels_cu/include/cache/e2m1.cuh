@@ -55,8 +55,8 @@ template <class Element> struct E2m1Pairs {
 
 // Scales of a step on their way to shared memory; of K, or of V.
 //
-// why registers: a row may have one scale, a byte, and cp.async copies 4 that are aligned. They are asked for with
-// the codes of their step, and stored when the next step's are asked for.
+// why registers: a row may have one scale, a byte, and cp.async copies 4 that are aligned. They are loaded with
+// the codes of their step, and stored when the next step's are loaded.
 // layout: lane l has key l % 16 of spans l / 16 + 2i.
 template <class Element, int kSpans> struct E2m1Units {
     enum : int { kPairs = kSpans / 2, kBytes = 4 * kSpans * kStepKeys };

@@ -32,7 +32,7 @@ constexpr bool addresses_wait(int spans) { return spans < 8; }
 // ---- Q
 
 // A row of Q as halves, times a power of two; of odd chunks by 16. Called by the kChunks lanes that have the row, a chunk
-// each. Returns what a sum of its products and codes, with K's scales as they are stored, is to be multiplied by.
+// each. Returns the factor for sums of its products with codes, where K's scales are as stored.
 template <class Element, int kChunks> CF_DEVICE float raise_row(uint4& chunk, int number) {
     Element(&part)[8] = reinterpret_cast<Element(&)[8]>(chunk);
     float highest = 0;
@@ -87,8 +87,8 @@ constexpr int scales_together(int spans) { return spans == 4 ? 4 : 2; }
 
 // Units of a step on their way to shared memory; of K, or of V.
 //
-// why registers: a row may have one scale, 2 bytes, and cp.async copies 4 that are aligned. They are asked for with
-// the codes of their step, and stored when the next step's are asked for.
+// why registers: a row may have one scale, 2 bytes, and cp.async copies 4 that are aligned. They are loaded with
+// the codes of their step, and stored when the next step's are loaded.
 // layout: lane l has keys 2 (l % 8) and the next of spans l / 8 + 4i. What does not exist is read as what is nearest
 // to it: its codes are 0, and nothing comes of it.
 template <bool kOfKeys, int kSpans> struct IntegerUnits {
@@ -290,7 +290,7 @@ template <class Math, class Codes> struct IntegerTiles {
             }
         }
     }
-    // Columns of features become O: the sums of zeros come to them.
+    // Turns columns of features into O by adding the sums of zeros.
     template <int kN> CF_DEVICE void finalize(float (&d)[1][kN][4], const ValueUnits& of, int32_t steps) {
         get_zero_sums();
         const float unit = of.plain_from < steps ? kCode : kCode / kRaised;    // of a product of scale and code

@@ -39,7 +39,7 @@ template <class K> struct KeyStream {
                 v_units.load(p.cache.v_units, slot, kv_head, row, left, p.shape.head_dim_v);
                 if constexpr (K::kTuring) store_units(step), copy(stage, row, left);
             }
-            // why: asked for a step early, an entry of the table arrives while the products run.
+            // why a step early: an entry of the table arrives while the products run.
             if (step + 1 < count) slot = slot_of(p.cache, batch, first + K::kWarps * kStepKeys);
         }
         if constexpr (!K::kTuring) cp_async_commit();

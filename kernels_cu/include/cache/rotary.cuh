@@ -5,7 +5,7 @@
 
 // Feature `column` of a row, rotated if it is one of those that are; at(c) is feature c.
 template <class Feature>
-CF_DEVICE auto turned(const Rotary& rotary, int32_t column, int64_t position, Feature at) {
+CF_DEVICE auto rotated_feature(const Rotary& rotary, int32_t column, int64_t position, Feature at) {
     const auto x = at(column);
     using Acc = decltype(at(column));
     const int32_t i = column - rotary.first_rotated;

@@ -79,10 +79,10 @@ CF_DEVICE uint4 read_chunk(const Element* row, int chunk, int columns) {
 // become zeros.
 //
 // layout: kLane neighbouring lanes copy neighbouring chunks of one row, and the warp kPassRows rows at a
-// time. Where rows have 8 twists, each pass of 4 rows flips the bits of twist(4) of the chunk.
+// time. Where rows have 8 swizzles, each pass of 4 rows flips the bits of swizzle(4) of the chunk.
 template <class T, bool kRegisters>
 struct WarpLoader {
-    static constexpr int kLane = T::kTwists, kPassRows = 32 / kLane;
+    static constexpr int kLane = T::kSwizzledChunks, kPassRows = 32 / kLane;
     static constexpr int kPasses = T::kRows / kPassRows, kRowCopies = T::kChunks / kLane;
     static constexpr int kCopies = kPasses * kRowCopies;    // of one lane per tile
     static_assert(T::kRows == kStepKeys, "a tile is the keys of a step");
@@ -133,7 +133,7 @@ struct WarpLoader {
     }
     CF_DEVICE static uint32_t target(uint32_t to, int copy) {
         const int pass = copy / kRowCopies;
-        const uint32_t flip = kLane == 8 ? pass % 2 * T::twist(4) * 16 : 0;
+        const uint32_t flip = kLane == 8 ? pass % 2 * T::swizzle(4) * 16 : 0;
         return (to ^ flip) + pass * kPassRows * T::kPitch + copy % kRowCopies * kLane * 16;
     }
     // How much of a chunk exists, 0 to 16 bytes.

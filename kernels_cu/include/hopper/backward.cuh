@@ -1,5 +1,5 @@
-// What the Hopper backward kernels share: what a block works on, its shared memory, the helper warps beside its two
-// warpgroups of consumers, and how it starts. `Kernel` is a struct of constants that each of them defines:
+// Code that the Hopper backward kernels share: the work of a block, its shared memory, the helper warps next to its two
+// consumer warpgroups, and its start. `Kernel` is a struct of constants that each of them defines:
 //   Element, kAny                    as in TransposedGradient
 //   kHeadDim, kHeadDimV              the largest head dims of q and k, and of v
 //   kBlockM, kBlockN                 queries and keys of a block
@@ -175,7 +175,7 @@ template <class Kernel> struct HopperBackward {
         }
     }
 
-    // Until the consumers have read LSE and delta of the step whose place those of this one take.
+    // Waits until the consumers have read LSE and delta of the step whose memory this step reuses.
     template <class Storage> CF_DEVICE static void wait_for_place(Storage& s, const Step& step) {
         const int stage = step.at.stage, phase = step.at.phase;
         // sync: they have released the dO of the step before, after S and dP were in registers. Before the first step
@@ -279,8 +279,8 @@ template <class Kernel> struct HopperBackward {
         }
     }
 
-    // What the block of this number works on, none of its keys if they begin past the end of their sequence. item: bytes
-    // of an element of Q and dO.
+    // The work of the block with this number, without keys if they begin past the end of their sequence. item: bytes of
+    // an element of Q and dO.
     CF_DEVICE static WorkTile work_of(const BackwardParams& call, uint32_t block, uint32_t item = sizeof(Element)) {
         const Shape& shape = call.shape;
         const TileCoord mine = lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape,
@@ -291,7 +291,7 @@ template <class Kernel> struct HopperBackward {
         const int32_t first_key = order.block * kBlockN, group = shape.heads_q / shape.heads_k;
         const Range queries = band.queries_of(first_key, first_key + kBlockN);
         const Range tiles{queries.first / kBlockM, cdiv(queries.end, kBlockM)};
-        order.go_over(tiles);
+        order.set_tiles(tiles);
         return {sequence,
                 NarrowBand(band),
                 mine.batch,

@@ -1,10 +1,10 @@
-// Deterministic dQ: the order in which blocks that own keys start, go over tiles of queries, and add to the dQ of each. A
+// Deterministic dQ: the order in which blocks that own keys start, visit tiles of queries, and add to the dQ of each. A
 // block waits for its turn at the semaphore of a tile (prim/semaphore.cuh).
 // Design note: docs/kernels/backward_sm90.md.
 //
-// A block does not wait if it comes to a tile right after the block whose turn was before. So blocks of a head that
-// run at once, a wave, go one behind the other, and the next wave adds to sums of its own, or it would wait for the
-// last block of this one. Two chains of sums are enough:
+// A block need not wait if it reaches a tile right after the block with the turn before. So the blocks of a head that run
+// at once, a wave, visit tiles one behind the other, and the next wave adds to sums of its own, as it would otherwise wait
+// for the last block of this one. Two chains of sums are enough:
 //
 //   causal, waves 0, 2, ..: blocks of the last keys first. Each begins on the diagonal, where those before it have been
 //     and those after it come later, and goes towards the last queries. Chain 0.
@@ -17,7 +17,7 @@
 #pragma once
 #include "tile/score_tile.cuh"
 
-// Blocks of so many keys of which queries see one.
+// Blocks of `keys` keys of which these queries see at least one.
 CF_DEVICE Range blocks_seen(const NarrowBand& band, Range queries, int32_t keys) {
     return {larger(band.first_key(queries.first), 0) / keys, cdiv(band.end_key(queries.end - 1), keys)};
 }
@@ -41,7 +41,7 @@ struct DqOrder {
         if (up) block = first + smaller(first + wave, blocks) - 1 - place;
     }
     // Over the tiles that see the block.
-    CF_DEVICE void go_over(Range tiles) {
+    CF_DEVICE void set_tiles(Range tiles) {
         if (all) home = static_cast<int32_t>(uint32_t(block - first) * uint32_t(tiles.end) / wave);
         start = up ? tiles.first : (home > tiles.first ? home : tiles.end) - 1;
         stop = up ? tiles.end - 1 : larger(home, tiles.first);

@@ -17,7 +17,7 @@ template <class K, class Output>
 constexpr bool kStoresFloats = (CF_STORES_FLOATS || K::QTile::kColumns <= 128) &&
                                sizeof(typename K::QTile::Element) == 2 && sizeof(Output) == 2;
 
-// [A2.21] for the rows of a warpgroup: O, which leaves through its part of the shared memory of Q, and LSE.
+// [A2.21] for the rows of a warpgroup: O, staged in its part of the shared memory of Q, and LSE.
 // unit: from a score as the softmax has found it to natural units; value_unit: on O.
 template <class K, class Output>
 CF_DEVICE void epilogue(const typename K::Params& p, typename K::Storage& s, const WorkTile<K>& tile,

@@ -51,8 +51,7 @@ CF_DEVICE float unit_of_product(float x, float y) {
 // The same for sums that are no scores: down to 0, where what it stands for is below 2^-114.
 CF_DEVICE float unit_of_sum(float x, float y) { return fminf(x * y, 1.7014118e38f); }
 
-// Where the tiles of sequences lie: those of a sequence follow each other, and of one tile those of all heads.
-// Packed sequences may have one tile more than their rows fill.
+// The order of tiles: those of a sequence follow each other, and for each tile come all heads. Packed sequences may have one tile more than their rows fill.
 CF_DEVICE int64_t first_tile_of(const Shape& shape, int32_t batch, int64_t first_row, int32_t rows,
                                 int size) {
     return shape.packed ? first_row / size + batch : int64_t(batch) * cdiv(rows, size);

@@ -2,13 +2,12 @@
 // consumers read.
 // Design note: docs/kernels/backward_sm90.md.
 //
-// layout: bit i of words[stage][h][key] is query 32 h + i of the tile. Consumers have keys as rows and ask for a word of
-// each of their two. Helpers make 32 words at a time, a part of 32 x 32 pairs, a lane for each key. Where queries have
-// intervals or bits, a lane has those of a query; in the place of its word it leaves 32 bits along the keys, and the bits of
-// a warp are transposed.
-// why by helpers: in a thread of the consumers dK, dV, S and dP leave no registers to look anything up, and what a helper
-// does costs no time of theirs, as long as it is shorter than a step.
-// why by rows of parts: what a key or a query has is asked for once, and is cut to the tile; a part is a few shifts then.
+// layout: bit i of words[stage][h][key] is query 32 h + i of the tile. Consumers have keys as rows and read a word for
+// each of their two. Helpers make 32 words at a time, a part of 32 x 32 pairs, one lane per key. Where intervals or bits are
+// by query, one lane per query: its word has 32 bits along the keys, and the bits of a warp are then transposed.
+// why by helpers: in a thread of the consumers dK, dV, S and dP leave no registers for this, and helpers cost them no time
+// as long as they take less than a step.
+// why by rows of parts: the limits of a key or a query are read once and cut to the tile; a part is then a few shifts.
 #pragma once
 #include "attention/mask.cuh"
 #include "tile/score_tile.cuh"

@@ -65,12 +65,12 @@ template <class K> struct MaskedSoftmax {
         constexpr int64_t kOpen = int64_t(1) << 62;
         const bool open = rule.left >= kOpen && rule.right >= kOpen;
         if (open && first + K::kBlockN <= work.sequence.seqlen_k) return;
-        const NarrowBand anew(Band(rule, work.sequence));
-        const int32_t before = anew.first_key(query + 15) - first;
-        const int32_t after = first + K::kBlockN - anew.end_key(query);
+        const NarrowBand rows_band(Band(rule, work.sequence));
+        const int32_t before = rows_band.first_key(query + 15) - first;
+        const int32_t after = first + K::kBlockN - rows_band.end_key(query);
         // why opaque: or ptxas holds a predicate less while blocks are whole.
         if (static_cast<int32_t>(opaque(static_cast<uint32_t>(larger(before, after)))) > 0)
-            mask(as_tile(rS), anew, first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
+            mask(as_tile(rS), rows_band, first + static_cast<int32_t>(threadIdx.x) % 4 * 2);
     }
     // S becomes P; row_max and row_sum follow. Returns what O is to be rescaled by.
     CF_DEVICE Rescale mask_and_softmax(float (&rS)[K::kBlockN / 2], int32_t block) {

@@ -19,7 +19,7 @@ template <class K> struct Producer {
     using QTile = typename K::QTile;
     using KTile = typename K::KTile;
     using VTile = typename K::VTile;
-    // Blocks of keys before the end of a tile at which the next tile is asked for. why not earlier: a block that has
+    // Blocks of keys before the end of a tile at which the next tile is requested. why not earlier: a block that has
     // claimed a tile may still be at a long one when other blocks have nothing left to do.
     static constexpr int32_t kAhead = 3;
     const typename K::Params& p;

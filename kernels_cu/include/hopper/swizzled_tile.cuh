@@ -29,8 +29,8 @@ struct SwizzledTile {
     // Bytes from the start of the tile to chunk `chunk` of row `row`.
     CF_DEVICE static constexpr int offset(int row, int chunk) {
         constexpr int kPerBlock = kSpan / 16;
-        const int twist = kSpan == 128 ? row & 7 : row >> 1 & 3;
-        return chunk / kPerBlock * kBlockBytes + row * kSpan + ((chunk % kPerBlock) ^ twist) * 16;
+        const int swizzle = kSpan == 128 ? row & 7 : row >> 1 & 3;
+        return chunk / kPerBlock * kBlockBytes + row * kSpan + ((chunk % kPerBlock) ^ swizzle) * 16;
     }
 };
 

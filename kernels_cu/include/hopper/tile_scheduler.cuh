@@ -40,8 +40,8 @@ template <class K> struct WorkTile {
     Sequence sequence;
     int32_t group, kv_head, batch;
     int32_t first_row;
-    // Blocks of keys from first_key on that hold a key for a query of the tile. Kind spans: first_key is 0, and so many
-    // blocks, not next to each other, do.
+    // Blocks of keys from first_key on that hold a key for a query of the tile. Kind spans: first_key is 0, and these
+    // blocks need not be consecutive.
     int32_t first_key, blocks;
 
     // why in place and field by field: the thread has registers for little more.

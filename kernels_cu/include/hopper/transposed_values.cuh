@@ -31,9 +31,9 @@ CF_DEVICE void transpose_values(To& to, const From& from, int warp, int warps) {
     };
     const auto store = [&](const uint32_t (&r)[4], int unit) {
         const int keys = unit / From::kChunks, chunk = unit % From::kChunks;
-        const uint32_t turned[4] = {permute_bytes(r[0], r[1], first), permute_bytes(r[0], r[1], second),
-                                    permute_bytes(r[2], r[3], first), permute_bytes(r[2], r[3], second)};
-        stmatrix_x4(to_address + To::offset(16 * chunk + feature, 2 * keys + matrix / 2), turned);
+        const uint32_t transposed[4] = {permute_bytes(r[0], r[1], first), permute_bytes(r[0], r[1], second),
+                                        permute_bytes(r[2], r[3], first), permute_bytes(r[2], r[3], second)};
+        stmatrix_x4(to_address + To::offset(16 * chunk + feature, 2 * keys + matrix / 2), transposed);
     };
     int unit = warp;
 #pragma unroll 1

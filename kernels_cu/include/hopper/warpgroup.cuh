@@ -21,7 +21,7 @@
 // registers, where wgmma reads descriptors, instead of moving it there each time; nor does it compute x again in a
 // loop.
 template <class T> CF_DEVICE T warp_uniform(T x) { return __shfl_sync(0xffffffffu, x, 0); }
-// Whether setmaxnreg can give these registers to each thread of so many warpgroups and of the one beside them.
+// Whether setmaxnreg can give these registers to each thread of the consumer warpgroups and of the producer.
 constexpr bool fit_registers(int consumers, int of_consumer, int of_producer) {
     return 128 * (consumers * of_consumer + of_producer) <= 65536;
 }
@@ -59,8 +59,8 @@ template <class T> struct ByRows : Operand {
         constexpr int kPerBlock = T::kSpan / 32;
         return descriptor + (k / kPerBlock * T::kBlockBytes + k % kPerBlock * 32) / 16;
     }
-    // The same, of which the compiler knows nothing, so that what is made of it is made where it is used.
-    CF_DEVICE ByRows anew() const {
+    // A copy whose value the compiler cannot see, so that it derives descriptors from it where they are used.
+    CF_DEVICE ByRows opaque_copy() const {
         ByRows other = *this;
         other.descriptor = (descriptor & 0xffffffff00000000u) | opaque(static_cast<uint32_t>(descriptor));
         return other;

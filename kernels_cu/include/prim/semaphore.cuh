@@ -9,7 +9,7 @@
 
 // The next number of a counter that starts at 0. By one thread of a block.
 CF_DEVICE uint32_t take_ticket(uint32_t* numbers) { return atomicAdd(numbers, 1u); }
-// Until so many turns have ended. What those threads had written before is visible to this one.
+// Waits until `turn` turns have ended. Earlier writes of those threads are then visible to this one.
 CF_DEVICE void semaphore_wait(const uint32_t* turns, uint32_t turn) {
     asm volatile(
         "{\n.reg .pred early;\n.reg .u32 ended;\nwait_%=:\nld.acquire.gpu.global.u32 ended, [%0];\n"

@@ -38,10 +38,10 @@ CF_DEVICE uint32_t opaque(uint32_t x) {
     return x;
 }
 
-// A place that ptxas moves nothing across. x is any register at hand.
+// A point across which ptxas moves nothing. x is any register in use.
 // why: for ptxas a wgmma_wait depends on products alone, and it hoists one above the whole softmax that was meant to
-// run under them. An event for profilers is what it neither moves nor lets anything pass, and a predicate that it
-// cannot foresee keeps it from happening: x never has this value, a NaN that no instruction makes and no address.
+// overlap with them. ptxas neither moves a profiler event nor moves anything across it, and a predicate whose value it
+// cannot know disables the event: x never has this value, a NaN that no instruction produces and that is no address.
 // (A branch around nanosleep holds, too, but costs registers; around a barrier of the warp or nothing it does not.)
 CF_DEVICE void pin_schedule(uint32_t x) {
     asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x7fc12345;\n@never pmevent 1;\n}" ::"r"(x)

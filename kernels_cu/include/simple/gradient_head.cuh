@@ -36,7 +36,7 @@ template <class Element> struct GradientHead {
         return {head_rows<Element>(t, sequence.batch, head, first), t.row, t.column, count, columns};
     }
 
-    // A row of dO times one of O or of what is like it, by a warp.
+    // The dot product of a row of dO with a row of O or of an array of its shape, by a warp.
     CF_DEVICE Acc row_dot(const GlobalRows<Element>& other, int32_t query) const {
         Acc sum = 0;
         for (int32_t column = threadIdx.x % 32; column < other.columns; column += 32)

@@ -26,13 +26,13 @@ template <int kM, int kN, class Act> CF_DEVICE void each_element(float (&o)[kM][
     }
 }
 
-// What a row has come to over some keys, in natural units.
+// The online softmax of a row over some keys, in natural units.
 struct SoftmaxState {
     float row_max = -kInfinity, row_sum = 0;
 };
 
-// The factors on O of `all` and of the chunk behind it, which comes to it. One is exactly 1; a chunk in which the row
-// sees nothing leaves it as it is.
+// The factors by which O of `all` and O of the next chunk are merged. One of them is exactly 1; a chunk in which the row
+// sees nothing leaves the row unchanged.
 struct MergeFactors {
     float all, chunk;
     CF_DEVICE float operator()(float o, float o_chunk) const { return fmaf(o, all, o_chunk * chunk); }

@@ -48,7 +48,7 @@ template <class T> struct DoubleColumnReader {
     }
     // Row 2t + odd of the 8 from `row` on; 16 columns from 16 `group` on.
     CF_DEVICE double2 load(int row, int group, int odd) const {
-        static_assert(T::twist(1) == 4,
+        static_assert(T::swizzle(1) == 4,
                       "an odd row is the even one before it with other halves of its groups");
         return ld_shared<double2>((lane_address ^ (odd * 64)) + (row + odd) * T::kPitch + group * 128);
     }

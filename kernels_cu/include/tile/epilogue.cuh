@@ -24,7 +24,7 @@ CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
 template <class Staging>
 CF_DEVICE void copy_staged_rows(uint32_t staging, const GlobalRows<typename Staging::Element>& global) {
     const int lane = threadIdx.x % 32;
-    constexpr int kLane = Staging::kTwists, kRowStep = 32 / kLane;
+    constexpr int kLane = Staging::kSwizzledChunks, kRowStep = 32 / kLane;
 #pragma unroll 1
     for (int row_first = 0; row_first < Staging::kRows; row_first += kRowStep) {
         const int row = row_first + lane / kLane;

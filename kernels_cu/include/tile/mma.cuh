@@ -206,7 +206,7 @@ struct RowPairReader {
     uint32_t even_address, odd_address;
 
     CF_DEVICE explicit RowPairReader(uint32_t tile_address) {
-        static_assert(sizeof(typename T::Element) == 4 && T::kTwists == 8);
+        static_assert(sizeof(typename T::Element) == 4 && T::kSwizzledChunks == 8);
         const int lane = threadIdx.x % 32;
         const int chunk = pair_chunk(lane / 4);
         even_address = tile_address + T::offset(lane % 4 * 2, chunk);

@@ -3,17 +3,17 @@
 // Design note: docs/kernels/forward.md.
 //
 // layout: a tile is kRows rows of kColumns elements, row after row. Chunk c (16 bytes) of row r stands at
-// chunk c ^ twist(r) of that row. 8 rows of one chunk column then lie in 8 different groups of 4 banks, which
+// chunk c ^ swizzle(r) of that row. 8 rows of one chunk column then lie in 8 different groups of 4 banks, which
 // is what makes ldmatrix (8 rows of one chunk per phase) free of bank conflicts; 8 consecutive chunks of a
 // row stay 8 different groups, which does it for copies.
-//   rows of 128 bytes or a multiple: a row starts at bank 0, so the twist is row % 8; for 32-bit elements,
+//   rows of 128 bytes or a multiple: a row starts at bank 0, so the swizzle is row % 8; for 32-bit elements,
 //   r0 r1 r2 being the bits of the row, it has the bits r2, r0 ^ r2, r1. Then also two neighbouring chunks of
 //   rows 0-3, 4-7, 0 2 4 6 or 1 3 5 7 lie in 8 different groups: pairs of an accumulator are stored, and
 //   columns of elements read, without conflicts;
 //   for 64-bit elements r1, r2, r0: four neighbouring chunks of two rows, and pair_chunk's of 0 2 4 6 or 1 3 5 7;
 //   rows of 64 bytes or an odd multiple (widths 32 and 96 of 16-bit elements): two rows already differ, the
-//   twist is row / 2 % 4;
-//   rows of 32 bytes (4-bit codes): four rows already differ, the twist is row / 4 % 2.
+//   swizzle is row / 2 % 4;
+//   rows of 32 bytes (4-bit codes): four rows already differ, the swizzle is row / 4 % 2.
 #pragma once
 #include "abi.cuh"
 #include "prim.cuh"
@@ -31,9 +31,9 @@ struct Tile {
         kPitch = kColumns * int(sizeof(Element)),
         kBytes = kRows * kPitch,
         // Chunks that change places among each other.
-        kTwists = kChunks % 8 == 0 ? 8
-        : kChunks % 4 == 0         ? 4
-                                   : 2
+        kSwizzledChunks = kChunks % 8 == 0 ? 8
+        : kChunks % 4 == 0                 ? 4
+                                           : 2
     };
     static_assert(kColumns % kChunkElements == 0 && (kChunks % 4 == 0 || kChunks == 2),
                   "rows are 32 bytes or whole groups of 64");
@@ -41,15 +41,15 @@ struct Tile {
 
     alignas(128) Element data[kRows * kColumns];
 
-    CF_DEVICE static constexpr int twist(int row) {
-        if (kTwists == 2) return row >> 2 & 1;
-        if (kTwists == 4) return row >> 1 & 3;
+    CF_DEVICE static constexpr int swizzle(int row) {
+        if (kSwizzledChunks == 2) return row >> 2 & 1;
+        if (kSwizzledChunks == 4) return row >> 1 & 3;
         if (sizeof(Element) == 8) return (row >> 1 & 3) | (row & 1) << 2;
         return sizeof(Element) == 4 ? (row << 1 & 6) ^ (row >> 2 & 1) * 3 : row & 7;
     }
     // Bytes from the start of the tile to chunk `chunk` of row `row`.
     CF_DEVICE static constexpr int offset(int row, int chunk) {
-        return row * kPitch + (chunk ^ twist(row)) * 16;
+        return row * kPitch + (chunk ^ swizzle(row)) * 16;
     }
 };
 
@@ -79,20 +79,20 @@ struct BlockReader {
                                                                : T::offset(lane % 8 + 8 * sixteen, eight)));
     }
     // `row` is a multiple of 16, `column_block` counts blocks of 32 bytes.
-    // why: the twist repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is
-    // an exclusive or with one of kTwists / 2 constants (one register each) and an immediate offset; nothing
+    // why: the swizzle repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is
+    // an exclusive or with one of kSwizzledChunks / 2 constants (one register each) and an immediate offset; nothing
     // is computed per block.
     CF_DEVICE uint32_t address(int row, int column_block) const {
-        constexpr int kPeriod = T::kTwists / 2;
+        constexpr int kPeriod = T::kSwizzledChunks / 2;
         return (lane_address ^ (column_block % kPeriod * 32)) +
                (row * T::kPitch + column_block / kPeriod * kPeriod * 32);
     }
     // Block 0 of the columns is to be this one; of those after it as many are read as divide its number.
     CF_DEVICE void begin_at(int column_block) {
-        constexpr int kPeriod = T::kTwists / 2;
+        constexpr int kPeriod = T::kSwizzledChunks / 2;
         lane_address = (lane_address ^ (column_block % kPeriod * 32)) + column_block / kPeriod * kPeriod * 32;
     }
-    // Goes on to the block so many further; `column_blocks` is a multiple of kTwists / 2, `rows` of 8.
+    // Goes on to the block so many further; `column_blocks` is a multiple of kSwizzledChunks / 2, `rows` of 8.
     CF_DEVICE void advance(int rows, int column_blocks) {
         lane_address += rows * T::kPitch + column_blocks * 32;
     }
@@ -142,14 +142,14 @@ struct GlobalRows {
 // Fills tiles of type T from global memory with kThreads threads; rows and columns that do not exist become
 // zeros.
 //
-// layout: kLane neighbouring threads copy neighbouring chunks of one row, one period of the twist or, in tiles
+// layout: kLane neighbouring threads copy neighbouring chunks of one row, one period of the swizzle or, in tiles
 // of fewer rows, two; thread t copies chunks t % kLane + kLane * i of rows t / kLane + kRowStep * j. Both steps
-// are whole periods of the twist, so a thread's shared addresses differ by constants.
+// are whole periods of the swizzle, so a thread's shared addresses differ by constants.
 template <class T, int kThreads>
 struct TileLoader {
     using Element = typename T::Element;
     enum : int {
-        kLane = T::kRows * T::kTwists < kThreads ? 2 * T::kTwists : T::kTwists,
+        kLane = T::kRows * T::kSwizzledChunks < kThreads ? 2 * T::kSwizzledChunks : T::kSwizzledChunks,
         kRowStep = kThreads / kLane,
         kRowCopies = T::kRows / kRowStep,
         kChunkCopies = T::kChunks / kLane,

@@ -49,12 +49,12 @@ template <class T, int kThreads> struct TileLoader<TilePair<T>, kThreads> {
     }
 };
 
-// s += A B^T and moved += dotA B^T + A dotB^T, with B and dotB a pair of tiles of 8 kN rows.
+// s += A B^T and tangent += dotA B^T + A dotB^T, with B and dotB a pair of tiles of 8 kN rows.
 // why together: alone, each of the three products would read its A and its B. And all products by B of a step before
 // those by dotB: two that add to the same sums are far from each other.
 template <class Math, class TileB, int kM, int kN, class RowsA>
-CF_DEVICE void multiply_moving_rows(float (&s)[kM][kN][4], float (&moved)[kM][kN][4], RowsA a, RowsA a_dot,
-                                    uint32_t pair_address) {
+CF_DEVICE void multiply_rows_with_tangent(float (&s)[kM][kN][4], float (&tangent)[kM][kN][4], RowsA a,
+                                          RowsA a_dot, uint32_t pair_address) {
     constexpr int kAllSteps = TileB::kPitch / 32, kSteps = steps_together<Math>(kAllSteps);
     constexpr int kPairs = kN / 2, kBlocks = kSteps * 2 * kPairs, kAhead = Math::kFloat ? 0 : 2;
     static_assert(TileB::kRows == 8 * kN && kN % 2 == 0, "one block of B makes two n8 columns");
@@ -89,9 +89,9 @@ CF_DEVICE void multiply_moving_rows(float (&s)[kM][kN][4], float (&moved)[kM][kN
                     for (int half = 0; half < 2; half++) {
                         if (pair < kPairs) {
                             Math::multiply(s[m][n + half], a_step[m], b_step, half);
-                            Math::multiply(moved[m][n + half], a_dot_step[m], b_step, half);
+                            Math::multiply(tangent[m][n + half], a_dot_step[m], b_step, half);
                         } else {
-                            Math::multiply(moved[m][n + half], a_step[m], b_step, half);
+                            Math::multiply(tangent[m][n + half], a_step[m], b_step, half);
                         }
                     }
                 }

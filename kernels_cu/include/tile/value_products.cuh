@@ -24,8 +24,8 @@ struct ValueReader {
     // `key` is a multiple of 32; registers 0 and 1 of b are even features, 2 and 3 odd ones.
     CF_DEVICE void load(uint32_t (&b)[4], int key, int chunk) const {
         uint32_t r[4];
-        ldmatrix_x4_trans(r, (lane_address ^ (chunk % T::kTwists * 16)) +
-                                 (key * T::kPitch + chunk / T::kTwists * T::kTwists * 16));
+        ldmatrix_x4_trans(r, (lane_address ^ (chunk % T::kSwizzledChunks * 16)) +
+                                 (key * T::kPitch + chunk / T::kSwizzledChunks * T::kSwizzledChunks * 16));
         b[0] = permute_bytes(r[0], r[1], 0x6420), b[1] = permute_bytes(r[2], r[3], 0x6420);
         b[2] = permute_bytes(r[0], r[1], 0x7531), b[3] = permute_bytes(r[2], r[3], 0x7531);
     }
@@ -83,7 +83,7 @@ CF_DEVICE void add_values(float (&o)[kM][kN][4], const float (&p)[kM][kKeys][4],
 // layout: elements e of columns n and n + 1, n even, are two neighbouring features, and e + 1 the next two: words
 // 2t and 2t + 1 of the 8 of 16 features.
 // why lanes of odd g store the second word first: rows g and g + 1 have the same two chunks, in places exchanged by
-// the twist; so one row takes the even banks and the other the odd ones.
+// the swizzle; so one row takes the even banks and the other the odd ones.
 template <class Output, int kM, int kN>
 CF_DEVICE void store_value_rows(const float (&o)[kM][kN][4], const float (&factor)[kM][2],
                                 const GlobalRows<Output>& global, uint32_t staging) {

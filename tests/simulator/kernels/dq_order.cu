@@ -16,7 +16,7 @@ CF_DEVICE void turns(const TurnParams& p) {
     const int32_t first_key = order.block * p.n;
     const Range queries = band.queries_of(first_key, first_key + p.n);
     const Range tiles{queries.first / p.m, cdiv(queries.end, p.m)};
-    order.go_over(tiles);
+    order.set_tiles(tiles);
 
     int32_t* out = p.out + 3 * (1 + p.tiles) * int64_t(blockIdx.x);
     *out = order.block;

@@ -261,7 +261,7 @@ def _function_dtypes(target: str) -> tuple[str, ...]:
 
 
 def _of_arguments(dtype: str) -> set[Kernel]:
-    return {("simple_backward_args.cu", step, dtype) for step in ("sum", "unite")}
+    return {("simple_backward_args.cu", step, dtype) for step in ("sum", "reduce")}
 
 
 def _function(dtype: str) -> Call:
@@ -339,7 +339,7 @@ def _hessian(dtype: str) -> Call:
 
 def _chunks(dtype: str) -> Call:
     """Chunks of 64 keys: a block's each, and all of them one's."""
-    kernels = {("flash_forward.cu", "", _products(dtype)), ("flash_unite.cu", "", dtype)}
+    kernels = {("flash_forward.cu", "", _products(dtype)), ("flash_combine_chunks.cu", "", dtype)}
 
     def run() -> None:
         with mock.patch.object(flash, "CHUNK_KEYS", 64):
@@ -516,7 +516,7 @@ def _hopper_latents(dtype: str) -> Call:
 def _in_order(dtype: str) -> Call:
     """Decode in the order of prompts, in chunks of 64 keys."""
     kernels = {("flash_append.cu", "", dtype), ("flash_decode_in_order.cu", "", _products(dtype)),
-               ("flash_unite.cu", "", dtype)}  # fmt: skip
+               ("flash_combine_chunks.cu", "", dtype)}  # fmt: skip
     case = KvCase(dtype=_NUMPY[dtype], kind="paged", new=1, rotary=32, window=(70, 0))
 
     def run() -> None:

@@ -29,4 +29,4 @@ def test_warpgroups_take_what_they_need(source: str, tmp_path: Path) -> None:
     (tmp_path / "kernel.cubin").write_bytes(cubin)
     listing = sass.disassemble(tmp_path / "kernel.cubin")
     assert any(i.name == "USETMAXREG" for i in listing.instructions)
-    assert not sass.misallocated(listing, Resources.of(log).registers, variant.threads // 128)
+    assert not sass.register_faults(listing, Resources.of(log).registers, variant.threads // 128)

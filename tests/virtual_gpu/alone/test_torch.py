@@ -16,7 +16,7 @@ from cupy_flash.check.places import Place
 from cupy_flash.check.primitives import primitives_of
 from cupy_flash.device import choice, cuda, libcuda
 from cupy_flash.parallel import partial
-from tests.gpu.calls import arrays, both, check
+from tests.gpu.calls import arrays, both_passes, check
 from tests.statistic_checks import SUMS, assert_close
 from tests.virtual_gpu import install
 from tests.virtual_gpu.alone import gpu
@@ -29,7 +29,7 @@ def on_host(results: dict[str, Any], handle: int | None = None) -> dict[str, np.
 @pytest.mark.parametrize("ordinal", [0, 1])
 def test_results(ordinal: int) -> None:
     """On the device where the arrays are, whose context no caller has made current."""
-    results = both(*gpu.tensors(ordinal, *arrays()))
+    results = both_passes(*gpu.tensors(ordinal, *arrays()))
     assert {type(x) for x in results.values()} == {gpu.Tensor}
     assert {x.ordinal for x in results.values()} == {ordinal}
     check(on_host(results))
@@ -73,7 +73,7 @@ def test_where_there_is_no_cupy_nothing_has_to_be_asked_for(monkeypatch: pytest.
     monkeypatch.delenv(choice.VARIABLE)
     monkeypatch.setitem(sys.modules, "cupy", None)
     choice.gpu_driver.cache_clear()
-    check(on_host(both(*gpu.tensors(0, *arrays()))))
+    check(on_host(both_passes(*gpu.tensors(0, *arrays()))))
     assert choice.gpu_driver("torch") is cuda
 
 
@@ -81,7 +81,7 @@ def test_where_there_is_no_cupy_nothing_has_to_be_asked_for(monkeypatch: pytest.
 def test_the_callers_context_is_left_as_it_was(current: int | None) -> None:
     given = gpu.tensors(1, *arrays())
     with contextlib.nullcontext() if current is None else gpu.on(current):
-        results = both(*given)
+        results = both_passes(*given)
         assert gpu.current() == current
     check(on_host(results))
 
@@ -94,7 +94,7 @@ def test_work_waits_for_what_torchs_stream_has_to_do(ordinal: int, is_current: b
     gpu.streams[ordinal] = gpu.stream(ordinal)
     given = gpu.late(sources, gpu.streams[ordinal])
     with gpu.on(ordinal) if is_current else contextlib.nullcontext():
-        results = both(*given)
+        results = both_passes(*given)
     check(on_host(results))
 
 
@@ -115,7 +115,7 @@ def test_streams_side_by_side() -> None:
     results = []
     for handle, given in zip(handles, inputs, strict=True):
         gpu.streams[0] = handle
-        results.append(both(*given))
+        results.append(both_passes(*given))
     for seed in reversed(seeds):  # the last enqueued is waited for first
         check(on_host(results[seed], handles[seed]), seed)
 
@@ -125,7 +125,7 @@ def test_threads_whose_first_call_is_ours() -> None:
     results: list[Any] = [None] * 4
 
     def work(i: int) -> None:
-        results[i] = both(*given[i])
+        results[i] = both_passes(*given[i])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -139,14 +139,14 @@ def test_threads_whose_first_call_is_ours() -> None:
 def test_many_threads_launch_one_kernel() -> None:
     """The struct of a launch is that of its own thread."""
     given = [gpu.tensors(0, *arrays(i)) for i in range(4)]
-    both(*given[0])
+    both_passes(*given[0])
     results: list[Any] = [None] * 4
     barrier = threading.Barrier(4)
 
     def work(i: int) -> None:
         barrier.wait()
         for _ in range(3):
-            results[i] = both(*given[i])
+            results[i] = both_passes(*given[i])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -158,7 +158,7 @@ def test_many_threads_launch_one_kernel() -> None:
 
 
 def test_a_refused_launch_has_a_name() -> None:
-    both(*gpu.tensors(0, *arrays()))
+    both_passes(*gpu.tensors(0, *arrays()))
     kernel = next(x for (name, on), x in cuda._loader.kernels.items() if "flash_forward" in name and on == 0)
     params = bytes(install.launched[kernel.cubin.path.stem])
     with pytest.raises(

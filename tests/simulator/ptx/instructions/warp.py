@@ -78,7 +78,7 @@ def elect(w: Writer, i: Instruction) -> None:
 
 @instruction("setmaxnreg.(?:inc|dec).sync.aligned.u32")
 def set_registers(w: Writer, i: Instruction) -> None:
-    """The warpgroup meets. How many registers it then has is read in the SASS: `sass.misallocated`."""
+    """The warpgroup meets. How many registers it then has is read in the SASS: `sass.register_faults`."""
     w.emit(f"set_registers({w.site});")
 
 

@@ -12,7 +12,7 @@ from ..call.masks import Band
 from ..errors import InvalidArgumentsError
 from ..parallel.parts import halves, order_of, positions, stretches
 
-__all__ = ["Held", "Packed", "beside", "seen"]
+__all__ = ["Packed", "Shards", "padded_half", "visible_spans"]
 
 
 class Held(NamedTuple):
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     zigzag: bool  # whether a device holds a part from the front and one from the back
 
     @classmethod
-    def of(cls, ranks: int, rows: int, causal: bool, parts: Any, seqlen: int | None, what: str) -> Held:
+    def of(cls, ranks: int, rows: int, causal: bool, parts: Any, seqlen: int | None, what: str) -> Shards:
         """Split a sequence into parts of `rows` rows, with padding at the end; what: "queries" or "keys"."""
         length = ranks * rows if seqlen is None else seqlen
         each = [positions(r, ranks, length, causal, parts=parts) for r in range(ranks)]
@@ -40,17 +40,17 @@ class Held(NamedTuple):
         return cls(np.stack(padded), length, zigzag)
 
     @classmethod
-    def packed(cls, ranks: int, rows: int, cut: Any, causal: bool) -> Held:
-        """Split packed sequences; `cut` has their offsets in the part of each device."""
-        row, rank = jnp.arange(rows, dtype=cut.dtype), jnp.arange(ranks, dtype=cut.dtype)[:, None]
-        n = jnp.clip(jnp.searchsorted(cut, row, side="right") - 1, 0, max(cut.shape[0] - 2, 0))
-        start, stop = cut[n], cut[jnp.minimum(n + 1, cut.shape[0] - 1)]
+    def packed(cls, ranks: int, rows: int, offsets: Any, causal: bool) -> Shards:
+        """Split packed sequences; `offsets` has their offsets in the part of each device."""
+        row, rank = jnp.arange(rows, dtype=offsets.dtype), jnp.arange(ranks, dtype=offsets.dtype)[:, None]
+        n = jnp.clip(jnp.searchsorted(offsets, row, side="right") - 1, 0, max(offsets.shape[0] - 2, 0))
+        start, stop = offsets[n], offsets[jnp.minimum(n + 1, offsets.shape[0] - 1)]
         stretch, late = (stop - start) // 2 if causal else stop - start, False
         if causal:
             late = row - start >= stretch
         number = jnp.where(late, 2 * ranks - 1 - rank, rank)
         place = start * ranks + number * stretch + (row - start) - jnp.where(late, stretch, 0)
-        return cls(jnp.where(row < cut[-1], place, ranks * rows), ranks * rows, causal)
+        return cls(jnp.where(row < offsets[-1], place, ranks * rows), ranks * rows, causal)
 
     @property
     def divides(self) -> bool:
@@ -106,30 +106,35 @@ class Packed(NamedTuple):
     late: Any
 
     @classmethod
-    def of(cls, cut: Any, rows: int, causal: bool) -> Packed:
+    def of(cls, offsets: Any, rows: int, causal: bool) -> Packed:
         """Derive the halves, if causal, from the offsets in a part of `rows` rows."""
         if not causal:
-            return cls(cut, None, None, None)
-        cut_half, row = cut // 2, jnp.arange(rows // 2, dtype=cut.dtype)
-        # Row r of all early halves is r - cut_half[n] rows after cut[n]; row r of all late halves is as far
-        # after the middle of the sequence.
-        n = jnp.clip(jnp.searchsorted(cut_half, row, side="right") - 1, 0, max(cut.shape[0] - 2, 0))
-        return cls(cut, cut_half, row + cut_half[n], row + cut_half[jnp.minimum(n + 1, cut.shape[0] - 1)])
+            return cls(offsets, None, None, None)
+        half_offsets, row = offsets // 2, jnp.arange(rows // 2, dtype=offsets.dtype)
+        # Row r of all early halves is r - half_offsets[n] rows after offsets[n]; row r of all late halves is
+        # as far after the middle of the sequence.
+        n = jnp.clip(jnp.searchsorted(half_offsets, row, side="right") - 1, 0, max(offsets.shape[0] - 2, 0))
+        return cls(
+            offsets,
+            half_offsets,
+            row + half_offsets[n],
+            row + half_offsets[jnp.minimum(n + 1, offsets.shape[0] - 1)],
+        )
 
     def results(self, o: Any, lse: Any) -> tuple[Any, Any]:
         """O and LSE of the sequences, and 0 in other rows.
 
         All are NaN if a sequence has an odd number of rows. why: lengths are unknown while tracing.
         """
-        odd = self.cut % 2 if self.cut_half is not None else 0
+        odd = self.offsets % 2 if self.half_offsets is not None else 0
         poison = jnp.where(jnp.any(odd), jnp.nan, 0.0)
-        there = jnp.arange(o.shape[0]) < self.cut[-1]
+        there = jnp.arange(o.shape[0]) < self.offsets[-1]
         # why the cast: adding a float32 scalar would promote bfloat16.
         o = jnp.where(there[:, None, None], o + poison.astype(o.dtype), 0)
         return o, jnp.where(there, lse + poison.astype(lse.dtype), 0)
 
 
-def beside(x: Any, axis: int, late: bool, fill: float, packed: Packed | None) -> Any:
+def padded_half(x: Any, axis: int, late: bool, fill: float, packed: Packed | None) -> Any:
     """Place one half into a part, and fill the other half."""
     other = jnp.full_like(x, fill)
     whole = jnp.concatenate((other, x) if late else (x, other), axis=axis)
@@ -139,7 +144,7 @@ def beside(x: Any, axis: int, late: bool, fill: float, packed: Packed | None) ->
     return jnp.full_like(whole, fill).at[(..., rows) + (slice(None),) * (-1 - axis)].set(x)
 
 
-def seen(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) -> Any:
+def visible_spans(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) -> Any:
     """Spans of the keys that each row of a part sees in the band; empty for padding.
 
     Parameters

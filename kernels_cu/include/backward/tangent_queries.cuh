@@ -8,22 +8,22 @@
 
 // Rows of a head from `first` on: `rows` of them exist, none beyond is touched.
 template <class Element>
-CF_DEVICE GlobalRows<Element> moved_rows(const Tensor& t, int32_t batch, int32_t head, int64_t first,
-                                         int32_t rows, int32_t columns) {
+CF_DEVICE GlobalRows<Element> tensor_rows(const Tensor& t, int32_t batch, int32_t head, int64_t first,
+                                          int32_t rows, int32_t columns) {
     return GlobalRows<Element>(head_rows<Element>(t, batch, head, first), t.row, rows, columns);
 }
 template <class Element>
 CF_DEVICE RowsPair<Element> pair_of_rows(const Tensor& t, const Tensor& dot, int32_t batch, int32_t head,
                                          int64_t first, int32_t rows, int32_t columns) {
     const auto of = [&](const Tensor& x) {
-        return moved_rows<Element>(x, batch, head, first, rows, columns);
+        return tensor_rows<Element>(x, batch, head, first, rows, columns);
     };
     return {of(t), of(dot.data ? dot : t), dot.data != nullptr};
 }
 
 // layout: Q, dotQ, dO; then the four numbers of each row.
 template <class QTile, class DOTile>
-struct MovedQueries {
+struct TangentQueries {
     enum : int {
         kRows = QTile::kRows,
         kOfDO = 2 * QTile::kBytes,
@@ -42,18 +42,18 @@ struct MovedQueries {
 
 // Fills such tiles with the queries of a head.
 template <class Tile, class QTile, class DOTile, int kThreads>
-struct MovedQueriesLoader {
+struct TangentQueriesLoader {
     using Element = typename QTile::Element;
     static_assert(4 * QTile::kRows <= kThreads, "a thread copies one number");
     TileLoader<TilePair<QTile>, kThreads> q;
     TileLoader<DOTile, kThreads> d_o;
     GlobalRows<float> numbers;    // those that this thread copies
 
-    CF_DEVICE MovedQueriesLoader(const SecondOrderParams& p, const Sequence& sequence, int32_t head)
+    CF_DEVICE TangentQueriesLoader(const SecondOrderParams& p, const Sequence& sequence, int32_t head)
         : q(pair_of_rows<Element>(p.call.q, p.q_dot, sequence.batch, head, sequence.first_q,
                                   sequence.seqlen_q, p.call.shape.head_dim)),
-          d_o(moved_rows<Element>(p.call.d_o, sequence.batch, head, sequence.first_q, sequence.seqlen_q,
-                                  p.call.shape.head_dim_v)),
+          d_o(tensor_rows<Element>(p.call.d_o, sequence.batch, head, sequence.first_q, sequence.seqlen_q,
+                                   p.call.shape.head_dim_v)),
           numbers(numbers_of(p, sequence, head)) {
         d_o.agree(q.array);
         q.tangent.agree(d_o);

@@ -22,7 +22,7 @@
 using Element = CF_ELEMENT;
 constexpr int kThreads = CF_THREADS, kColumns = CF_HEAD_DIM / kThreads;    // of a thread
 
-CF_DEVICE void flash_unite(const ForwardParams& p) {
+CF_DEVICE void flash_combine_chunks(const ForwardParams& p) {
     const int64_t row = blockIdx.x;
     const int32_t query = static_cast<int32_t>(row % p.shape.seqlen_q);
     const int32_t pair = static_cast<int32_t>(row / p.shape.seqlen_q);
@@ -63,4 +63,4 @@ CF_DEVICE void flash_unite(const ForwardParams& p) {
     if (threadIdx.x == 0 && p.lse.data) st_global(head_rows<float>(p.lse, batch, head, query), end.lse);
 }
 
-CF_KERNEL(ForwardParams, kThreads, 1, flash_unite)
+CF_KERNEL(ForwardParams, kThreads, 1, flash_combine_chunks)

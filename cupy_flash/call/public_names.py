@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SPELLED", "kind_of", "renamed", "spelled"]
+__all__ = ["PUBLIC_NAMES", "public_name", "renamed", "type_phrase"]
 
 # Internal names of parts of compound options -> how a caller writes them.
-SPELLED = {
+PUBLIC_NAMES = {
     "mask_starts": "mask.bits",
     "ragged_mask": "mask.bits",
     "spans": "mask.bounds",
@@ -33,14 +33,14 @@ SPELLED = {
 _ENGLISH = ("bias", "causal", "dropout", "mask", "scale", "window")
 
 
-def spelled(name: str) -> str:
+def public_name(name: str) -> str:
     """How a caller writes the array or option with this internal name."""
     if name.startswith("bound["):  # arrays bound by f(array, ...)
         return name.replace("bound", "arguments")
-    return SPELLED.get(name, name)
+    return PUBLIC_NAMES.get(name, name)
 
 
-def kind_of(x: Any) -> str:
+def type_phrase(x: Any) -> str:
     """The type of an object in English, with an article."""
     if x is None:
         return "None"
@@ -49,9 +49,9 @@ def kind_of(x: Any) -> str:
     return f"{'an' if vowel else 'a'} {name}"
 
 
-def renamed(text: str, words: Mapping[str, str]) -> str:
-    """A message with the names of another library, by ours."""
-    for ours, theirs in words.items():
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A message with our names replaced by those of another library; `names` are theirs, by ours."""
+    for ours, theirs in names.items():
         if ours in _ENGLISH:
             text = re.sub(rf"(?<![\w.]){ours}(?==)|^{ours}(?= is | has | of |'s )", theirs, text)
         else:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..call.signature import Retell
-from ..call.spelling import renamed
+from ..call.public_names import renamed
+from ..call.signature import TranslateError
 
-__all__ = ["OF_2", "OF_3", "by_their_names"]
+__all__ = ["FLASH_ATTN_2", "FLASH_ATTN_3", "errors_in_names_of"]
 
-OF_2 = {
+FLASH_ATTN_2 = {
     "rotary.cos": "rotary_cos",
     "rotary.sin": "rotary_sin",
     "rotary.interleaved": "rotary_interleaved",
@@ -24,8 +24,8 @@ OF_2 = {
     "scale": "softmax_scale",
     "window": "window_size",
 }
-OF_3 = {
-    **OF_2,
+FLASH_ATTN_3 = {
+    **FLASH_ATTN_2,
     "rotary.seqlens": "rotary_seqlens",
     "block_table": "page_table",
     **{f"{x}.scale": f"{x}_descale" for x in "qkv"},
@@ -35,30 +35,30 @@ OF_3 = {
 _LAYOUT = re.compile(r'; or layout="\w+", if these arrays are \([^)]*\)')
 
 
-def _said(text: str, words: Mapping[str, str]) -> str:
+def _translated(text: str, names: Mapping[str, str]) -> str:
     text = _LAYOUT.sub("", text)
-    return renamed(text, words)
+    return renamed(text, names)
 
 
-def by_their_names(words: Mapping[str, str]) -> Retell:
+def errors_in_names_of(names: Mapping[str, str]) -> TranslateError:
     """Return a function that translates errors to the caller's parameter names, for `signature.takes`.
 
     Parameters
     ----------
-    words : mapping of str to str
+    names : mapping of str to str
         Their names by ours.
     """
 
-    def retell(
+    def translate_error(
         error: Exception, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if torch.compiler.is_compiling():  # torch.compile shows the original text anyway
             return
         given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         slots = {"block_table": "cache_batch_idx"} if _by_slots(given) else {}
-        error.args = (_said(str(error), {**words, **slots}),)
+        error.args = (_translated(str(error), {**names, **slots}),)
 
-    return retell
+    return translate_error
 
 
 def _by_slots(given: Mapping[str, object]) -> bool:

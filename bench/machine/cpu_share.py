@@ -13,7 +13,7 @@ _TICK = 0.01  # seconds, the unit of /proc/stat
 _BUSY = (1, 2, 3, 6, 7, 8)
 
 
-class Moment(NamedTuple):
+class Sample(NamedTuple):
     """Seconds: wall clock, busy time of all CPUs, CPU time of this process and its finished children."""
 
     wall: float
@@ -21,7 +21,7 @@ class Moment(NamedTuple):
     own: float
 
 
-def now() -> Moment:
+def sample() -> Sample:
     """Sample the clocks; without /proc/stat other programs always have a share of 0."""
     times = os.times()
     own = time.process_time() + times.children_user + times.children_system
@@ -29,11 +29,11 @@ def now() -> Moment:
         with _STAT.open() as stat:
             words = stat.readline().split()
     except OSError:
-        return Moment(time.perf_counter(), own, own)
-    return Moment(time.perf_counter(), sum(int(words[n]) for n in _BUSY) * _TICK, own)
+        return Sample(time.perf_counter(), own, own)
+    return Sample(time.perf_counter(), sum(int(words[n]) for n in _BUSY) * _TICK, own)
 
 
-def others(before: Moment, after: Moment) -> float:
+def of_others(before: Sample, after: Sample) -> float:
     """The share of all CPUs that other programs used between two moments.
 
     Busy time is counted in ticks, so that a difference of one tick is rounding.
