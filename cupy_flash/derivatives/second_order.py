@@ -47,9 +47,9 @@ def tangents_of(given: dict[str, Any]) -> Views:
 
 def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | None = None) -> tuple[Any, Any]:
     """Tangents of o and lse; tangents have the names in `TANGENTS`, and raw has o, lse and offsets too."""
-    asked = described("jvp", raw, tangents, options, packing)
-    results = new_results(asked, {f"d{name}": raw[name] for name in ("o", "lse")})
-    jvp_into(results, raw, tangents, options, packing, asked)
+    derivative = described("jvp", raw, tangents, options, packing)
+    results = new_results(derivative, {f"d{name}": raw[name] for name in ("o", "lse")})
+    jvp_into(results, raw, tangents, options, packing, derivative)
     return outputs.finished(results["do"]), outputs.finished(results["dlse"])
 
 

@@ -162,7 +162,7 @@ class PerCall(str):
 SEED = PerCall("seed")
 LENGTH = PerCall("length")  # keys of every sequence in a cache, if it is one integer for all; at least 0
 # The value of a field of a struct.
-Field: TypeAlias = int | float | Late
+Field: TypeAlias = int | float | PerCall
 # Values by the names of fields; a field that is a struct has several.
 Own: TypeAlias = dict[str, Field | tuple[Field, ...]]
 
@@ -175,7 +175,7 @@ def _strided(views: Views, name: str, rank: int) -> tuple[Field, ...]:
 def _broadcast(views: Views, name: str, rank: int = 4) -> tuple[Field, ...]:
     """Address and strides of a mask, bias or scales; an axis of length 1 has stride 0."""
     view = views.get(name)
-    return (0,) * (rank + 1) if view is None else (Late(name), *view.broadcast().strides)
+    return (0,) * (rank + 1) if view is None else (PerCall(name), *view.broadcast().strides)
 
 
 def _address(views: Views, name: str) -> Field:
@@ -266,7 +266,7 @@ def _forward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
         "score": _score(p, views),
         "head_bits": launch.head_bits,
         "chunks": 1 if parts is None or p.packed else parts.shape[0] // p.batch,
-        "float_o": _leaves_floats(p),
+        "float_o": _unrounded(p),
     }
     return _filled(FORWARD, views, own)
 
@@ -289,7 +289,7 @@ def _backward(p: Problem, views: Views, launch: Launch) -> tuple[Field, ...]:
         "d_o": _strided(views, "do", 4),
         "dbias": _broadcast(views, "dbias"),
         "dq_wave": launch.wave,
-        "float_gradients": _leaves_floats(p),
+        "float_gradients": _unrounded(p),
         "shape": _shape(p, views),
         "score": _score(p, views),
     }

@@ -25,8 +25,8 @@ class Call(NamedTuple):
 
     axis_name: Any  # the mesh axis
     # Rows of each device.
-    queries: Held
-    keys: Held
+    queries: Shards
+    keys: Shards
     band: Band  # band of the whole sequence; for packed sequences it is in the options
     options: dict[str, Any]  # all options except the seed
     # array of int32, optional: the two words of the seed of the whole call; None without dropout.

@@ -38,7 +38,7 @@ from .run import Cached
 __all__ = ["attention", "attention_over_cache", "missing"]
 
 
-class _How(NamedTuple):
+class _Params(NamedTuple):
     """Static parameters of a primitive."""
 
     options: Options
@@ -48,7 +48,9 @@ class _How(NamedTuple):
     along: tuple[str, ...] = ()
     # For each axis of vmap, the outermost first, whether each residual has it.
     mapped: tuple[tuple[bool, ...], ...] = ()
-    fixed: tuple[str, ...] = ()  # for `bend`, names of the arrays whose tangents are among the residuals
+    fixed: tuple[
+        str, ...
+    ] = ()  # for `second_jvp`, names of the arrays whose tangents are among the residuals
     cached: Cached | None = None  # parameters of attention over a cache; None otherwise
 
     @property

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ring_attention"]
 
 
-class _Around(NamedTuple):
+class _Static(NamedTuple):
     """Static parameters of a call."""
 
     axis_name: Any
@@ -81,15 +81,15 @@ class _Around(NamedTuple):
         return -3 if self.options.layout == "bshd" and x.ndim > 2 else -2
 
 
-class _Apart(NamedTuple):
+class _Extras(NamedTuple):
     """Arrays of a call other than q, k and v."""
 
     sinks: Any = None  # array, optional
     seed: Any = None  # array of int32, optional: seed of the whole sequence, as 32-bit words
     packed: Packed | None = None
-    # (array of int32, array of int32), shapes (devices, rows of a part), optional: queries and keys of
-    # `Held`, if devices differ in more than their position: if a length does not divide by the number of
-    # devices, or queries are not at the positions of the keys with their numbers.
+    # (array of int32, array of int32), shapes (devices, rows of a part), optional: rows of the queries and of
+    # the keys of each device, if devices differ in more than their position: if a length does not divide by
+    # the number of devices, or query i is not at the position of key i.
     rows: Any = None
 
 

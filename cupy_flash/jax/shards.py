@@ -15,7 +15,7 @@ from ..parallel.parts import halves, order_of, positions, stretches
 __all__ = ["Packed", "Shards", "padded_half", "visible_spans"]
 
 
-class Held(NamedTuple):
+class Shards(NamedTuple):
     """Rows of the whole sequence on each device, of queries or of keys."""
 
     # array of int, shape (devices, rows of a part): positions in the whole sequence; `length` for padding.
@@ -97,9 +97,9 @@ class Held(NamedTuple):
 class Packed(NamedTuple):
     """Offsets of packed sequences in a part, and the rows of their early and late halves."""
 
-    cut: Any  # array of int32, shape (sequences + 1,): offsets of the sequences
+    offsets: Any  # array of int32, shape (sequences + 1,): offsets of the sequences
     # array of int32, shape (sequences + 1,), or None: offsets of the halves; None if not causal.
-    cut_half: Any
+    half_offsets: Any
     # array of int32, shape (rows / 2,), or None: rows of the part in the early and the late halves; None if
     # not causal.
     early: Any

@@ -35,7 +35,7 @@ class _Stretch(NamedTuple):
     # slice, or array of int: rows of the part, and of the whole sequence.
     queries: Any
     keys: slice
-    how: dict[str, Any]  # options of the call
+    call_options: dict[str, Any]
     cuts: tuple[Any, ...] = ()  # offsets of packed queries and of keys; empty if not packed
 
 

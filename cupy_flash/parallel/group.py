@@ -57,7 +57,7 @@ class LocalCall(NamedTuple):
     causal: bool
     options: dict[str, Any]  # the other `RingOptions`
     # array of int32, optional: offsets of its rows, for packed sequences; layout is then "bshd".
-    cut: Any = None
+    cu_seqlens: Any = None
     # Further arguments that must be the same in all processes.
     terms: Mapping[str, Any] = MappingProxyType({})
 

@@ -196,7 +196,7 @@ class Bound(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def both(first: Program, count: int, mask: Program) -> Program:
+def with_mask(first: Program, count: int, mask: Program) -> Program:
     """Combine a score or mask function with `count` arguments and one more mask function, neither in C.
 
     why cached: each `Program` is traced once, so a new one at each call would be traced each time.

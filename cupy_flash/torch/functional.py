@@ -10,6 +10,7 @@ import torch
 
 from ..call.given import Options
 from ..call.options import PARAMETERS, RecordedOptions, RecordedRaggedOptions
+from ..call.public_names import renamed
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .blocks import has_function, ours

@@ -22,7 +22,7 @@ _COMPOUND = frozenset(("mask", "rotary", "prefix", "tuning", "block_table"))
 def cache_parts(k_cache: Any, v_cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The caches as arrays and the options of `attention_with_kv_cache`, with compound ones split.
 
-    Scales, zeros, rotation tables, prefix and masks have their internal names, see `spelling`.
+    Scales, zeros, rotation tables, prefix and masks have their internal names, see `public_names`.
     """
     if type(k_cache) is LatentCache or type(v_cache) is LatentCache or v_cache is None:
         k_cache, v_cache = _of_latents(k_cache, v_cache, options)
