@@ -445,7 +445,7 @@ def flash_attn_with_kvcache(
         if k is not None and v is not None:
             k, v = torch.cat((v, k), -1), None
     if scales or q.dtype == torch.float8_e4m3fn:
-        q, scales = _wider(q, k_cache, k, scales)
+        q, scales = _queries_as_bfloat16(q, k_cache, k, scales)
         caches = QuantizedCache(k_cache, scales["k_scale"]), QuantizedCache(v_cache, scales["v_scale"])
     rotary = second.rotary_of(
         rotary_cos, rotary_sin, first if rotary_seqlens is None else rotary_seqlens, rotary_interleaved,
@@ -480,7 +480,7 @@ def _rows_of(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
     return page_table.index_select(0, cache_batch_idx)
 
 
-def _wider(
+def _queries_as_bfloat16(
     q: Tensor, k_cache: Tensor, k: Tensor | None, scales: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
     """Float8 queries as bfloat16, which is exact, with their scale multiplied into that of the keys."""

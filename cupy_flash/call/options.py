@@ -315,7 +315,7 @@ class _Packing(TypedDict, total=False):
     ]
 
 
-class _Cut(_Packing, total=False):
+class _CuSeqlens(_Packing, total=False):
     cu_seqlens_q: Annotated[
         Any,
         _array(
@@ -464,17 +464,17 @@ class _Cached(TypedDict, total=False):
     rotary: _Rotary
 
 
-class _Whole(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
+class _WholeSequences(_Aligned, _Pairs, _Scores, _Rows, _Dropout, _Seed, total=False):
     """Options common to all calls over whole sequences, that is, without a KV cache."""
 
 
-class DenseOptions(_Whole, _Function, _Layout, _Precision, _Reproducible, _Tuning, total=False):
+class DenseOptions(_WholeSequences, _Function, _Layout, _Precision, _Reproducible, _Tuning, total=False):
     """Options of `attention`, except `return_lse` and `out`, which its overloads name."""
 
 
 class GradientOptions(
     _LseGradient,
-    _Whole,
+    _WholeSequences,
     _Function,
     _Layout,
     _Precision,
@@ -486,7 +486,15 @@ class GradientOptions(
 
 
 class TangentOptions(
-    _Tangents, _Whole, _Function, _Cut, _Layout, _Precision, _Reproducible, _Tuning, total=False
+    _Tangents,
+    _WholeSequences,
+    _Function,
+    _CuSeqlens,
+    _Layout,
+    _Precision,
+    _Reproducible,
+    _Tuning,
+    total=False,
 ):
     """Options of `derivatives.jvp`."""
 
@@ -496,12 +504,14 @@ class SecondGradientOptions(_LseGradient, TangentOptions, total=False):
 
 
 class StatisticsOptions(
-    _Aligned, _Pairs, _Scores, _Function, _Rows, _Cut, _Ragged, _Cached, _Layout, total=False
+    _Aligned, _Pairs, _Scores, _Function, _Rows, _CuSeqlens, _Ragged, _Cached, _Layout, total=False
 ):
     """Options of `attention_statistics`, for dense, packed and cached keys."""
 
 
-class PackedOptions(_Packing, _Pages, _Whole, _Function, _Precision, _Reproducible, _Tuning, total=False):
+class PackedOptions(
+    _Packing, _Pages, _WholeSequences, _Function, _Precision, _Reproducible, _Tuning, total=False
+):
     """Options of `attention_varlen`."""
 
 
@@ -509,7 +519,7 @@ class PackedGradientOptions(
     _Packing,
     _Ragged,
     _LseGradient,
-    _Whole,
+    _WholeSequences,
     _Function,
     _Precision,
     _Reproducible,
@@ -519,19 +529,21 @@ class PackedGradientOptions(
     """Options of `attention_varlen_backward`."""
 
 
-class RecordedOptions(_Function, _Whole, _Layout, _Precision, _Reproducible, total=False):
+class RecordedOptions(_Function, _WholeSequences, _Layout, _Precision, _Reproducible, total=False):
     """Options of dense attention with gradients recorded by torch or JAX."""
 
 
-class RecordedPackedOptions(_Function, _Packing, _Whole, _Precision, _Reproducible, total=False):
+class RecordedPackedOptions(_Function, _Packing, _WholeSequences, _Precision, _Reproducible, total=False):
     """Options of packed attention with gradients recorded by torch or JAX."""
 
 
-class RecordedRaggedOptions(_Function, _Ragged, _Packing, _Whole, _Precision, _Reproducible, total=False):
+class RecordedRaggedOptions(
+    _Function, _Ragged, _Packing, _WholeSequences, _Precision, _Reproducible, total=False
+):
     """`RecordedPackedOptions` and ragged queries and masks."""
 
 
-class CompiledOptions(_Whole, _Packing, _Ragged, _Layout, _Precision, _Reproducible, total=False):
+class CompiledOptions(_WholeSequences, _Packing, _Ragged, _Layout, _Precision, _Reproducible, total=False):
     """Options of dense and of packed attention, for an operator that serves both."""
 
 

@@ -128,7 +128,7 @@ class Dense:
 
     def run(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Call the library."""
-        rest, (q, k, v) = _apart(given)
+        rest, (q, k, v) = _split_qkv(given)
         do, out = rest.pop("do", None), rest.pop("out", None)
         options: dict[str, Any] = {**self.options, **rest}
         o, lse = api.attention(q, k, v, return_lse=True, out=out, **options)
@@ -147,7 +147,7 @@ class Dense:
         return testing.error_budget(results, **given, precision=precision)
 
 
-def _apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def _split_qkv(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """Split off q, k and v, as QuantizedArray if they have scales; uint8 holds the bits of float8."""
     rest = dict(given)
     qkv = [rest.pop(name) for name in "qkv"]

@@ -107,12 +107,12 @@ class _Call:
         if mask is None or type(mask) in (tuple, list):
             return mask and tuple(map(self._mask, mask))
         if isinstance(mask, Spans):
-            return Spans(self._cut(mask.bounds, -4))
+            return Spans(self._heads_of_process(mask.bounds, -4))
         if isinstance(mask, BlockMask):
-            return mask._replace(table=self._cut(mask.table, -3))
-        return self._cut(mask, -3)
+            return mask._replace(table=self._heads_of_process(mask.table, -3))
+        return self._heads_of_process(mask, -3)
 
-    def _cut(self, x: Any, axis: int) -> Any:
+    def _heads_of_process(self, x: Any, axis: int) -> Any:
         """The heads of this process of an array, unless it has none or is broadcast along them."""
         if len(x.shape) < -axis or x.shape[axis] == 1:
             return x

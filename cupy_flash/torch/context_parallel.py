@@ -128,17 +128,17 @@ def context_parallel(
 
     try:
         for x, part in zip(buffers, cut, strict=True):
-            _become(x, part)
-        with _in_place_of_torchs(instead):
+            _replace_storage(x, part)
+        with _replacing_attention(instead):
             yield
     finally:
         for x, original in zip(buffers, whole, strict=True):
             if not any(x is y for y in no_restore_buffers):
-                _become(x, original)
+                _replace_storage(x, original)
 
 
 @contextmanager
-def _in_place_of_torchs(attention: Any) -> Iterator[None]:
+def _replacing_attention(attention: Any) -> Iterator[None]:
     """Replace torch's attention by a function, and make torch's layers call it."""
     functional: Any = torch.nn.functional
     by_itself = torch.backends.mha.get_fastpath_enabled()
@@ -275,7 +275,7 @@ def _rows(x: Tensor, length: int, rank: int, ranks: int) -> Tensor:
 
 
 @torch.no_grad()
-def _become(x: Tensor, other: Tensor) -> None:
+def _replace_storage(x: Tensor, other: Tensor) -> None:
     """Give a tensor the shape and storage of another, in place.
 
     why not write into its own storage: other buffers may be views of it, as inputs and labels are often views
