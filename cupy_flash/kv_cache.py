@@ -18,6 +18,7 @@ from .call.codes import kind_of_codes
 from .call.compound import LatentCache, QuantizedCache
 from .call.given import split_of_cache
 from .call.head_scale import scaled_over_cache
+from .call.offsets import with_own_tables
 from .call.opaque import opaque
 from .call.options import CacheOptions
 from .call.outputs import check_out, check_overlap, extents, namespace
@@ -153,6 +154,8 @@ def attend_over_cache(
     arrays, values, cache_call = split_of_cache(options)
     cached = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
     raw, length = adopt_cache({**cached, **arrays, "out": out})
+    if raw["q"].device == CPU:
+        raw = with_own_tables(raw)
     space = None if workspace is None else adopt(workspace, "workspace")
     if space is not None and space.dtype not in ITEM_BYTES:
         raise InvalidArgumentsError(

@@ -20,6 +20,7 @@ from .call.describe import describe
 from .call.functions import check_integers
 from .call.given import split_of_cache
 from .call.head_scale import scaled_over_cache
+from .call.offsets import with_own_tables
 from .call.opaque import opaque
 from .call.operands import Views, row_operand, table_of
 from .call.options import CacheOptions, StatisticsOptions, declared
@@ -257,7 +258,7 @@ def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, 
         q, values, _ = scaled(q, values)
     if lse is not None:
         arrays["lse"] = lse
-    raw = adopted(q=q, k=k, **arrays)
+    raw = with_own_tables(adopted(q=q, k=k, **arrays))
     raw["v"] = raw["k"]  # no kernel reads it
     packing = None if packed is None else pack(raw, *packed)
     if lse is None and driver_of(raw["q"].device, raw["q"].library) is not None:
@@ -291,6 +292,7 @@ def _described_cache(
         q = scaled_over_cache(q, every)
     arrays, values, cache_call = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
+    raw = with_own_tables(raw)
     raw["v_cache"] = raw["k_cache"]  # no kernel reads it
     packing = None
     if cache_call.longest is not None or not PACKED.isdisjoint(raw):

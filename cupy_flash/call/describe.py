@@ -35,7 +35,7 @@ from .problem import Problem
 from .spans import span_operand
 from .values import check_options, score_factors
 
-__all__ = ["MAX_SEQLEN", "OFFSETS", "check_seqlen", "describe", "head_operands", "problem_of"]
+__all__ = ["MAX_SEQLEN", "OFFSETS", "check_seqlen", "describe", "head_operands", "main_views", "problem_of"]
 
 # Arrays that describe packed sequences: offsets, rows in use, starts of masks.
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "seqused_q", "mask_starts")
@@ -66,6 +66,20 @@ def head_operands(raw: Views, views: Views, batch: int, heads: int, dtype: str) 
         shapes = ((heads,), (batch, heads))[: len(axes)]
         views[name] = row_operand(name, raw, shapes, dtype).lifted(len(axes))
     return given
+
+
+def main_views(direction: str, raw: Views, layout: str, packed: bool) -> Views:
+    """Check kinds and sizes of q, k, v, o and do; their (batch, heads, seq, head_dim) views."""
+    q = raw["q"]
+    rank = len(q.shape)
+    if not 2 <= rank <= 4:
+        raise wrong(f"q has rank {rank}.", raw, f"{AXES[layout]}; rank 3 is one batch, rank 2 one head")
+    check_kinds(raw, direction)
+    views = {n: lift(raw[n], layout, rank) for n in MAIN if n in raw}
+    if q.dtype not in FLOATS:
+        views = {name: view._replace(dtype=FLOAT8) for name, view in views.items()}
+    check_sizes(views, raw, None if packed else layout)
+    return views
 
 
 def problem_of(
@@ -149,17 +163,8 @@ def describe(
     given = {name: adopt(x, name) for name, x in arrays.items()}
     raw = {name: x for name, x in given.items() if name not in OFFSETS}
     check_options(options)
-    q = raw["q"]
-    rank = len(q.shape)
-    if not 2 <= rank <= 4:
-        hint = f"{AXES[options.layout]}; rank 3 is one batch, rank 2 one head"
-        raise wrong(f"q has rank {rank}.", raw, hint)
-    check_kinds(raw, direction)
-    float8 = q.dtype not in FLOATS
-    views: Views = {n: lift(raw[n], options.layout, rank) for n in MAIN if n in raw}
-    if float8:
-        views = {name: view._replace(dtype=FLOAT8) for name, view in views.items()}
-    check_sizes(views, raw, None if packing else options.layout)
+    q, views = raw["q"], main_views(direction, raw, options.layout, packing is not None)
+    rank, float8 = len(q.shape), q.dtype not in FLOATS
     batch, heads_q, seqlen_q, _ = views["q"].shape
     _, heads_k, seqlen_k, head_dim_v = views["v"].shape
     check_seqlen(max(seqlen_q, seqlen_k), raw)

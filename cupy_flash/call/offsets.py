@@ -1,4 +1,4 @@
-"""Checks of the int32 arrays of packed sequences: offsets (cu_seqlens) and rows in use (seqused)."""
+"""Checks of the int32 arrays that say where to read: offsets (cu_seqlens), rows in use (seqused), tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .checks import integer
 from .operands import cast
 from .public_names import public_name
 
-__all__ = ["check_counts", "counts", "flat_mask", "kept", "longest_length", "offsets"]
+__all__ = ["check_counts", "counts", "flat_mask", "kept", "longest_length", "offsets", "with_own_tables"]
 
 
 def offsets(x: Any, name: str, claimed: int | None = None) -> ArrayView:
@@ -48,15 +48,31 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
 
 
 def kept(view: ArrayView) -> ArrayView:
-    """The same numbers, contiguous int32, in memory of their own, if they are in main memory.
+    """The same numbers with the same strides in memory of their own, if they are int32 in main memory.
 
     why: another thread may write to the caller's array between the checks and the last read.
     """
-    if view.device != CPU:
+    if view.device != CPU or view.dtype != "int32":
         return view
-    own = (ctypes.c_int32 * view.shape[0])()
-    ctypes.memmove(own, view.pointer, ctypes.sizeof(own))
-    return view._replace(pointer=ctypes.addressof(own), owner=own)
+    low, high = view.extent()
+    own = (ctypes.c_char * (high - low))()
+    ctypes.memmove(own, low, high - low)
+    return view._replace(pointer=ctypes.addressof(own) + view.pointer - low, owner=own)
+
+
+# Arrays besides offsets that say where the keys of a query are.
+_TABLES = (
+    "cache_seqlens", "block_table", "cache_batch_idx", "cache_leftpad", "rotary_seqlens", "spans", "blocks",
+)  # fmt: skip
+
+
+def with_own_tables(raw: Mapping[str, ArrayView]) -> dict[str, ArrayView]:
+    """The arrays of a call, of which those that say where to read are `kept`."""
+    own = dict(raw)
+    for name in _TABLES:
+        if name in own:
+            own[name] = kept(own[name])
+    return own
 
 
 def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..errors import InvalidArgumentsError
@@ -19,6 +19,8 @@ Tell: TypeAlias = Callable[[float], Any]
 # The callback for calls of this thread: True for a tqdm bar, a function, or None for no report.
 CALLBACK: ContextVar[Any] = ContextVar("cupy_flash progress", default=None)
 _OPEN: list[Any] = []  # of all threads, the most recent last
+# The callbacks that the current calls are made by.
+_TELLING: ContextVar[tuple[Any, ...]] = ContextVar("cupy_flash progress that is told", default=())
 
 
 @contextmanager
@@ -29,7 +31,8 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
     ----------
     tell : callable, optional
         Receives the completed fraction of the call, from 0 to 1: about ten times a second, and 1.0 at the
-        end. If it raises, the call stops. Calls that it makes itself are not reported. Default: a tqdm bar.
+        end. If it raises, the call stops. Calls that it makes itself are not reported. Threads that share
+        the context call it at the same time. Default: a tqdm bar.
 
     Raises
     ------
@@ -65,23 +68,32 @@ def progress(tell: Tell | None = None) -> Iterator[None]:
         CALLBACK.reset(before)
 
 
-def _not_reentrant(tell: Tell) -> Tell:
+def _not_reentrant(tell: Tell) -> Callable[..., None]:
     """Wrap a callback so that calls that it makes itself are not reported to it, which would never end."""
-    busy = threading.Lock()  # why not the context's: programs of JAX run on other threads
+    telling: list[float] = []  # in all threads
 
-    def once(share: float) -> None:
-        if busy.acquire(blocking=False):
-            try:
-                tell(share)
-            finally:
-                busy.release()
+    def once(share: float, *, of_library: bool = False) -> None:
+        inside = _TELLING.get()
+        # why not the context alone: programs of JAX that `tell` runs are on threads that know nothing of it
+        if once in inside or (of_library and telling):
+            return
+        before = _TELLING.set((*inside, once))
+        telling.append(share)
+        try:
+            tell(share)
+        finally:
+            telling.remove(share)
+            _TELLING.reset(before)
 
     return once
 
 
 def callback_of_process() -> Any:
     """The callback for a call on a thread that a library started: CALLBACK, or the most recent one open."""
-    return CALLBACK.get() or (_OPEN[-1] if _OPEN else None)
+    given = CALLBACK.get()
+    if given is not None or not _OPEN:
+        return given
+    return True if _OPEN[-1] is True else partial(_OPEN[-1], of_library=True)
 
 
 @contextmanager

@@ -53,9 +53,14 @@ class Found(NamedTuple):
     @property
     def status(self) -> int:
         """Exit status: 0 all right, 1 something is wrong, 2 nothing could be checked."""
-        if self.problems or self.of(WRONG) or any(x.failed for x in self.timings):
+        if self.problems or self._failing:
             return SOMETHING_WRONG
         return ALL_RIGHT if self.of(RIGHT) else NOTHING_CHECKED
+
+    @property
+    def _failing(self) -> bool:
+        """Whether a case is wrong, or a call failed as it was timed."""
+        return bool(self.of(WRONG)) or any(x.failed for x in self.timings)
 
     @property
     def verdict(self) -> str:
@@ -65,7 +70,8 @@ class Found(NamedTuple):
             count = len(self.problems)
             parts.append(f"{count} problem{'s' * (count > 1)} of the installation")
         parts += [f"{x.call.split()[0]} failed as it was timed" for x in self.timings if x.failed]
-        return f"{_VERDICTS[self.status]}: {', '.join(parts) or 'no case ran'}"
+        said = _VERDICTS[self.status] if self._failing or not self.problems else "the installation has problems"
+        return f"{said}: {', '.join(parts) or 'no case ran'}"
 
     def of(self, state: str) -> list[Outcome]:
         """The outcomes with this state."""

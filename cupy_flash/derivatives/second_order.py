@@ -14,6 +14,7 @@ from ..call.blocks import check_blocks
 from ..call.describe import describe
 from ..call.functions import check_integers
 from ..call.given import Options, Packing
+from ..call.offsets import with_own_tables
 from ..call.operands import Views, table_of
 from ..call.options import WITH_GRADIENT
 from ..call.problem import Problem
@@ -156,7 +157,7 @@ def described(
     direction: str, raw: Views, tangents: Views, options: Options, packing: Packing | None
 ) -> DerivativeCall:
     """Check and describe a call; every refusal happens here."""
-    problem, views, given = describe("backward", raw, options, packing=packing)
+    problem, views, given = describe("backward", with_own_tables(raw), options, packing=packing)
     refuse_reproducible(options.reproducible, f"derivatives.{direction}")
     if direction == "hvp" and problem.function is not None and problem.function.learned:
         raise UnsupportedError(

@@ -16,6 +16,7 @@ from ..call.cache.kinds import check_two_arrays, is_first_columns, same_memory, 
 from ..call.describe import describe
 from ..call.functions import check_integers, learned_of
 from ..call.given import CacheCall, Options, Packing
+from ..call.offsets import with_own_tables
 from ..call.operands import lower_shape
 from ..call.options import DIFFERENTIABLE
 from ..call.outputs import check_out, check_overlap, extents, workspace_address
@@ -104,9 +105,9 @@ class Prepared:
             The results, by name.
         """
         q, problem, backend = raw["q"], self.problem, self._backend
-        if problem.spans is not None:
+        if problem.spans is not None or problem.blocks is not None:
+            raw = with_own_tables(raw)
             check_spans(problem.spans, raw)
-        if problem.blocks is not None:
             check_blocks(problem.blocks, raw)
         if problem.function is not None and backend.integer_bits:
             check_integers(problem.function, problem.extents, backend.integer_bits, raw)

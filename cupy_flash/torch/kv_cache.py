@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from .. import kv_cache
+from ..call.cache.describe import describe_cache
 from ..call.cache.parts import cache_parts
 from ..call.checks import pair
 from ..call.codes import kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
+from ..call.given import split_of_cache
 from ..call.options import CacheOptions
 from ..call.public_names import public_name
 from ..call.signature import takes
@@ -22,6 +24,7 @@ from .inputs import check_one_device, check_parts, refuse_lost_gradients, scaled
 from .ops import library, lse_shape, operators
 from .repeat_over_cache import OverCache
 from .schema import Argument, arguments_of, array_names, schema
+from .shapes import views_of_shapes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,10 +83,29 @@ def _count_writes(keys: Any, *values: Any) -> Any:
 library.impl("attention_with_kv_cache", _count_writes, "ADInplaceOrView", with_keyset=True)
 
 
+# Arrays of calls whose shapes are checked only with their numbers.
+_CHECKED_LATER = ("cu_seqlens_q", "cu_seqlens_k_new", "ragged_mask", "indices", "prefix_k")
+
+
+def _check_shapes(tensors: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse what the call with numbers would refuse whatever they are, if all sizes are known."""
+    raw = views_of_shapes(tensors, symbolic=False)
+    of_latents = "k" in raw and "v" not in raw  # known by their addresses
+    if not raw or of_latents or not raw.keys().isdisjoint(_CHECKED_LATER):
+        return
+    window = given["left"], given["right"]
+    values = {name: given[name] for name in NAMES if name not in (*tensors, "length", "left", "right")}
+    del values["return_lse"], values["check"]
+    describe_cache(raw, *split_of_cache({**values, "window": window})[1:])
+
+
 @torch.library.register_fake(f"{NAMESPACE}::attention_with_kv_cache", lib=library)
 def _shapes(*values: Any) -> tuple[Any, Any]:
     given = dict(zip(NAMES, values, strict=True))
-    check_one_device(**{name: given[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)})
+    tensors = {name: given[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)}
+    check_one_device(**tensors)
+    if not any(isinstance(x, (torch.SymInt, torch.SymFloat)) for x in values):
+        _check_shapes(tensors, given)
     q = given["q"]
     halves = 2 if kind_of_codes(given) else 1  # codes of 4 bits, two to a byte
     o = q.new_empty((*q.shape[:-1], halves * given["v_cache"].shape[-1]))

@@ -9,7 +9,6 @@ import torch
 from ..config import AttentionConfig, takes_a_config
 from ..errors import InvalidArgumentsError
 from .functional import attention
-from .inputs import check_tensors
 
 __all__ = ["FlashAttention"]
 
@@ -47,11 +46,11 @@ class FlashAttention(torch.nn.Module):
         -------
         Tensor, or (Tensor, Tensor) with return_lse
         """
-        check_tensors(("q", "k", "v"), q=q, k=k, v=v)
-        if q.shape[-1] != self.config.head_dim:
+        # why not of other objects: `attention` says what they are. Nested tensors have size() but no shape.
+        if isinstance(q, torch.Tensor) and q.dim() and q.size(-1) != self.config.head_dim:
             raise InvalidArgumentsError(
-                f"q has head_dim {q.shape[-1]}, the configuration {self.config.head_dim}.",
-                hint=f"default_config({q.shape[-1]})",
+                f"q has head_dim {q.size(-1)}, the configuration {self.config.head_dim}.",
+                hint=f"default_config({q.size(-1)})",
             )
         options = self.config.options()
         del options["tuning"]

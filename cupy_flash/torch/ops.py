@@ -19,6 +19,7 @@ from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call
 from .inputs import check_one_device
 from .schema import schema
 from .second_order import Backward, Tangent, attend_with_tangents, tangents_of
+from .shapes import check_shapes
 from .vmap import one_by_one
 
 __all__ = [
@@ -89,9 +90,11 @@ def _keep_out_of_decompositions() -> None:
 def fake_forward(*values: Any) -> tuple[Any, Any]:
     """Empty results of the operator, for their shapes."""
     _keep_out_of_decompositions()
-    check_one_device(**dict(zip(TENSORS, values, strict=False)))
-    q, v, packed = values[0], values[2], values[TENSORS.index("cu_seqlens_q")] is not None
-    layout = values[_AT["layout"]]
+    tensors = dict(zip(TENSORS, values, strict=False))
+    layout, *longest = (values[_AT[name]] for name in ("layout", "max_seqlen_q", "max_seqlen_k"))
+    check_one_device(**tensors)
+    check_shapes(tensors, layout, (longest[0], longest[1]))
+    q, v, packed = tensors["q"], tensors["v"], tensors["cu_seqlens_q"] is not None
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q, layout, packed), dtype=acc)
 

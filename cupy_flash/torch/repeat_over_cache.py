@@ -12,6 +12,7 @@ from ..call.arrays import CPU, ArrayView
 from ..call.cache.describe import adopt_cache
 from ..call.cache.values import check_values
 from ..call.given import split_of_cache
+from ..call.offsets import with_own_tables
 from ..dispatch.memo import REPEATED, Prepared, prepared
 from .repeat import CONSTANTS, Recent, is_watched, remember_recent
 
@@ -37,6 +38,7 @@ class _PreparedCall(NamedTuple):
             for (name, view), x in zip(self.views.items(), tensors, strict=True)
         }
         if raw["q"].device == CPU:
+            raw = with_own_tables(raw)
             check_values(self.call.problem, raw, length)
         return results_of_forward(self.call.run(raw, length=length), None)
 

@@ -168,3 +168,55 @@ def test_the_reference_takes_window_bounds_of_any_size() -> None:
             np.testing.assert_array_equal(found.o, exact.o)
             o = cupy_flash.attention(q, k, v, align=1, window=bounds)
             np.testing.assert_allclose(o, exact.o, rtol=1e-12)
+
+
+@pytest.mark.parametrize("path", [None, "numpy"], ids=["core", "numpy"])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-42, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("make", [cupy_flash.quantized.int8, cupy_flash.quantized.float8])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_scales_of_a_cache(
+    make: Any, scale: float, queries: int, path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of k is a factor of the scores, that of v of the result, and each of its own head."""
+    if path is not None:
+        monkeypatch.setenv("CUPY_FLASH_CPU", path)
+    q, k, v = (normal(1, 2, n, 16, seed=n + i).astype(np.float32) for i, n in enumerate((queries, 40, 40)))
+    caches = [make(x)._replace(scale=np.float32([0.02, 0.03])) for x in (k, v)]
+    odd = np.float32([scale, 0.03])
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return cupy_flash.attention_with_kv_cache(q, k, v, cache_seqlens=40, return_lse=True)
+
+    o, lse = attend(q, *caches)
+    found, same = attend(q, caches[0], caches[1]._replace(scale=odd))
+    np.testing.assert_array_equal(same, lse)
+    with np.errstate(all="ignore"):
+        wanted = o * (odd / np.float32([0.02, 0.03]))[:, None, None]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-40)
+    found, lse_found = attend(q, caches[0]._replace(scale=odd), caches[1])
+    np.testing.assert_array_equal(found[:, 1], o[:, 1])
+    np.testing.assert_array_equal(lse_found[:, 1], lse[:, 1])
+    if np.isfinite(scale):
+        wanted, of_scores = attend(q * np.float32([scale / 0.02, 1])[:, None, None], *caches)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(lse_found, of_scores, rtol=1e-5)
+    else:
+        assert np.isnan(found[:, 0]).all()
+        assert np.isnan(lse_found[:, 0]).all()
+
+
+@pytest.mark.parametrize("path", [None, "numpy"], ids=["core", "numpy"])
+def test_new_keys_over_a_scale_of_0(path: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path is not None:
+        monkeypatch.setenv("CUPY_FLASH_CPU", path)
+    new = np.float32([0, 1, -1, 0] * 4).reshape(1, 1, 1, 16)
+    for dtype, stored in (
+        (np.int8, [0, 127, -127, 0]),
+        (ml_dtypes.float8_e4m3fn, [np.nan, 448, -448, np.nan]),
+    ):
+        codes = np.zeros((1, 1, 4, 16), dtype)
+        cache = cupy_flash.QuantizedCache(codes, np.zeros(1, np.float32))
+        cupy_flash.attention_with_kv_cache(
+            new, cache, cache._replace(codes=codes.copy()), cache_seqlens=1, k=new, v=new
+        )
+        np.testing.assert_array_equal(codes[0, 0, 1].astype(np.float32), np.float32(stored * 4))

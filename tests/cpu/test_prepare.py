@@ -82,8 +82,9 @@ CALLS = {
         (88, 122),
         lambda: cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUT, CUT, max_seqlen_q=200, max_seqlen_k=200),
     ),
+    # With the six that copy lengths in main memory, where this GPU's arrays are: of a real one they stay.
     "decode": (
-        (64, 89),
+        (70, 89),
         lambda: cupy_flash.attention_with_kv_cache(
             NEW, CACHE, VALUES, cache_seqlens=LENGTHS, k=NEW, v=NEW, tuning=UNCHECKED
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import io
 import sys
 import threading
@@ -172,6 +174,23 @@ def test_calls_of_torch_and_jax_tell():
     assert told == [1.0, 1.0, 1.0]
 
 
+def test_programs_of_jax_that_the_function_runs_are_not_told():
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    import cupy_flash.jax
+
+    told, x = [], Q[:, :, :9]
+
+    def tell(share):
+        told.append(share)
+        assert len(told) < 4, "of its own call"
+        jax.block_until_ready(cupy_flash.jax.attention(x, x, x))
+
+    with cupy_flash.progress(tell):
+        cupy_flash.attention(x, x, x)
+        jax.block_until_ready(cupy_flash.jax.attention(x, x, x))
+    assert told == [1.0, 1.0]
+
+
 def test_contexts_nest_and_belong_to_their_thread():
     outer, inner, elsewhere = [], [], []
     x = Q[:, :, :5]
@@ -182,6 +201,23 @@ def test_contexts_nest_and_belong_to_their_thread():
         thread.start()
         thread.join()
     assert (outer, inner, len(elsewhere)) == ([], [1.0], 1)
+
+
+def test_no_thread_keeps_another_from_telling_its_end():
+    """A thread in the same context, such as one of asyncio.to_thread, ends while the first one tells."""
+    told, x = [], Q[:, :, :5]
+
+    def tell(share):
+        told.append(threading.get_ident())
+        if len(told) == 1:
+            other.start()
+            other.join()
+
+    with cupy_flash.progress(tell):
+        call = functools.partial(contextvars.copy_context().run, cupy_flash.attention, x, x, x)
+        other = threading.Thread(target=call)
+        cupy_flash.attention(x, x, x)
+    assert told == [threading.get_ident(), other.ident]
 
 
 def test_a_bar(monkeypatch):

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.nested import nested_tensor, nested_tensor_from_jagged
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError
 
@@ -173,3 +174,18 @@ def test_a_program_asks_for_offsets_that_are_one(layout):
         torch.compile(step, backend="eager")(*turned, False)
     whole = torch.compile(step, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(*turned, True), step(*turned, True))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_the_module_takes_them_too():
+    q, k, v = qkv()
+    flash = cf.FlashAttention(cupy_flash.AttentionConfig(8, causal=True, layout="bshd"))
+    o = flash(q, k, v)
+    torch.testing.assert_close(o.values(), cf.attention(q, k, v, layout="bshd", causal=True).values())
+    with pytest.raises(InvalidArgumentsError, match="q has head_dim 6, the configuration 8"):
+        flash(v, k, v)
+    strided = nested_tensor([torch.ones(3, 4, 8)])
+    with pytest.raises(InvalidArgumentsError, match="q is a nested tensor"):
+        flash(strided, strided, strided)
+    with pytest.raises(InvalidArgumentsError, match="q is a list, not a torch tensor"):
+        flash([1.0], k, v)

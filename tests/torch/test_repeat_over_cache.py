@@ -8,7 +8,7 @@ import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, LatentCache, kv_cache, progress
 from cupy_flash.dispatch import memo
-from cupy_flash.torch import repeat
+from cupy_flash.torch import repeat, repeat_over_cache
 
 # torch compiles with, and warns of, its own torch.jit.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -265,3 +265,18 @@ def test_quantized_caches_go_the_whole_way():
     for _ in range(2):
         o = cf.attention_with_kv_cache(**given | cache)
         torch.testing.assert_close(o, torch.ones_like(o))
+
+
+def test_tables_of_repeated_calls_are_read_once(monkeypatch):
+    given = call_of(paged=True)
+    exact = [cf.attention_with_kv_cache(**given) for _ in range(2)][1]
+    of_arrays = repeat_over_cache.check_values
+
+    def and_then_written(*args):
+        of_arrays(*args)
+        given["cache_seqlens"].fill_(2**30)
+        given["block_table"].fill_(2**30)
+
+    monkeypatch.setattr(repeat_over_cache, "check_values", and_then_written)
+    monkeypatch.setattr(kv_cache, "check_values", and_then_written)
+    torch.testing.assert_close(cf.attention_with_kv_cache(**given), exact, rtol=0, atol=0)

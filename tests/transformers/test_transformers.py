@@ -268,15 +268,23 @@ class TestDecoders:
             one, _ = cf.attention_forward(module, query[:, :, a:b], part, part, mask)
             assert_close(out[:, a:b], one)
 
-    @torch.no_grad()
-    def test_masks_of_ones_own(self):
-        model = build("Llama")
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+    def test_masks_of_ones_own(self, name):
+        """A bool mask of pairs is what "eager" makes of 0 and -inf; of a bool one it adds 0 and 1."""
+        model = build(name, use_cache=False)
         visible = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(0)) < 0.6
         visible |= torch.eye(13, dtype=torch.bool)
         added = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-        eager = both(model, lambda m: m(tokens(), attention_mask=added).logits)
-        assert_close(eager[1], eager[0])
-        assert_close(model(tokens(), attention_mask=visible).logits, eager[0])
+
+        def results(m, mask=added):
+            m.zero_grad()
+            out = m(tokens(), attention_mask=mask, labels=tokens())
+            out.loss.backward()
+            return [out.logits, *(p.grad for p in m.parameters() if p.grad is not None)]
+
+        eager, ours = both(model, results)
+        assert_close(ours, eager)
+        assert_close(results(model, visible), eager)
 
     @pytest.mark.parametrize(
         ("name", "padded", "backend"),
