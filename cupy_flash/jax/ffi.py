@@ -136,7 +136,8 @@ def export_target() -> str:
     """Register the foreign function of exported programs with XLA, and return its name.
 
     `jax.export` needs the name in ``disabled_checks``; a process that runs an exported program calls this
-    first.
+    first. Sizes may be symbolic: what is wrong about them then raises when the program runs. Packed sequences
+    with symbolic rows need max_seqlen_q and max_seqlen_k.
 
     Returns
     -------

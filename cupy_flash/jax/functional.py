@@ -14,7 +14,7 @@ from ..call.options import RecordedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
-from .numbers import fixed, fixed_options, split_scale, types_of
+from .numbers import fixed, fixed_options, split_scale, static_size, symbolic, types_of
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def attention(
 
     Notes
     -----
-    Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`), on GPUs too.
+    Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`), on GPUs too. It is linear in v:
+    `jax.linear_transpose` by v alone is supported.
     jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
     contains this call can be exported (see `export_target`), without second order, and is not stored in the
     persistent compilation cache.
@@ -92,14 +93,19 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
     values = fixed_options(arrays, split_scale(arrays, values))
     longest = None
     if "cu_seqlens_q" in arrays:
-        rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
         longest_q, longest_k = (
-            most if length is None else fixed(length) for length, most in zip(lengths, rows, strict=True)
+            _rows(arrays[name], name) if length is None else fixed(length)
+            for length, name in zip(lengths, "qk", strict=True)
         )
         longest = longest_q, longest_k
     check(arrays, values, longest)
     o, lse = attend(arrays, values, longest)
     return (o, lse) if return_lse else o
+
+
+def _rows(x: Any, name: str) -> int:
+    """The default of max_seqlen_q and max_seqlen_k: all rows."""
+    return static_size(x.shape[0], f"rows of {name}", f"max_seqlen_{name}=") if x.ndim else 0
 
 
 def refuse_ragged(arrays: dict[str, Any]) -> None:
@@ -112,12 +118,17 @@ def refuse_ragged(arrays: dict[str, Any]) -> None:
 
 
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
-    """Check a call while tracing, so that errors raise before compilation instead of at run time."""
+    """Check a call while tracing, so that errors raise before compilation instead of at run time.
+
+    With symbolic sizes errors raise at run time.
+    """
     if arrays["q"].dtype == jnp.float8_e4m3fn:
         raise UnsupportedError(
             "float8_e4m3fn has no gradient, and this function must have one.",
             hint="cupy_flash.attention outside of jit, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
+    if symbolic(arrays.values()):
+        return
     kinds = [
         (name, x.shape, "bool" if x.dtype == bool else x.dtype.name)
         for name, x in arrays.items()

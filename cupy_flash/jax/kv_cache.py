@@ -22,7 +22,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
 from .call import alike
 from .functional import attention, refuse_ragged
-from .numbers import fixed, fixed_options, is_array, types_of
+from .numbers import fixed, fixed_options, is_array, static_size, symbolic, types_of
 from .primitives import attention_over_cache
 from .run import READ, Cached, described
 
@@ -232,11 +232,14 @@ def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
             f"cu_seqlens_q has shape {cut.shape} and dtype {cut.dtype}, q shape {q.shape}.",
             hint="(sequences + 1,) of int32, and q of (rows, heads, head_dim)",
         )
+    batch = static_size(cut.shape[0], "offsets in cu_seqlens_q", "a fixed number of sequences") - 1
     if longest is not None and ((n := integer(longest)) is None or n < 0):
         raise InvalidArgumentsError(
             f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit"
         )
-    return Packing(cut.shape[0] - 1, q.shape[0] if longest is None else int(longest), 0, False)
+    if longest is None:
+        longest = static_size(q.shape[0], "rows of q", "max_seqlen_q=")
+    return Packing(batch, int(longest), 0, False)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -250,7 +253,9 @@ def _attend(
 
 
 def _check(arrays: dict[str, Any], options: Options, cached: Cached) -> None:
-    """Refuse while tracing what the call would refuse."""
+    """Refuse while tracing what the call would refuse, unless sizes are symbolic."""
+    if symbolic(arrays.values()):
+        return
     views = _stand_ins({name: x for name, x in arrays.items() if name not in READ})
     described("decode", views, options, cached=cached)
 

@@ -13,7 +13,7 @@ from ..call.checks import integer
 from ..call.given import Options
 from ..call.head_scale import scale_shape
 from ..call.values import finite_number
-from ..errors import InvalidArgumentsError
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel.group import seed_step
 
 __all__ = [
@@ -24,6 +24,8 @@ __all__ = [
     "split_numbers",
     "split_scale",
     "split_seed",
+    "static_size",
+    "symbolic",
     "types_of",
 ]
 
@@ -47,6 +49,18 @@ def fixed(x: Any) -> Any:
         return x.item()
     number = integer(x) if isinstance(x, jax.Array) else None
     return x if number is None else number
+
+
+def symbolic(arrays: Iterable[Any]) -> bool:
+    """Whether a size is unknown while tracing, in a program that `jax.export` makes for many sizes."""
+    return not all(isinstance(n, int) for x in arrays for n in x.shape)
+
+
+def static_size(n: Any, what: str, hint: str) -> int:
+    """Refuse a symbolic size where the program must know it."""
+    if not isinstance(n, int):
+        raise UnsupportedError(f"the number of {what} is {n}, symbolic.", hint=hint)
+    return n
 
 
 def fixed_options(arrays: dict[str, Any], options: Options) -> Options:

@@ -2,7 +2,7 @@
 
 With F attention, J its tangent, B its gradient and H the derivative of B in a direction:
 
-    derivative of F     J
+    derivative of F     J                                      transpose of F     dV of B, by v alone
     derivative of J     J of the other tangent, and `bend`     transpose of J     B
     derivative of B     B of the other gradient, and H         transpose of B     J
     derivative of H     none: it would be the third            transpose of H     H, a Hessian is symmetric
@@ -161,6 +161,27 @@ def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
     if not dots:
         return (o, lse), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, lse))
     return (o, lse), _bind(_jvp_p, with_all._replace(along=tuple(dots)), *primals, o, lse, *dots.values())
+
+
+def _forward_transpose(cotangents: Any, *args: Any, how: _How) -> list[Any]:
+    """The transpose by v, in which o is linear, and of which lse is independent."""
+    unknown = [name for name, x in zip(how.names, args, strict=True) if ad.is_undefined_primal(x)]
+    if unknown != ["v"]:
+        raise UnsupportedError(
+            f"attention is not linear in {', '.join(unknown)}, and cannot be transposed; it is linear in v.",
+            hint="jax.vjp, or jax.linear_transpose by v alone",
+        )
+    at, do = how.names.index("v"), cotangents[0]
+    aval = args[at].aval
+    if _is_zero(do):
+        return [ad.Zero(aval) if i == at else None for i in range(len(args))]
+    # why 0: dV does not depend on V.
+    arrays = [jnp.zeros(aval.shape, aval.dtype) if i == at else x for i, x in enumerate(args)]
+    o, lse = _bind(_forward_p, how, *arrays)
+    with_all = how._replace(mapped=tuple((True,) * how.arrays for _ in how.mapped))
+    grads = _bind(_backward_p, with_all, *arrays, o, lse, do, jnp.zeros_like(lse))
+    dv = grads[_named(how).index("v")]
+    return [dv if i == at else None for i in range(len(args))]
 
 
 # ---------------------------------------------------------------------------------------------- J
@@ -348,6 +369,11 @@ def _cache_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
     return results, missing(_OF_CACHE, tangents, results)
 
 
+def _cache_transpose(*_: Any, how: _How) -> Any:
+    del how
+    raise UnsupportedError(_OF_CACHE[0], hint=_OF_CACHE[1])
+
+
 # ---------------------------------------------------------------------------------------------- missing
 
 
@@ -445,17 +471,16 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
     mlir.register_lowering(primitive, lowered)
     # why not an item assignment: the mock of JAX in the documentation build does not support it.
     ad.primitive_jvps.__setitem__(primitive, derivative)
-    if transpose is not None:
-        ad.primitive_transposes.__setitem__(primitive, transpose)
+    ad.primitive_transposes.__setitem__(primitive, transpose)
     batching.primitive_batchers.__setitem__(primitive, batched)
     return primitive
 
 
-_forward_p = _primitive("forward", _forward, _forward_shapes, _forward_jvp, None)
+_forward_p = _primitive("forward", _forward, _forward_shapes, _forward_jvp, _forward_transpose)
 _jvp_p = _primitive("jvp", _jvp, _jvp_shapes, _jvp_jvp, _jvp_transpose)
 _backward_p = _primitive("backward", _backward, _gradient_shapes, _backward_jvp, _backward_transpose)
 _hvp_p = _primitive("hvp", _hvp, _gradient_shapes, _hvp_jvp, _hvp_transpose)
-_cache_p = _primitive("cache", _cache, _cache_shapes, _cache_jvp, None)
+_cache_p = _primitive("cache", _cache, _cache_shapes, _cache_jvp, _cache_transpose)
 _bend_p = _primitive("bend", _bend, _jvp_shapes, _bend_jvp, _bend_transpose)
 
 _missing_p = Primitive("cupy_flash_missing")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cupy_flash.jax as cf
+from cupy_flash import UnsupportedError
 
 pytestmark = pytest.mark.jax
 
@@ -84,8 +85,67 @@ def test_what_is_wrong_when_it_runs_is_said():
 
 def test_second_order_is_not_exported():
     second = jax.grad(lambda q: jax.grad(lambda q: loss(q, K, V, jax.random.key(0)))(q).sum())
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(UnsupportedError, match=r"(?s)cannot be exported.*Try: jax.grad, once"):
         exported(second, Q)
+
+
+def over_tokens(q, k, v, cuts):
+    return cf.attention_varlen(q, k, v, cuts, cuts, causal=True, max_seqlen_q=16, max_seqlen_k=16)
+
+
+ROWS = [x[0].swapaxes(0, 1) for x in (Q, K, V)]
+BATCH = ("b, 4, s, 8",) * 3
+PACKED = ("t, 4, 8",) * 3
+SYMBOLIC = {
+    "gradients": (jax.value_and_grad(loss), (*BATCH, ""), (Q, K, V, jax.random.key(7))),
+    "lengths": (
+        lambda q, k, v, n: cf.dot_product_attention(q, k, v, key_value_seq_lengths=n),
+        (*BATCH, "b"),
+        (Q, K, V, jnp.array([2, 3], jnp.int32)),
+    ),
+    "packed": (over_tokens, (*PACKED, "n"), (*ROWS, CUTS)),
+    "cache": (cached, (*BATCH, "b"), (Q, K, V, jnp.array([3, 0], jnp.int32))),
+}
+
+
+def for_many_sizes(function, sizes, arguments):
+    scope = jax.export.SymbolicScope()
+    kinds = [
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape(size, scope=scope), x.dtype)
+        for size, x in zip(sizes, arguments, strict=True)
+    ]
+    return exported(function, *kinds)
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_sizes_may_be_symbolic(name):
+    function, sizes, arguments = SYMBOLIC[name]
+    program = for_many_sizes(function, sizes, arguments)
+    jax.tree.map(np.testing.assert_array_equal, program.call(*arguments), jax.jit(function)(*arguments))
+
+
+def test_what_symbolic_sizes_leave_unknown():
+    """What the program must know is refused by name; what is wrong about sizes raises when it runs."""
+    for fixed, sizes, named in (
+        ({}, (*PACKED, "3"), "max_seqlen_q="),
+        ({"max_seqlen_q": 16}, (*PACKED, "3"), "max_seqlen_k="),
+    ):
+        with pytest.raises(UnsupportedError, match=f"(?s)is t, symbolic.*Try: {named}"):
+            for_many_sizes(
+                lambda q, k, v, c, fixed=fixed: cf.attention_varlen(q, k, v, c, c, **fixed),
+                sizes, (*ROWS, CUTS),
+            )  # fmt: skip
+    for size, named in (("3", "max_seqlen_q="), ("n", "a fixed number of sequences")):
+        with pytest.raises(UnsupportedError, match=f"(?s)symbolic.*Try: {named}"):
+            for_many_sizes(
+                lambda q, k, v, c: cf.attention_with_kv_cache(
+                    q, k[None], v[None], cache_seqlens=3, cu_seqlens_q=c, layout="bshd"
+                ),
+                (*PACKED, size), (*ROWS, CUTS),
+            )  # fmt: skip
+    program = for_many_sizes(cf.attention, ("b, h, s, 8", "b, g, s, 8", "b, g, s, 8"), (Q, K, V))
+    with pytest.raises(Exception, match=r"InvalidArgumentsError: .*heads"):
+        jax.block_until_ready(program.call(Q, K[:, :3], V[:, :3]))
 
 
 ANOTHER = """
