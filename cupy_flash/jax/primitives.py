@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..call.given import Options
 from ..errors import UnsupportedError
@@ -147,11 +148,21 @@ def _forward_shapes(*avals: Any, how: _How) -> list[Any]:
     given = dict(zip(how.names, avals, strict=True))
     q, v, axes = given["q"], given["v"], len(how.mapped)
     lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    rows = (*q.shape[:axes], *rows_of(q.shape[axes:], how.options.layout))
+
+    def rows(x: Any) -> Any:
+        return (*x[:axes], *rows_of(x[axes:], how.options.layout))
+
+    spec = q.sharding.spec
     return [
-        q.update(shape=(*q.shape[:-1], v.shape[-1]), weak_type=False),
-        q.update(shape=rows, dtype=jnp.dtype(lse), weak_type=False),
+        _placed(q, (*q.shape[:-1], v.shape[-1]), (*spec[:-1], None)),
+        _placed(q, rows(q.shape), rows(spec), dtype=jnp.dtype(lse)),
     ]
+
+
+def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:
+    """The abstract value with another shape, and the mesh axis of each of its axes."""
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*spec))
+    return aval.update(shape=shape, sharding=sharding, weak_type=False, **more)
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
@@ -211,8 +222,12 @@ def _shaped(avals: Any, how: _How, residual: int) -> Any:
     """The abstract value of a residual with every axis of vmap."""
     aval, linear = avals[residual], avals[-1]
     own = sum(level[residual] for level in how.mapped)
-    lead = linear.shape[: len(how.mapped)]
-    return aval.update(shape=(*lead, *aval.shape[own:]), weak_type=False)
+    axes = len(how.mapped)
+    shape, spec = (
+        (*x[:axes], *y[own:])
+        for x, y in ((linear.shape, aval.shape), (linear.sharding.spec, aval.sharding.spec))
+    )
+    return _placed(aval, shape, spec)
 
 
 def _jvp_jvp(primals: Any, tangents: Any, *, how: _How) -> Any:
