@@ -145,7 +145,7 @@ def export_target() -> str:
 
     Examples
     --------
-    >>> import jax, jax.numpy as jnp, cupy_flash.jax
+    >>> import jax, jax.export, jax.numpy as jnp, cupy_flash.jax
     >>> target = jax.export.DisabledSafetyCheck.custom_call(cupy_flash.jax.export_target())
     >>> q = jnp.ones((1, 4, 128, 64))
     >>> exported = jax.export.export(jax.jit(cupy_flash.jax.attention), disabled_checks=[target])(q, q, q)

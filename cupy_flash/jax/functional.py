@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.checks import flag
 from ..call.given import Options, split
 from ..call.options import RecordedFunctionOptions
 from ..call.signature import takes
@@ -100,7 +101,7 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
         longest = longest_q, longest_k
     check(arrays, values, longest)
     o, lse = attend(arrays, values, longest)
-    return (o, lse) if return_lse else o
+    return (o, lse) if flag(return_lse, "return_lse") else o
 
 
 def _rows(x: Any, name: str) -> int:

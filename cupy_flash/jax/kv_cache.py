@@ -89,8 +89,8 @@ def attention_with_kv_cache(
 
     Examples
     --------
-    >>> import jax, jax.numpy as jnp, cupy_flash.jax
-    >>> @jax.jit(donate_argnames="caches")
+    >>> import functools, jax, jax.numpy as jnp, cupy_flash.jax
+    >>> @functools.partial(jax.jit, donate_argnames="caches")
     ... def step(q, k, v, caches, length):
     ...     o, *caches = cupy_flash.jax.attention_with_kv_cache(q, *caches, cache_seqlens=length, k=k, v=v)
     ...     return o, caches

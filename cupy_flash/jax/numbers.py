@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -157,7 +158,8 @@ def _words(seed: Any) -> Any:
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and not seed.shape:
         return jax.random.bits(seed, (2,), jnp.uint32)
     if seed.dtype == jnp.uint32 and seed.ndim == 1:  # a legacy key, without JAX's dtype for keys
-        return jax.random.bits(jax.random.wrap_key_data(seed), (2,), jnp.uint32)
+        with contextlib.suppress(TypeError):  # as many words as the default implementation has?
+            return jax.random.bits(jax.random.wrap_key_data(seed), (2,), jnp.uint32)
     if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise InvalidArgumentsError(
             f"seed is a JAX array of {seed.dtype.name} of shape {seed.shape}.",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from ..call.checks import flag
 from ..call.options import RecordedPrefixOptions
 from ..call.signature import takes
 from ..shared_prefix import over_keys
@@ -63,4 +64,4 @@ def attention_with_shared_prefix(
     """
     q, k, v, *prefix = (jnp.asarray(x) for x in (q, k, v, prefix_k, prefix_v))
     o, lse = over_keys(jnp, attention, q, k, v, (prefix[0], prefix[1]), options)
-    return (o, lse) if return_lse else o
+    return (o, lse) if flag(return_lse, "return_lse") else o

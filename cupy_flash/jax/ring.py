@@ -465,7 +465,7 @@ def ring_attention(
     # Padding rows are 0, because a weight of 0 times NaN is NaN, in gradients too.
     o, lse = attend(queries.own(q, axis, axis_name), *(keys.own(x, axis, axis_name) for x in (k, v)))
     o, lse = queries.own(o, axis, axis_name), queries.own(lse, -1, axis_name)
-    return (o, lse) if return_lse else o
+    return (o, lse) if flag(return_lse, "return_lse") else o
 
 
 def _by_ring(

@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy
 
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 import cupy_flash.jax as cf
 from cupy_flash import UnsupportedError
@@ -24,8 +25,8 @@ CUTS = jnp.array([0, 5, 12], jnp.int32)
 
 
 def exported(function, *arguments):
-    known = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())
-    return jax.export.export(jax.jit(function), disabled_checks=[known])(*arguments)
+    known = export.DisabledSafetyCheck.custom_call(cf.export_target())
+    return export.export(jax.jit(function), disabled_checks=[known])(*arguments)
 
 
 def loss(q, k, v, key):
@@ -69,9 +70,9 @@ def test_an_exported_program_is_the_same(name):
 
 def test_shapes_may_be_for_several_platforms_but_not_without_the_check():
     with pytest.raises(ValueError, match="cupy_flash"):
-        jax.export.export(jax.jit(cf.attention))(Q, K, V)
-    known = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())
-    program = jax.export.export(jax.jit(cf.attention), platforms=["cpu", "cuda"], disabled_checks=[known])(
+        export.export(jax.jit(cf.attention))(Q, K, V)
+    known = export.DisabledSafetyCheck.custom_call(cf.export_target())
+    program = export.export(jax.jit(cf.attention), platforms=["cpu", "cuda"], disabled_checks=[known])(
         Q, K, V
     )
     np.testing.assert_array_equal(program.call(Q, K, V), cf.attention(Q, K, V))
@@ -109,9 +110,9 @@ SYMBOLIC = {
 
 
 def for_many_sizes(function, sizes, arguments):
-    scope = jax.export.SymbolicScope()
+    scope = export.SymbolicScope()
     kinds = [
-        jax.ShapeDtypeStruct(jax.export.symbolic_shape(size, scope=scope), x.dtype)
+        jax.ShapeDtypeStruct(export.symbolic_shape(size, scope=scope), x.dtype)
         for size, x in zip(sizes, arguments, strict=True)
     ]
     return exported(function, *kinds)

@@ -15,6 +15,7 @@ import cupy_flash.jax as cf
 from cupy_flash import UnsupportedError
 from cupy_flash.derivatives import second_order
 from cupy_flash.jax import directed
+from tests.jax.x64 import enable_x64
 
 pytestmark = pytest.mark.jax
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.jax
 @pytest.fixture(autouse=True)
 def _in_float64():
     """In float32 second derivatives differ in their third digit."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         yield
 
 
