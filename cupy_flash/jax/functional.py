@@ -15,7 +15,7 @@ from ..call.options import RecordedFunctionOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
-from .numbers import fixed, fixed_options, split_scale, static_size, symbolic, types_of
+from .numbers import as_arrays, fixed, fixed_options, split_scale, static_size, symbolic, types_of
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
     lengths = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     optional, values = split(options)
     refuse_ragged(optional)
-    arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
+    arrays = as_arrays({**given, **optional})
     values = fixed_options(arrays, split_scale(arrays, values))
     longest = None
     if "cu_seqlens_q" in arrays:
@@ -189,7 +189,7 @@ def dot_product_attention(
     scale : float, optional
     is_causal : bool
         Causal, aligned top-left.
-    query_seq_lengths, key_value_seq_lengths : Array of int, shape (batch,), optional
+    query_seq_lengths, key_value_seq_lengths : Array of int, shape (batch,), optional; without batch (1,)
         Keys beyond them are masked; output rows of queries beyond them are 0.
     local_window_size : int or (int, int), optional
         Keys seen before and after a query.
@@ -218,24 +218,34 @@ def dot_product_attention(
         raise InvalidArgumentsError(
             f"implementation is {implementation!r}.", hint='implementation=None, "xla" or "cudnn"'
         )
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = as_arrays({"query": query, "key": key, "value": value}).values()
     mask = None if mask is None else jnp.asarray(mask)
-    if query.ndim not in (3, 4):
-        raise InvalidArgumentsError(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
+    for name, x in (("query", query), ("key", key)):
+        if x.ndim not in (3, 4):
+            raise InvalidArgumentsError(f"{name} has rank {x.ndim}.", hint="(batch, seqlen, heads, head_dim)")
     rows, columns = query.shape[-3], key.shape[-3]
-    for lengths, extent, axis in ((query_seq_lengths, rows, -1), (key_value_seq_lengths, columns, -2)):
+    batch = query.shape[:-3] or (1,)
+    for name, lengths, extent, axis in (
+        ("query_seq_lengths", query_seq_lengths, rows, -1),
+        ("key_value_seq_lengths", key_value_seq_lengths, columns, -2),
+    ):
         if lengths is not None:
-            ends = jnp.asarray(lengths)[..., None]
-            inside = jnp.expand_dims(jnp.arange(extent), range(ends.ndim - 1)) < ends
-            inside = jnp.expand_dims(inside, (axis, -3))
+            ends = jnp.asarray(lengths)
+            # why: one length would be broadcast to all sequences
+            if ends.shape != batch or not jnp.issubdtype(ends.dtype, jnp.integer):
+                raise InvalidArgumentsError(
+                    f"{name} has shape {ends.shape} and dtype {ends.dtype.name}.",
+                    hint=f"integers of shape {batch}, one per sequence",
+                )
+            inside = jnp.expand_dims(jnp.arange(extent)[None] < ends[:, None], (axis, -3))
             mask = inside if mask is None else _lifted(mask, inside.ndim) & _lifted(inside, mask.ndim)
     window = local_window_size
     if isinstance(window, int):
         window = (window, window)
     o, lse = attention(
-        query, key, value, causal=is_causal, window=window, align="top_left", mask=mask, bias=bias,
-        scale=scale, layout="bshd", return_lse=True,
+        query, key, value, causal=flag(is_causal, "is_causal"), window=window, align="top_left", mask=mask,
+        bias=bias, scale=scale, layout="bshd", return_lse=True,
     )  # fmt: skip
-    if not return_residual:
+    if not flag(return_residual, "return_residual"):
         return o
     return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(o.dtype))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.cache.describe import check_one_length
 from ..call.cache.parts import cache_parts
 from ..call.cache.selected import Selection
 from ..call.checks import flag, integer
@@ -22,7 +24,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
 from .call import alike
 from .functional import attention, refuse_ragged
-from .numbers import fixed, fixed_options, is_array, static_size, symbolic, types_of
+from .numbers import as_arrays, fixed, fixed_options, is_array, static_size, symbolic, types_of
 from .primitives import attention_over_cache
 from .run import READ, Cached, described
 
@@ -173,9 +175,15 @@ def _over_cache(
     check = options.pop("check", None)
     optional, values, call = split_of_cache(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
-    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    if isinstance(cache_seqlens, (int, np.integer)):
+        check_one_length(int(cache_seqlens))
+    arrays = as_arrays(given)
     packing = _packing(arrays, call.longest)
     if arrays["cache_seqlens"].ndim == 0:
+        if not jnp.issubdtype(arrays["cache_seqlens"].dtype, jnp.integer):
+            raise InvalidArgumentsError(
+                f"cache_seqlens is {cache_seqlens!r}.", hint="an int32 array (batch,), or one integer for all"
+            )
         lengths = arrays["cache_seqlens"].astype(jnp.int32)
         batch = packing.batch if packing else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))

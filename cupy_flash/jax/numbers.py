@@ -13,11 +13,13 @@ import numpy as np
 from ..call.checks import integer
 from ..call.given import Options
 from ..call.head_scale import scale_shape
+from ..call.spelling import kind_of
 from ..call.values import finite_number
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel.group import seed_step
 
 __all__ = [
+    "as_arrays",
     "fixed",
     "fixed_options",
     "is_array",
@@ -40,6 +42,21 @@ def split_numbers(arrays: dict[str, Any], options: Options) -> Options:
 def is_array(x: Any) -> bool:
     """Whether something is an array, and not one of NumPy's numbers, which have shapes too."""
     return hasattr(x, "shape") and not isinstance(x, np.generic)
+
+
+def as_arrays(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as JAX arrays; what is none is refused by its name."""
+    arrays = {}
+    for name, x in given.items():
+        try:
+            arrays[name] = jnp.asarray(x)
+        except (TypeError, ValueError):
+            if isinstance(x, jax.Array):  # a tracer out of its place, of which JAX says more
+                raise
+            raise InvalidArgumentsError(
+                f"{name} is {kind_of(x)}, not an array.", hint=f"{name} as a JAX array"
+            ) from None
+    return arrays
 
 
 def fixed(x: Any) -> Any:

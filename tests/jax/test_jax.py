@@ -44,6 +44,7 @@ def causal_by_jax(q, k, v):
 
 causal = partial(cf.attention, causal=True)
 PREFIX = np.ones((2, 3, 8), np.float32)
+CUTS = np.array([0, 2], np.int32)
 close = partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
 
 
@@ -181,6 +182,52 @@ def test_sequence_lengths_are_jaxs_where_jax_is_defined():
     close(ours[0], theirs[0])
     close(ours[1, :4], theirs[1, :4])
     assert not ours[1, 4:].any()
+
+
+@pytest.mark.parametrize("wrong", [None, "rows", [[1.0], [1.0, 2.0]]], ids=["none", "text", "ragged"])
+def test_what_is_no_array_is_refused_by_its_name(wrong):
+    q, k, v = qkv()
+    for name, function in (
+        ("q", lambda: cf.attention(wrong, k, v)),
+        ("k", lambda: cf.attention(q, wrong, v)),
+        ("cu_seqlens_q", lambda: cf.attention_varlen(q[0], k[0], v[0], wrong, CUTS)),
+        ("prefix_k", lambda: cf.attention_with_shared_prefix(q, k, v, wrong, PREFIX)),
+        ("key", lambda: cf.dot_product_attention(q, wrong, v)),
+        ("cache_seqlens", lambda: cf.attention_with_kv_cache(q, k, v, cache_seqlens=wrong)),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentsError, match=rf"{name} is .*, not an array.\nTry: {name} as"):
+            function()
+
+
+def test_ranks_that_have_no_heads():
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    with pytest.raises(InvalidArgumentsError, match=r"key has rank 1.\nTry: "):
+        cf.dot_product_attention(q, k[0, 0, 0], v, key_value_seq_lengths=jnp.array([1, 1]))
+    with pytest.raises(InvalidArgumentsError, match=r"rank 2.\nTry: "):
+        cf.attention_fn(q[0, 0], k[0, 0], v[0, 0])
+
+
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_lengths_are_one_per_sequence(name):
+    """One length would be broadcast to the batch."""
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    for lengths, batch in ((jnp.array([4]), 2), (jnp.array(4), 2), (jnp.ones(2), 2), (jnp.array([4, 4]), 1)):
+        arrays = (q, k, v) if batch == 2 else (q[0], k[0], v[0])
+        with pytest.raises(
+            InvalidArgumentsError, match=rf"{name} has(.|\n)*Try: integers of shape \({batch},\)"
+        ):
+            cf.dot_product_attention(*arrays, **{name: lengths})
+    own = cf.dot_product_attention(q[0], k[0], v[0], **{name: jnp.array([4])})
+    close(own, cf.dot_product_attention(q, k, v, **{name: jnp.array([4, 4])})[0])
+
+
+def test_flags_are_refused_by_their_own_names():
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    for name in ("is_causal", "return_residual"):
+        with pytest.raises(InvalidArgumentsError, match=f"Try: {name}=True"):
+            cf.dot_product_attention(q, k, v, **{name: 1})
+    with pytest.raises(InvalidArgumentsError, match="Try: is_causal=True"):
+        cf.attention_fn(q, k, v, is_causal=1)
 
 
 @WITH_RESIDUAL
