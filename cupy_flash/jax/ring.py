@@ -25,7 +25,7 @@ from .call import alike, backward, forward, results_of
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
 from .held import Held, Packed, beside, seen
-from .numbers import next_seed, split_seed
+from .numbers import as_arrays, next_seed, split_seed
 from .primitives import missing
 
 if TYPE_CHECKING:
@@ -421,10 +421,11 @@ def ring_attention(
             hint="the call inside of jax.shard_map, with the name of an axis of its mesh",
         ) from error
     packed, longest = None, None
-    given = {"q": q, "k": k, "v": v}
+    given = as_arrays({"q": q, "k": k, "v": v})
+    q, k, v = given.values()
     if cu_seqlens is not None:
         options["layout"] = "bshd"
-        given["cu_seqlens_q"] = jnp.asarray(cu_seqlens)
+        given |= as_arrays({"cu_seqlens_q": cu_seqlens})
         longest = q.shape[0] if max_seqlen is None else max_seqlen
     axis = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
     arrays, values = split(options)

@@ -149,6 +149,19 @@ def test_what_symbolic_sizes_leave_unknown():
         jax.block_until_ready(program.call(Q, K[:, :3], V[:, :3]))
 
 
+@pytest.mark.parametrize("schedule", ["alltoall", "allgather"])
+def test_sequences_in_parts_are_exported(schedule):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("rows",))
+    spec = jax.sharding.PartitionSpec(None, None, "rows")
+    parts = partial(cf.ring_attention, axis_name="rows", schedule=schedule)
+    function = jax.shard_map(parts, mesh=mesh, in_specs=spec, out_specs=spec)
+    placed = jax.device_put((Q, K, V), jax.sharding.NamedSharding(mesh, spec))
+    program = exported(function, *placed)
+    np.testing.assert_allclose(jax.jit(program.call)(*placed), cf.attention(Q, K, V), rtol=1e-5, atol=1e-6)
+
+
 ANOTHER = """
 import pickle, sys, numpy as np, jax, cupy_flash.jax
 cupy_flash.jax.export_target()
