@@ -70,7 +70,8 @@ class Found(NamedTuple):
             count = len(self.problems)
             parts.append(f"{count} problem{'s' * (count > 1)} of the installation")
         parts += [f"{x.call.split()[0]} failed as it was timed" for x in self.timings if x.failed]
-        said = _VERDICTS[self.status] if self._failing or not self.problems else "the installation has problems"
+        only_installed = self.problems and not self._failing
+        said = "the installation has problems" if only_installed else _VERDICTS[self.status]
         return f"{said}: {', '.join(parts) or 'no case ran'}"
 
     def of(self, state: str) -> list[Outcome]:

@@ -46,7 +46,8 @@ def _scaled_queries(q: Any, scale: Any) -> tuple[Any, Any]:
         # why not != 0: XLA divides by a subnormal number as by 0.
         usable = jnp.isfinite(scale) & (jnp.abs(scale) >= jnp.finfo(scale.dtype).tiny)
         number = jax.lax.stop_gradient(jnp.where(usable, scale, 1))
-        instead = jnp.where(usable, q, jnp.broadcast_to((0 * scale).astype(q.dtype), q.shape))
+        # why not jnp.where over q: with an explicit mesh both cases would need its sharding.
+        instead = q * jnp.where(usable, 1, 0 * scale).astype(q.dtype)
     # why finite: rows outside of all packed sequences have no gradient, and may hold anything.
     wide = jnp.where(jnp.isfinite(q), q, 0).astype(scale.dtype)
     derivative = (wide * (scale / number)).astype(q.dtype)

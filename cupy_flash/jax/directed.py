@@ -18,9 +18,11 @@ from ..call.options import WITH_GRADIENT
 from ..derivatives.second_order import hvp_into, jvp_into
 from ..device.run import Driver
 from ..dispatch.backends import driver_of
+from ..errors import UnsupportedError
 from ..varlen import pack
 from .buffers import address
 from .call import vary_alike
+from .ffi import is_exporting
 from .run import READ, read_on_host, values_of
 
 __all__ = ["directed"]
@@ -79,6 +81,11 @@ def directed(
         len(along), results,
     )  # fmt: skip
     wire = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written.values())
+    if is_exporting():
+        raise UnsupportedError(
+            "a program with forward mode or second derivatives cannot be exported.",
+            hint="jax.grad, once, or jax.jit in the process that runs it",
+        )
     call = buffer_callback(_callback(static), wire, vmap_method="expand_dims")
     return list(vary_alike(*call(*args), over=args))[: len(of) or None]
 

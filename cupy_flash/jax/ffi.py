@@ -136,7 +136,8 @@ def export_target() -> str:
     """Register the foreign function of exported programs with XLA, and return its name.
 
     `jax.export` needs the name in ``disabled_checks``; a process that runs an exported program calls this
-    first.
+    first. Sizes may be symbolic: what is wrong about them then raises when the program runs. Packed sequences
+    with symbolic rows need max_seqlen_q and max_seqlen_k.
 
     Returns
     -------
@@ -144,7 +145,7 @@ def export_target() -> str:
 
     Examples
     --------
-    >>> import jax, jax.numpy as jnp, cupy_flash.jax
+    >>> import jax, jax.export, jax.numpy as jnp, cupy_flash.jax
     >>> target = jax.export.DisabledSafetyCheck.custom_call(cupy_flash.jax.export_target())
     >>> q = jnp.ones((1, 4, 128, 64))
     >>> exported = jax.export.export(jax.jit(cupy_flash.jax.attention), disabled_checks=[target])(q, q, q)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..call.checks import flag
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .functional import attention
 from .ring import ring_attention
@@ -84,7 +85,7 @@ def attention_fn(
     >>> cupy_flash.jax.attention_fn(*[jnp.ones((2, 3, 9, 4, 8))] * 3).shape  # two axes of a batch
     (2, 3, 9, 4, 8)
     """
-    given = {"causal": is_causal, "align": "top_left"}
+    given = {"causal": flag(is_causal, "is_causal"), "align": "top_left"}
     if bias is not None:
         given["bias"] = _one_batch(_over(bias, query.shape[:-3]), 3)
     return _attend(
@@ -143,7 +144,7 @@ def ring_attention_fn(axis_name: Any, *, causal: bool = False, **options: Any) -
             )
         for without_effect in ("broadcast_dropout", "force_fp32_for_softmax"):
             del given.arguments[without_effect]
-        is_causal = given.arguments.pop("is_causal") or causal
+        is_causal = flag(given.arguments.pop("is_causal"), "is_causal") or causal
         over_parts = functools.partial(ring_attention, axis_name=axis_name, causal=is_causal, **options)
         return _attend(over_parts, **given.arguments)
 
@@ -175,6 +176,8 @@ def _attend(
             f"dropout_rate is {dropout_rate}, and there is no dropout_rng.",
             hint="deterministic=True, or rngs={'dropout': jax.random.key(0)} of apply",
         )
+    if (rank := min(map(jnp.ndim, (query, key, value)))) < 3:
+        raise InvalidArgumentsError(f"an array has rank {rank}.", hint="(..., seqlen, heads, head_dim)")
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
     batch = query.shape[:-3]
     q, k, v = (_one_batch(jnp.asarray(x, dtype), 3) for x in (query, key, value))

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.checks import flag
 from ..call.given import Options, split
 from ..call.options import RecordedOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from .attend import attend
-from .numbers import fixed, fixed_options, split_scale, types_of
+from .numbers import as_arrays, fixed, fixed_options, split_scale, static_size, symbolic, types_of
 from .run import READ, described
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
 
     Notes
     -----
-    Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`), on GPUs too.
+    Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`), on GPUs too. It is linear in v:
+    `jax.linear_transpose` by v alone is supported.
     jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
     contains this call can be exported (see `export_target`), without second order, and is not stored in the
     persistent compilation cache.
@@ -86,18 +88,23 @@ def attend_to(given: dict[str, Any], options: dict[str, Any], return_lse: bool) 
     lengths = options.pop("max_seqlen_q", None), options.pop("max_seqlen_k", None)
     optional, values = split(options)
     refuse_ragged(optional)
-    arrays = {name: jnp.asarray(x) for name, x in {**given, **optional}.items()}
+    arrays = as_arrays({**given, **optional})
     values = fixed_options(arrays, split_scale(arrays, values))
     longest = None
     if "cu_seqlens_q" in arrays:
-        rows = (arrays[name].shape[0] if arrays[name].ndim else 0 for name in "qk")
         longest_q, longest_k = (
-            most if length is None else fixed(length) for length, most in zip(lengths, rows, strict=True)
+            _rows(arrays[name], name) if length is None else fixed(length)
+            for length, name in zip(lengths, "qk", strict=True)
         )
         longest = longest_q, longest_k
     check(arrays, values, longest)
     o, lse = attend(arrays, values, longest)
-    return (o, lse) if return_lse else o
+    return (o, lse) if flag(return_lse, "return_lse") else o
+
+
+def _rows(x: Any, name: str) -> int:
+    """The default of max_seqlen_q and max_seqlen_k: all rows."""
+    return static_size(x.shape[0], f"rows of {name}", f"max_seqlen_{name}=") if x.ndim else 0
 
 
 def refuse_ragged(arrays: dict[str, Any]) -> None:
@@ -110,12 +117,17 @@ def refuse_ragged(arrays: dict[str, Any]) -> None:
 
 
 def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None = None) -> None:
-    """Check a call while tracing, so that errors raise before compilation instead of at run time."""
+    """Check a call while tracing, so that errors raise before compilation instead of at run time.
+
+    With symbolic sizes errors raise at run time.
+    """
     if arrays["q"].dtype == jnp.float8_e4m3fn:
         raise UnsupportedError(
             "float8_e4m3fn has no gradient, and this function must have one.",
             hint="cupy_flash.attention outside of jit, with cupy_flash.QuantizedArray(x, scale) for scales",
         )
+    if symbolic(arrays.values()):
+        return
     kinds = [
         (name, x.shape, "bool" if x.dtype == bool else x.dtype.name)
         for name, x in arrays.items()
@@ -175,7 +187,7 @@ def dot_product_attention(
     scale : float, optional
     is_causal : bool
         Causal, aligned top-left.
-    query_seq_lengths, key_value_seq_lengths : Array of int, shape (batch,), optional
+    query_seq_lengths, key_value_seq_lengths : Array of int, shape (batch,), optional; without batch (1,)
         Keys beyond them are masked; output rows of queries beyond them are 0.
     local_window_size : int or (int, int), optional
         Keys seen before and after a query.
@@ -204,24 +216,34 @@ def dot_product_attention(
         raise InvalidArgumentsError(
             f"implementation is {implementation!r}.", hint='implementation=None, "xla" or "cudnn"'
         )
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = as_arrays({"query": query, "key": key, "value": value}).values()
     mask = None if mask is None else jnp.asarray(mask)
-    if query.ndim not in (3, 4):
-        raise InvalidArgumentsError(f"query has rank {query.ndim}.", hint="(batch, seqlen, heads, head_dim)")
+    for name, x in (("query", query), ("key", key)):
+        if x.ndim not in (3, 4):
+            raise InvalidArgumentsError(f"{name} has rank {x.ndim}.", hint="(batch, seqlen, heads, head_dim)")
     rows, columns = query.shape[-3], key.shape[-3]
-    for lengths, extent, axis in ((query_seq_lengths, rows, -1), (key_value_seq_lengths, columns, -2)):
+    batch = query.shape[:-3] or (1,)
+    for name, lengths, extent, axis in (
+        ("query_seq_lengths", query_seq_lengths, rows, -1),
+        ("key_value_seq_lengths", key_value_seq_lengths, columns, -2),
+    ):
         if lengths is not None:
-            ends = jnp.asarray(lengths)[..., None]
-            inside = jnp.expand_dims(jnp.arange(extent), range(ends.ndim - 1)) < ends
-            inside = jnp.expand_dims(inside, (axis, -3))
+            ends = jnp.asarray(lengths)
+            # why: one length would be broadcast to all sequences
+            if ends.shape != batch or not jnp.issubdtype(ends.dtype, jnp.integer):
+                raise InvalidArgumentsError(
+                    f"{name} has shape {ends.shape} and dtype {ends.dtype.name}.",
+                    hint=f"integers of shape {batch}, one per sequence",
+                )
+            inside = jnp.expand_dims(jnp.arange(extent)[None] < ends[:, None], (axis, -3))
             mask = inside if mask is None else _lifted(mask, inside.ndim) & _lifted(inside, mask.ndim)
     window = local_window_size
     if isinstance(window, int):
         window = (window, window)
     o, lse = attention(
-        query, key, value, causal=is_causal, window=window, align="top_left", mask=mask, bias=bias,
-        scale=scale, layout="bshd", return_lse=True,
+        query, key, value, causal=flag(is_causal, "is_causal"), window=window, align="top_left", mask=mask,
+        bias=bias, scale=scale, layout="bshd", return_lse=True,
     )  # fmt: skip
-    if not return_residual:
+    if not flag(return_residual, "return_residual"):
         return o
     return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(o.dtype))

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.cache.describe import check_one_length
 from ..call.cache.parts import cache_parts
 from ..call.cache.selected import Selection
 from ..call.checks import flag, integer
@@ -22,7 +24,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
 from .call import vary_alike
 from .functional import attention, refuse_ragged
-from .numbers import fixed, fixed_options, is_array, types_of
+from .numbers import as_arrays, fixed, fixed_options, is_array, static_size, symbolic, types_of
 from .primitives import attention_over_cache
 from .run import READ, Cached, described
 
@@ -89,8 +91,8 @@ def attention_with_kv_cache(
 
     Examples
     --------
-    >>> import jax, jax.numpy as jnp, cupy_flash.jax
-    >>> @jax.jit(donate_argnames="caches")
+    >>> import functools, jax, jax.numpy as jnp, cupy_flash.jax
+    >>> @functools.partial(jax.jit, donate_argnames="caches")
     ... def step(q, k, v, caches, length):
     ...     o, *caches = cupy_flash.jax.attention_with_kv_cache(q, *caches, cache_seqlens=length, k=k, v=v)
     ...     return o, caches
@@ -173,9 +175,15 @@ def _over_cache(
     check = options.pop("check", None)
     optional, values, call = split_of_cache(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
-    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    if isinstance(cache_seqlens, (int, np.integer)):
+        check_one_length(int(cache_seqlens))
+    arrays = as_arrays(given)
     packing = _packing(arrays, call.longest)
     if arrays["cache_seqlens"].ndim == 0:
+        if not jnp.issubdtype(arrays["cache_seqlens"].dtype, jnp.integer):
+            raise InvalidArgumentsError(
+                f"cache_seqlens is {cache_seqlens!r}.", hint="an int32 array (batch,), or one integer for all"
+            )
         lengths = arrays["cache_seqlens"].astype(jnp.int32)
         batch = packing.batch if packing else arrays["q"].shape[0]
         arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
@@ -232,11 +240,14 @@ def _packing(arrays: dict[str, Any], longest: Any) -> Packing | None:
             f"cu_seqlens_q has shape {cut.shape} and dtype {cut.dtype}, q shape {q.shape}.",
             hint="(sequences + 1,) of int32, and q of (rows, heads, head_dim)",
         )
+    batch = static_size(cut.shape[0], "offsets in cu_seqlens_q", "a fixed number of sequences") - 1
     if longest is not None and ((n := integer(longest)) is None or n < 0):
         raise InvalidArgumentsError(
             f"max_seqlen_q is {longest!r}.", hint="an integer, at least 0, static under jit"
         )
-    return Packing(cut.shape[0] - 1, q.shape[0] if longest is None else int(longest), 0, False)
+    if longest is None:
+        longest = static_size(q.shape[0], "rows of q", "max_seqlen_q=")
+    return Packing(batch, int(longest), 0, False)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -250,7 +261,9 @@ def _attend(
 
 
 def _check(arrays: dict[str, Any], options: Options, cached: Cached) -> None:
-    """Refuse while tracing what the call would refuse."""
+    """Refuse while tracing what the call would refuse, unless sizes are symbolic."""
+    if symbolic(arrays.values()):
+        return
     views = _stand_ins({name: x for name, x in arrays.items() if name not in READ})
     described("decode", views, options, cached=cached)
 

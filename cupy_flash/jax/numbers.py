@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,11 +13,13 @@ import numpy as np
 from ..call.checks import integer
 from ..call.given import Options
 from ..call.head_scale import scale_shape
+from ..call.public_names import type_phrase
 from ..call.values import finite_number
-from ..errors import InvalidArgumentsError
+from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel.group import seed_step
 
 __all__ = [
+    "as_arrays",
     "fixed",
     "fixed_options",
     "is_array",
@@ -24,6 +27,8 @@ __all__ = [
     "split_numbers",
     "split_scale",
     "split_seed",
+    "static_size",
+    "symbolic",
     "types_of",
 ]
 
@@ -39,6 +44,21 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and not isinstance(x, np.generic)
 
 
+def as_arrays(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as JAX arrays; what is none is refused by its name."""
+    arrays = {}
+    for name, x in given.items():
+        try:
+            arrays[name] = jnp.asarray(x)
+        except (TypeError, ValueError):
+            if isinstance(x, jax.Array):  # a tracer out of its place, of which JAX says more
+                raise
+            raise InvalidArgumentsError(
+                f"{name} is {type_phrase(x)}, not an array.", hint=f"{name} as a JAX array"
+            ) from None
+    return arrays
+
+
 def fixed(x: Any) -> Any:
     """A static, hashable value: a pair as a tuple; NumPy's values and an array of one integer as Python's."""
     if isinstance(x, (list, tuple)):
@@ -47,6 +67,18 @@ def fixed(x: Any) -> Any:
         return x.item()
     number = integer(x) if isinstance(x, jax.Array) else None
     return x if number is None else number
+
+
+def symbolic(arrays: Iterable[Any]) -> bool:
+    """Whether a size is unknown while tracing, in a program that `jax.export` makes for many sizes."""
+    return not all(isinstance(n, int) for x in arrays for n in x.shape)
+
+
+def static_size(n: Any, what: str, hint: str) -> int:
+    """Refuse a symbolic size where the program must know it."""
+    if not isinstance(n, int):
+        raise UnsupportedError(f"the number of {what} is {n}, symbolic.", hint=hint)
+    return n
 
 
 def fixed_options(arrays: dict[str, Any], options: Options) -> Options:
@@ -143,7 +175,8 @@ def _words(seed: Any) -> Any:
     if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) and not seed.shape:
         return jax.random.bits(seed, (2,), jnp.uint32)
     if seed.dtype == jnp.uint32 and seed.ndim == 1:  # a legacy key, without JAX's dtype for keys
-        return jax.random.bits(jax.random.wrap_key_data(seed), (2,), jnp.uint32)
+        with contextlib.suppress(TypeError):  # as many words as the default implementation has?
+            return jax.random.bits(jax.random.wrap_key_data(seed), (2,), jnp.uint32)
     if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise InvalidArgumentsError(
             f"seed is a JAX array of {seed.dtype.name} of shape {seed.shape}.",

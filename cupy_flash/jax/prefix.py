@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from ..call.checks import flag
 from ..call.options import RecordedPrefixOptions
 from ..call.signature import takes
 from ..shared_prefix import over_keys
 from .functional import attention
+from .numbers import as_arrays
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,6 +63,7 @@ def attention_with_shared_prefix(
     ----------
     .. [1] J. Juravsky et al., "Hydragen", arXiv:2402.05099.
     """
-    q, k, v, *prefix = (jnp.asarray(x) for x in (q, k, v, prefix_k, prefix_v))
+    named = {"q": q, "k": k, "v": v, "prefix_k": prefix_k, "prefix_v": prefix_v}
+    q, k, v, *prefix = as_arrays(named).values()
     o, lse = over_keys(jnp, attention, q, k, v, (prefix[0], prefix[1]), options)
-    return (o, lse) if return_lse else o
+    return (o, lse) if flag(return_lse, "return_lse") else o

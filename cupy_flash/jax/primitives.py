@@ -2,7 +2,7 @@
 
 With F attention, J its tangent, B its gradient and H the derivative of B in a direction:
 
-    derivative of F   J
+    derivative of F   J                                          transpose of F   dV of B, by v alone
     derivative of J   J of the other tangent, and `second_jvp`   transpose of J   B
     derivative of B   B of the other gradient, and H             transpose of B   J
     derivative of H   none: it would be the third                transpose of H   H, a Hessian is symmetric
@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..call.given import Options
 from ..errors import UnsupportedError
@@ -134,11 +135,21 @@ def _forward_shapes(*avals: Any, params: _Params) -> list[Any]:
     given = dict(zip(params.names, avals, strict=True))
     q, v, axes = given["q"], given["v"], len(params.mapped)
     lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    rows = (*q.shape[:axes], *rows_of(q.shape[axes:], params.options.layout))
+
+    def rows(x: Any) -> Any:
+        return (*x[:axes], *rows_of(x[axes:], params.options.layout))
+
+    spec = q.sharding.spec
     return [
-        q.update(shape=(*q.shape[:-1], v.shape[-1]), weak_type=False),
-        q.update(shape=rows, dtype=jnp.dtype(lse), weak_type=False),
+        _placed(q, (*q.shape[:-1], v.shape[-1]), (*spec[:-1], None)),
+        _placed(q, rows(q.shape), rows(spec), dtype=jnp.dtype(lse)),
     ]
+
+
+def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:
+    """The abstract value with another shape, and the mesh axis of each of its axes."""
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*spec))
+    return aval.update(shape=shape, sharding=sharding, weak_type=False, **more)
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
@@ -148,6 +159,27 @@ def _forward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     if not dots:
         return (o, lse), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, lse))
     return (o, lse), _bind(_jvp_p, with_all._replace(along=tuple(dots)), *primals, o, lse, *dots.values())
+
+
+def _forward_transpose(cotangents: Any, *args: Any, params: _Params) -> list[Any]:
+    """The transpose by v, in which o is linear, and of which lse is independent."""
+    unknown = [name for name, x in zip(params.names, args, strict=True) if ad.is_undefined_primal(x)]
+    if unknown != ["v"]:
+        raise UnsupportedError(
+            f"attention is not linear in {', '.join(unknown)}, and cannot be transposed; it is linear in v.",
+            hint="jax.vjp, or jax.linear_transpose by v alone",
+        )
+    at, do = params.names.index("v"), cotangents[0]
+    aval = args[at].aval
+    if _is_zero(do):
+        return [ad.Zero(aval) if i == at else None for i in range(len(args))]
+    # why 0: dV does not depend on V.
+    arrays = [jnp.zeros(aval.shape, aval.dtype) if i == at else x for i, x in enumerate(args)]
+    o, lse = _bind(_forward_p, params, *arrays)
+    with_all = params._replace(mapped=tuple((True,) * params.arrays for _ in params.mapped))
+    grads = _bind(_backward_p, with_all, *arrays, o, lse, do, jnp.zeros_like(lse))
+    dv = grads[_named(params).index("v")]
+    return [dv if i == at else None for i in range(len(args))]
 
 
 # ---------------------------------------------------------------------------------------------- J
@@ -177,8 +209,12 @@ def _shaped(avals: Any, params: _Params, residual: int) -> Any:
     """The abstract value of a residual with every axis of vmap."""
     aval, linear = avals[residual], avals[-1]
     own = sum(level[residual] for level in params.mapped)
-    lead = linear.shape[: len(params.mapped)]
-    return aval.update(shape=(*lead, *aval.shape[own:]), weak_type=False)
+    axes = len(params.mapped)
+    shape, spec = (
+        (*x[:axes], *y[own:])
+        for x, y in ((linear.shape, aval.shape), (linear.sharding.spec, aval.sharding.spec))
+    )
+    return _placed(aval, shape, spec)
 
 
 def _jvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
@@ -337,6 +373,11 @@ def _cache_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     return results, missing(_OF_CACHE, tangents, results)
 
 
+def _cache_transpose(*_: Any, params: _Params) -> Any:
+    del params
+    raise UnsupportedError(_OF_CACHE[0], hint=_OF_CACHE[1])
+
+
 # ---------------------------------------------------------------------------------------------- missing
 
 
@@ -436,17 +477,16 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
     mlir.register_lowering(primitive, lowered)
     # why not an item assignment: the mock of JAX in the documentation build does not support it.
     ad.primitive_jvps.__setitem__(primitive, derivative)
-    if transpose is not None:
-        ad.primitive_transposes.__setitem__(primitive, transpose)
+    ad.primitive_transposes.__setitem__(primitive, transpose)
     batching.primitive_batchers.__setitem__(primitive, batched)
     return primitive
 
 
-_forward_p = _primitive("forward", _forward, _forward_shapes, _forward_jvp, None)
+_forward_p = _primitive("forward", _forward, _forward_shapes, _forward_jvp, _forward_transpose)
 _jvp_p = _primitive("jvp", _jvp, _jvp_shapes, _jvp_jvp, _jvp_transpose)
 _backward_p = _primitive("backward", _backward, _gradient_shapes, _backward_jvp, _backward_transpose)
 _hvp_p = _primitive("hvp", _hvp, _gradient_shapes, _hvp_jvp, _hvp_transpose)
-_cache_p = _primitive("cache", _cache, _cache_shapes, _cache_jvp, None)
+_cache_p = _primitive("cache", _cache, _cache_shapes, _cache_jvp, _cache_transpose)
 _second_jvp_p = _primitive("second_jvp", _second_jvp, _jvp_shapes, _second_jvp_jvp, _second_jvp_transpose)
 
 _missing_p = Primitive("cupy_flash_missing")

@@ -24,7 +24,7 @@ from ..parallel.schedules import for_shards
 from .call import backward, forward, results_of, vary_alike
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
-from .numbers import next_seed, split_seed
+from .numbers import as_arrays, next_seed, split_seed
 from .primitives import missing
 from .shards import Packed, Shards, padded_half, visible_spans
 
@@ -404,10 +404,11 @@ def ring_attention(
             hint="the call inside of jax.shard_map, with the name of an axis of its mesh",
         ) from error
     packed, longest = None, None
-    given = {"q": q, "k": k, "v": v}
+    given = as_arrays({"q": q, "k": k, "v": v})
+    q, k, v = given.values()
     if cu_seqlens is not None:
         options["layout"] = "bshd"
-        given["cu_seqlens_q"] = jnp.asarray(cu_seqlens)
+        given |= as_arrays({"cu_seqlens_q": cu_seqlens})
         longest = q.shape[0] if max_seqlen is None else max_seqlen
     axis = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
     arrays, values = split(options)
@@ -448,7 +449,7 @@ def ring_attention(
     # Padding rows are 0, because a weight of 0 times NaN is NaN, in gradients too.
     o, lse = attend(queries.own(q, axis, axis_name), *(keys.own(x, axis, axis_name) for x in (k, v)))
     o, lse = queries.own(o, axis, axis_name), queries.own(lse, -1, axis_name)
-    return (o, lse) if return_lse else o
+    return (o, lse) if flag(return_lse, "return_lse") else o
 
 
 def _by_ring(

@@ -216,6 +216,7 @@ def test_a_problem_of_the_installation_is_wrong(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(info, "facts", lambda: facts)
     found = small()
     assert found.status == 1
+    assert found.verdict.startswith("the installation has problems: ")
     assert "1 problem of the installation" in found.verdict
     assert "problem   cpu: the core is damaged" in found.screen()
 

@@ -9,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
 
 import jax.numpy as jnp
+from jax import export
 
 import cupy_flash
 import cupy_flash.jax as cf
@@ -169,9 +170,9 @@ def test_what_is_refused_by_name():
         cf.attention(q, k, v, score=RELATIVE(table))
     with pytest.raises(Exception, match=r"reads element -?[0-9]+ of axis 1"):
         jax.block_until_ready(jax.jit(lambda x: loss(table=x))(table[:, :12]))
-    target = jax.export.DisabledSafetyCheck.custom_call(cf.export_target())
+    target = export.DisabledSafetyCheck.custom_call(cf.export_target())
     with pytest.raises(UnsupportedError, match="with a score function cannot be exported"):
-        jax.export.export(jax.jit(lambda x: loss(q=x)), disabled_checks=[target])(q)
+        export.export(jax.jit(lambda x: loss(q=x)), disabled_checks=[target])(q)
 
 
 def test_integers_do_not_wrap():

@@ -43,6 +43,8 @@ def causal_by_jax(q, k, v):
 
 
 causal = partial(cf.attention, causal=True)
+PREFIX = np.ones((2, 3, 8), np.float32)
+CUTS = np.array([0, 2], np.int32)
 close = partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-6)
 
 
@@ -149,11 +151,16 @@ def test_arrays_on_several_devices_are_adopted(axes):
     np.testing.assert_array_equal(adopt(x, "x").numpy(), np.asarray(x))
 
 
+WITH_RESIDUAL = pytest.mark.skipif(
+    "return_residual" not in inspect.signature(jax_attention).parameters, reason="needs a later JAX"
+)
+
+
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize(
     "options",
     [{"is_causal": True}, {"local_window_size": 3}, {"local_window_size": (4, 1)}, {"scale": 0.3},
-     {"return_residual": True}],
+     pytest.param({"return_residual": True}, marks=WITH_RESIDUAL)],
 )  # fmt: skip
 def test_dot_product_attention_is_jaxs(batched, options):
     q, k, v = (x.swapaxes(1, 2) for x in qkv())
@@ -161,7 +168,8 @@ def test_dot_product_attention_is_jaxs(batched, options):
     if not batched:
         q, k, v, bias = q[0], k[0], v[0], bias[0]
     ours = cf.dot_product_attention(q, k, v, bias, **options)
-    theirs = jax_attention(q, k, v, bias, **options)
+    # why a mask: JAX 0.6 ignores a window alone.
+    theirs = jax_attention(q, k, v, bias, jnp.ones_like(bias, bool), **options)
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
         close(a, b)
 
@@ -176,6 +184,53 @@ def test_sequence_lengths_are_jaxs_where_jax_is_defined():
     assert not ours[1, 4:].any()
 
 
+@pytest.mark.parametrize("wrong", [None, "rows", [[1.0], [1.0, 2.0]]], ids=["none", "text", "ragged"])
+def test_what_is_no_array_is_refused_by_its_name(wrong):
+    q, k, v = qkv()
+    for name, function in (
+        ("q", lambda: cf.attention(wrong, k, v)),
+        ("k", lambda: cf.attention(q, wrong, v)),
+        ("cu_seqlens_q", lambda: cf.attention_varlen(q[0], k[0], v[0], wrong, CUTS)),
+        ("prefix_k", lambda: cf.attention_with_shared_prefix(q, k, v, wrong, PREFIX)),
+        ("key", lambda: cf.dot_product_attention(q, wrong, v)),
+        ("cache_seqlens", lambda: cf.attention_with_kv_cache(q, k, v, cache_seqlens=wrong)),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentsError, match=rf"{name} is .*, not an array.\nTry: {name} as"):
+            function()
+
+
+def test_ranks_that_have_no_heads():
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    with pytest.raises(InvalidArgumentsError, match=r"key has rank 1.\nTry: "):
+        cf.dot_product_attention(q, k[0, 0, 0], v, key_value_seq_lengths=jnp.array([1, 1]))
+    with pytest.raises(InvalidArgumentsError, match=r"rank 2.\nTry: "):
+        cf.attention_fn(q[0, 0], k[0, 0], v[0, 0])
+
+
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_lengths_are_one_per_sequence(name):
+    """One length would be broadcast to the batch."""
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    for lengths, batch in ((jnp.array([4]), 2), (jnp.array(4), 2), (jnp.ones(2), 2), (jnp.array([4, 4]), 1)):
+        arrays = (q, k, v) if batch == 2 else (q[0], k[0], v[0])
+        with pytest.raises(
+            InvalidArgumentsError, match=rf"{name} has(.|\n)*Try: integers of shape \({batch},\)"
+        ):
+            cf.dot_product_attention(*arrays, **{name: lengths})
+    own = cf.dot_product_attention(q[0], k[0], v[0], **{name: jnp.array([4])})
+    close(own, cf.dot_product_attention(q, k, v, **{name: jnp.array([4, 4])})[0])
+
+
+def test_flags_are_refused_by_their_own_names():
+    q, k, v = (x.swapaxes(1, 2) for x in qkv())
+    for name in ("is_causal", "return_residual"):
+        with pytest.raises(InvalidArgumentsError, match=f"Try: {name}=True"):
+            cf.dot_product_attention(q, k, v, **{name: 1})
+    with pytest.raises(InvalidArgumentsError, match="Try: is_causal=True"):
+        cf.attention_fn(q, k, v, is_causal=1)
+
+
+@WITH_RESIDUAL
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("implementation", [None, "xla", "cudnn"])
 def test_the_residual_is_jaxs(dtype, implementation):
@@ -386,9 +441,22 @@ def test_refusals_come_while_tracing():
         jax.jit(cupy_flash.attention)(q, k, v)
 
 
-@pytest.mark.parametrize("module", ["cupy_flash.jax", "cupy_flash.jax.flax", "cupy_flash.jax.kv_cache"])
+@pytest.mark.parametrize(
+    "function",
+    [cf.attention, partial(cf.attention_with_shared_prefix, prefix_k=PREFIX, prefix_v=PREFIX)],
+    ids=["attention", "prefix"],
+)
+def test_what_is_returned_is_no_guess(function):
+    for wanted in (1, "no", None):
+        with pytest.raises(InvalidArgumentsError, match=r"return_lse is .*\nTry: return_lse=True"):
+            function(*qkv(), return_lse=wanted)
+    with pytest.raises(InvalidArgumentsError, match="Try: return_lse=True"):
+        jax.jit(lambda wanted: function(*qkv(), return_lse=wanted))(True)
+
+
+@pytest.mark.parametrize("module", ["", ".ffi", ".flax", ".kv_cache"])
 def test_examples_in_docstrings(module):
-    tested = doctest.testmod(importlib.import_module(module))
+    tested = doctest.testmod(importlib.import_module("cupy_flash.jax" + module))
     assert tested.attempted
     assert not tested.failed
 

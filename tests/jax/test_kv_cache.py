@@ -193,6 +193,14 @@ def test_every_option_is_that_of_numpy(options):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("length", [3.0, True, np.float32(3), jnp.float32(3), 2**31, -(2**31) - 1])
+def test_one_length_is_an_integer(length):
+    """And no number that could be one, if it were rounded."""
+    x = jnp.ones((2, 1, 4, 8))
+    with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens is (.|\n)*Try: "):
+        cf.attention_with_kv_cache(x, x, x, cache_seqlens=length)
+
+
 def test_vmap_has_caches_of_its_own_for_each():
     q, k_cache, v_cache, k, v = with_new()
     many = jnp.stack([k, 2 * k])

@@ -89,6 +89,14 @@ def test_parts_that_cannot_be_halved_are_refused(mesh):
         jax.jit(ring)(*qkv(seqlen=12))
 
 
+def test_what_is_no_array_is_refused_by_its_name(mesh):
+    spec = jax.sharding.PartitionSpec("rows")
+    with pytest.raises(InvalidArgumentsError, match="k is None, not an array"):
+        jax.shard_map(
+            lambda q: cf.ring_attention(q, None, q, "rows"), mesh=mesh, in_specs=spec, out_specs=spec
+        )(jnp.ones((4, 1, 2, 8)))
+
+
 def test_what_is_no_axis_is_refused(mesh):
     cut = jax.sharding.PartitionSpec(None, None, "rows")
     words = r"axis_name is 'rows', which is no axis here\.\nTry: the call inside"

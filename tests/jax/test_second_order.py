@@ -1,5 +1,6 @@
 """Second order in JAX: its transforms, against the formula in JAX's own operations."""
 
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,7 @@ import cupy_flash.jax as cf
 from cupy_flash import UnsupportedError
 from cupy_flash.derivatives import second_order
 from cupy_flash.jax import directed
+from tests.jax.x64 import enable_x64
 
 pytestmark = pytest.mark.jax
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.jax
 @pytest.fixture(autouse=True)
 def _in_float64():
     """In float32 second derivatives differ in their third digit."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         yield
 
 
@@ -234,3 +236,28 @@ def test_a_cache_raises_only_where_its_gradient_is_used():
         close(transform(jax.grad(weighted))(POINT[0]), 2 * POINT[0] * generated(POINT[0]))
         with pytest.raises(UnsupportedError, match="attention over a cache"):
             transform(jax.grad(generated))(POINT[0])
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_attention_is_linear_in_values(transform):
+    q, k, v, do = jax.random.normal(jax.random.key(5), (4, 2, 1, 2, 6, 4))
+
+    def ours(v, return_lse=False):
+        options = {"causal": True, "dropout": 0.3, "seed": 7, "return_lse": return_lse}
+        return transform(partial(cf.attention, **options))(q, k, v)
+
+    if transform is not jax.vmap:
+        q, k, v, do = (x[0] for x in (q, k, v, do))
+    wanted = jax.vjp(ours, v)[1](do)[0]
+    np.testing.assert_allclose(jax.linear_transpose(ours, v)(do)[0], wanted, rtol=1e-5, atol=1e-6)
+    both = jax.linear_transpose(partial(ours, return_lse=True), v)  # lse is constant
+    np.testing.assert_allclose(both((do, do[..., 0]))[0], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(both((0 * do, do[..., 0]))[0], 0 * v)
+
+
+def test_what_is_not_linear_says_so():
+    q, k, v = jax.random.normal(jax.random.key(5), (3, 1, 2, 6, 4))
+    with pytest.raises(UnsupportedError, match=r"(?s)not linear in q, v.*Try: jax.vjp"):
+        jax.linear_transpose(lambda q, v: cf.attention(q, k, v), q, v)(q)
+    with pytest.raises(UnsupportedError, match=r"(?s)over a cache.*Try: .*cupy_flash.jax.attention"):
+        jax.linear_transpose(lambda v: cf.attention_with_kv_cache(q, k, v, cache_seqlens=3), v)(q)

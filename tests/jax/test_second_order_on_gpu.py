@@ -19,6 +19,7 @@ from cupy_flash.derivatives import second_order
 from cupy_flash.device import simulator
 from cupy_flash.jax import call, directed, run
 from tests.jax import test_second_order as on_cpu
+from tests.jax.x64 import enable_x64
 
 pytestmark = [
     pytest.mark.jax,
@@ -139,7 +140,7 @@ WAYS = {
 def test_every_way_gives_what_the_formula_gives(gpu, way):
     x, d = tuple(rounded(SHAPES)), tuple(rounded(SHAPES, seed=1))
     ours = jax.jit(lambda x, d: WAYS[way](on_cpu.ours, x, d))(x, d)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         exact = [tuple(jnp.asarray(y, jnp.float64) for y in some) for some in (x, d)]
         theirs = WAYS[way](on_cpu.theirs, *exact)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

@@ -13,6 +13,7 @@ import cupy_flash
 import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError
 from cupy_flash.jax.attend import attend
+from tests.jax.x64 import enable_x64
 
 pytestmark = pytest.mark.jax
 
@@ -57,7 +58,7 @@ def test_all_64_bits_count():
         np.testing.assert_allclose(dropped(seed=seed), by_numpy(seed), atol=1e-6)
     np.testing.assert_allclose(dropped(seed=jnp.int32(-1)), by_numpy(2**64 - 1), atol=1e-6)
     np.testing.assert_allclose(dropped(seed=jnp.int8(-3)), by_numpy(2**64 - 3), atol=1e-6)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         for seed in (jnp.int64(-2), jnp.int64(2**40 + 1), jnp.uint64(2**63)):
             np.testing.assert_allclose(dropped(seed=seed), by_numpy(int(seed) % 2**64), atol=1e-6)
 
@@ -107,6 +108,7 @@ def test_packed_sequences_take_keys():
         (jnp.float32(1), r"seed is a JAX array of float32 of shape \(\)"),
         (jnp.zeros(3, jnp.int32), r"seed is a JAX array of int32 of shape \(3,\)"),
         (jax.random.split(jax.random.key(0)), r"of shape \(2,\)"),
+        (jax.random.PRNGKey(0, impl="rbg"), r"uint32 of shape \(4,\)"),  # the default has 2 words
         (None, "there is no seed"),
     ],
 )

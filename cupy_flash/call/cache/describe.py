@@ -87,7 +87,7 @@ def adopt_cache(arrays: Mapping[str, Any]) -> tuple[Views, int | None]:
         )
     if isinstance(lengths, (int, np.integer)):
         length = int(named.pop("cache_seqlens"))
-        _check_one_length(length)
+        check_one_length(length)
     return {name: adopt(x, name) for name, x in named.items()}, length
 
 
@@ -252,6 +252,6 @@ def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Interva
     return None if spans is None else spans._replace(by_query=False, limit=full[2])
 
 
-def _check_one_length(length: int) -> None:
+def check_one_length(length: int) -> None:
     if not -(2**31) <= length < 2**31:
         raise InvalidArgumentsError(f"cache_seqlens is {length}, beyond 31 bits.", hint="keys in use")

@@ -1,0 +1,69 @@
+"""Meshes with explicit axes: shardings are part of types, and results have those of their operands."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'cupy-flash[jax]'")
+
+import cupy_flash
+import cupy_flash.jax as cf
+
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.skipif(
+        len(jax.devices()) < 2, reason="needs XLA_FLAGS=--xla_force_host_platform_device_count=2"
+    ),
+    pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="needs a later JAX, with jax.set_mesh"),
+]
+
+# Two devices do not divide 5 rows: an axis in the wrong place raises.
+Q, K, V = np.random.default_rng(0).standard_normal((3, 4, 2, 5, 8), np.float32)
+ROWS = tuple(x[0].swapaxes(0, 1) for x in (Q, K, V))
+BSHD = tuple(x.swapaxes(1, 2) for x in (Q, K, V))
+CUTS = np.array([0, 1, 5], np.int32)
+
+
+def packed(library, q, k, v, **options):
+    return library.attention_varlen(q, k, v, CUTS, CUTS, **options)
+
+
+def batched(library, *arrays, **options):
+    return library.attention(*arrays, causal=True, align="top_left", **options)
+
+
+CASES = {
+    "batch": (batched, (Q, K, V), ("x", None, None, None), ("x", None, None)),
+    "heads": (batched, (Q, K, V), (None, "x", None, None), (None, "x", None)),
+    "head dim": (batched, (Q, K, V), (None, None, None, "x"), (None, None, None)),
+    "bshd": (partial(batched, layout="bshd"), BSHD, (None, None, "x", None), (None, "x", None)),
+    "packed": (packed, ROWS, (None, "x", None), ("x", None)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_sharded_as_queries(name):
+    """Also by a traced scale; head dims are whole in results, but not in gradients."""
+    function, arrays, spec, spec_lse = CASES[name]
+    wanted = function(cupy_flash, *arrays, scale=0.3, return_lse=True)
+
+    def results(scale, *arrays):
+        return function(cf, *arrays, scale=scale, return_lse=True)
+
+    def loss(*args):
+        o, lse = results(*args)
+        return o.sum() + lse.sum()
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = np.float32(0.3), *(jax.device_put(x, jax.P(*spec)) for x in arrays)
+        found = jax.jit(results)(*placed)
+        gradient = jax.jit(jax.grad(loss, argnums=1))(*placed)
+    for x, y, where in zip(found, wanted, ((*spec[:-1], None), spec_lse), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert jax.typeof(x).sharding.spec == jax.P(*where)
+    assert jax.typeof(gradient).sharding.spec == jax.P(*spec)
+    np.testing.assert_allclose(
+        gradient, jax.jit(jax.grad(loss, argnums=1))(0.3, *arrays), rtol=1e-4, atol=1e-5
+    )
