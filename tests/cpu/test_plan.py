@@ -8,6 +8,7 @@ from cupy_flash import UnsupportedError
 from cupy_flash.plan import catalog, families
 from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import decode
+from tests import kernel_tables
 from tests.paths import KERNELS_CU
 from tests.plan_cases import BASE, CASES, golden_path, golden_text
 
@@ -15,6 +16,13 @@ from tests.plan_cases import BASE, CASES, golden_path, golden_text
 @pytest.mark.parametrize("case", CASES)
 def test_plan_is_the_golden_one(case):
     assert golden_text(case) == golden_path(case).read_text(), "if meant: python scripts/update_golden.py"
+
+
+@pytest.mark.parametrize("name", kernel_tables.CASES)
+def test_options_reach_kernels_that_take_them(name):
+    """A kernel that ignores an option, or adds in an order that was not promised, gives wrong numbers."""
+    expected = kernel_tables.golden_path(name).read_text()
+    assert kernel_tables.golden_text(name) == expected, "if meant: python scripts/update_golden.py"
 
 
 @pytest.mark.parametrize("arch", [row.target for row in catalog.ARCHITECTURES])
