@@ -59,6 +59,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "broadcast": {"boxes": False},
     "broadcast, prefill": {"boxes": False, "reproducible": "prefill", "deterministic": True},
     "no keys": {"seqlen_k": 0},
+    "no queries": {"seqlen_q": 0},
+    "no heads": {"heads_q": 0, "heads_k": 0},
+    "no sequences": {"batch": 0},
     "2**30 - 1 keys": {"seqlen_k": 2**30 - 1},
     "2**30 keys": {"seqlen_k": 2**30},
     "2**30 queries": {"seqlen_q": 2**30, "batch": 1, "heads_q": 1, "heads_k": 1},
@@ -69,6 +72,7 @@ _INT4, _NVFP4 = Codes("int4", "float16", (64, 64), True), Codes("nvfp4", "uint8"
 _CACHES: dict[str, dict[str, Any]] = {
     "": {},
     "512 queries": {"seqlen_q": 512, "right": 0},
+    "4 queries": {"seqlen_q": 4, "right": 0},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"cache": {"dtype": "int8"}},
     "int8, bfloat16": {"dtype": "bfloat16", "cache": {"dtype": "int8"}},
@@ -109,7 +113,8 @@ _CACHES: dict[str, dict[str, Any]] = {
 # Calls of second order, and statistics, refuse the others before there is a problem.
 _NOT_REPRODUCIBLE = {name: changes for name, changes in _OPTIONS.items() if "reproducible" not in changes}
 _NARROW = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
-_LATENT = (576, 512)
+# Latents: as decode kernels read them, wider than any, and no wider than ordinary keys.
+_LATENTS = ((576, 512), (544, 512), (512, 448))
 
 _DTYPES = {
     "float16": _OPTIONS,
@@ -135,11 +140,12 @@ CASES: dict[str, tuple[Problem, dict[str, dict[str, Any]], tuple[tuple[int, int]
     },
     "statistics_float16": (
         BASE._replace(direction="statistics", wanted=("key_sum", "entropy")),
-        _NOT_REPRODUCIBLE | {"top_k": {"wanted": ("top_keys",)}, "over a cache": {"cache": {}}},
+        _NOT_REPRODUCIBLE
+        | {name: {"wanted": (name,)} for name in ("key_max", "top_keys")} | {"over a cache": {"cache": {}}},
         ((64, 64), (512, 512)), ("sm_75", "sm_90a"),
     ),
     **{
-        f"decode_{dtype}": (CACHED._replace(dtype=dtype), _CACHES, (*_NARROW[1:], _LATENT), _ARCHS)
+        f"decode_{dtype}": (CACHED._replace(dtype=dtype), _CACHES, (*_NARROW[1:], *_LATENTS), _ARCHS)
         for dtype in _DTYPES
     },
 }  # fmt: skip
@@ -150,7 +156,7 @@ def golden_path(name: str) -> Path:
 
 
 def golden_text(name: str) -> str:
-    """For each option, head dim and architecture: family and mask kind of the kernel, or -- if refused."""
+    """For each option, head dim and architecture what `_kernel` says."""
     problem, options, head_dims, archs = CASES[name]
     lines = [f"{'':29}" + "  ".join(f"{f'{d}/{v}':{3 * len(archs) - 1}}" for d, v in head_dims)]
     lines += [f"{'':29}" + "  ".join([" ".join(arch[3:5] for arch in archs)] * len(head_dims))]
@@ -159,7 +165,7 @@ def golden_text(name: str) -> str:
         for d, v in head_dims:
             p = problem._replace(head_dim=d, head_dim_v=v, **changes)
             if p.cache is not None or "cache" in changes:
-                heads = {"heads_k": 1} if (d, v) == _LATENT else {}
+                heads = {"heads_k": 1} if (d, v) in _LATENTS else {}
                 kept = {"dtype": p.dtype, "latent": bool(heads)} | changes.get("cache", {})
                 p = p._replace(cache=Cache(**kept), **heads)
             cells.append(" ".join(_kernel(p, arch) for arch in archs))
@@ -168,13 +174,15 @@ def golden_text(name: str) -> str:
 
 
 def _kernel(problem: Problem, arch: str) -> str:
-    """Initials of the family and of the mask kind of the kernel with the most shared memory."""
+    """Initials of the family, and of the mask kind of the kernel with most shared memory; -- if refused."""
     try:
         made = choose(problem, arch)
     except UnsupportedError:
         return "--"
     used = [launch.variant for launch in made.launches]
     assert _compiled(arch).issuperset(variant for variant in used if variant.function is None)
+    if not used:
+        return f"{made.family[0]}."
     return made.family[0] + max(used, key=lambda variant: variant.shared_bytes).mask[0]
 
 

@@ -80,16 +80,6 @@ def test_kernels_that_assume_a_positive_scale_get_one(scale, arch):
     assert served > 30
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward", "jvp", "hvp"])
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
-def test_simple_kernels_have_room_for_both_head_dims(arch, direction):
-    for dims in ((16, 200), (200, 16), (64, 65), (65, 64), (300, 500), (500, 300)):
-        problem = BASE._replace(dtype="float64", head_dim=dims[0], head_dim_v=dims[1], direction=direction)
-        for variant in (launch.variant for launch in choose(problem, arch).launches):
-            if variant.kernel.startswith("simple"):
-                assert min(variant.head_dim, variant.head_dim_v) >= max(dims), variant.name
-
-
 def test_a_higher_minor_takes_the_row_below_and_no_other_major_does():
     assert catalog.architecture("sm_88").target == catalog.architecture("sm_87").target == "sm_80"
     assert catalog.architecture("sm_89").target == "sm_86"
