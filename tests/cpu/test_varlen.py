@@ -152,6 +152,7 @@ def test_out_is_left_alone_past_the_last_offset():
         ({"cu_q": [0, 3, 600]}, "end at"),
         ({"cu_q": [0, 6]}, "cuts 1 sequences, cu_seqlens_k 2"),
         ({"cu_q_dtype": np.int64}, "int64"),
+        ({"cu_q": []}, r"cu_seqlens_q is .*, not \(sequences \+ 1,\) int32"),
         ({"max_seqlen_q": 2}, "the longest length of cu_seqlens_q is 4, not 2"),
         ({"max_seqlen_k": -1}, "the longest length of cu_seqlens_k is -1"),
         ({"causal": True}, "ambiguous"),
@@ -170,6 +171,18 @@ def test_bad_offsets_are_refused(change, message):
         q = q[None]
     with pytest.raises(InvalidArgumentsError, match=message):
         cupy_flash.attention_varlen(q, k, v, cu_q, np.array([0, 4, 6], np.int32), **change)
+
+
+def test_there_may_be_no_sequences():
+    q, k, v = packed_inputs((), ())
+    cut = np.zeros(1, np.int32)
+    for longest in ({}, {"max_seqlen_q": 0, "max_seqlen_k": 0}):
+        o, lse = cupy_flash.attention_varlen(q, k, v, cut, cut, return_lse=True, **longest)
+        assert o.shape == (3, 4, 24)
+        assert not o.any()
+        assert not lse.any()
+        grads = cupy_flash.attention_varlen_backward(o, q, k, v, o, lse, cut, cut, **longest)
+        assert not any(x.any() for x in grads[:3])
 
 
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
