@@ -100,7 +100,7 @@ class TestSchedule:
             ((-1, 4, 16, True), "rank is -1"),
             ((True, 4, 16, True), "rank is True"),
             ((0, 0, 16, True), "ranks is 0"),
-            ((0, 4, -16, True), "seqlen is -16"),
+            ((0, 4, -1, True), "seqlen is -1"),
             ((0, 4, 16.0, True), "seqlen is 16.0"),
             ((0, 4, 16, "yes"), "causal is 'yes'"),
         ],
@@ -402,14 +402,17 @@ def test_refusals_come_before_the_first_message():
             ({"align": 3}, "an offset takes contiguous parts"),
             ({"seqlen": 13}, "holds 6 queries; of 13 in zigzag parts it holds"),
             ({"seqlen": "13"}, "seqlen is '13'"),
+            ({"seqlen": (12, -1)}, r"seqlen is \(12, -1\)"),
+            ({"seqlen": (12, 12, 12)}, r"seqlen is \(12, 12, 12\)"),
             ({"parts": "striped"}, "parts is 'striped'"),
             ({"causal": False, "parts": "zigzag", "window": (2, 2)}, 'zigzag" with a window is for'),
         ]
         for options, words in named:
             with pytest.raises(InvalidArgumentsError, match=words):
                 ring_attention(q, q, q, comm, **{"causal": True, **options})
-        with pytest.raises(InvalidArgumentsError, match="12 queries and 8 keys takes contiguous"):
-            ring_attention(q, q[:, :, :4], q[:, :, :4], comm, causal=True, align="bottom_right")
+        for align in ("bottom_right", "top_left"):
+            with pytest.raises(InvalidArgumentsError, match="12 queries and 8 keys takes contiguous"):
+                ring_attention(q, q[:, :, :4], q[:, :, :4], comm, causal=True, align=align)
         with pytest.raises(InvalidArgumentsError, match="q has head_dim 8, k has 4"):
             ring_attention(q, q[..., :4], q, comm)
         with pytest.raises(InvalidArgumentsError, match="has no option 'bias'"):

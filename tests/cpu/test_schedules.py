@@ -10,7 +10,7 @@ import pytest
 import cupy_flash
 import cupy_flash.parallel
 from cupy_flash import InvalidArgumentsError, UnsupportedError
-from cupy_flash.parallel import allgather, alltoall, mpi
+from cupy_flash.parallel import allgather, alltoall, mpi, partial
 from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
@@ -220,6 +220,20 @@ def test_partial_results_are_not_rounded(dtype, schedule, causal):
         return np.sqrt(found)
 
     assert (error(ours) < 1.05 * error(one)).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_partial_results_keep_the_dtype_of_sums(packed):
+    q = np.ones((4, 2, 8) if packed else (1, 2, 4, 8), np.float16)
+    cuts = (np.array([0, 4], np.int32),) * 2 if packed else ()
+    attend, differentiate = (
+        (partial.attention_varlen, partial.attention_varlen_backward)
+        if packed
+        else (partial.attention, partial.attention_backward)
+    )
+    o, lse = attend(q, q, q, *cuts)
+    grads = differentiate(q, q, q, q, o.astype(q.dtype), lse, *cuts)
+    assert {x.dtype for x in (o, lse, *grads[:3])} == {np.dtype(np.float32)}
 
 
 def test_an_all_gather_adds_up_gradients_in_the_order_of_processes():
