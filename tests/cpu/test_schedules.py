@@ -284,6 +284,27 @@ def test_what_sends_least_is_chosen(ranks, heads, options):
         assert ("do not divide" in told) == (len(able) == 2)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rows", "options"),
+    [*((schedule, (8, 24), {}) for schedule in SCHEDULES),
+     ("ring", (8, 8), {"causal": True, "window": (0, 0), "parts": "contiguous"})],
+)  # fmt: skip
+def test_explain_counts_what_is_sent_of_a_part(schedule, rows, options):
+    """More keys than queries; and a window that no other part is in."""
+    case = Case(rows, dtype="float16", options={"schedule": schedule, "seqlen": rows, **options})
+
+    def run(comm):
+        x, how = case.part(comm.rank, 2)
+        o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **how)
+        forward = comm.sent
+        ring_attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, comm, **how)
+        told = cupy_flash.parallel.explain(x["q"], x["k"], x["v"], 2, **how)
+        return [forward, comm.sent - forward], told
+
+    for counts, told in in_threads(2, run):
+        assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes", told)] == counts
+
+
 def test_what_cannot_be_done_is_not_chosen():
     mask, few = np.ones((8, 8), bool), np.ones((1, 3, 8, 8), np.float32)
 
