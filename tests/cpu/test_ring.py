@@ -17,6 +17,7 @@ import cupy_flash
 from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.call.masks import Band
 from cupy_flash.parallel import mpi, packed_positions, parts, positions, ring
+from cupy_flash.parallel.agreement import Agreement
 from cupy_flash.parallel.parts import halves, pair, stretches
 from tests.communicator import in_threads
 from tests.paths import ROOT
@@ -354,6 +355,19 @@ def test_the_comparison_costs_32_bytes():
         return comm.gathered
 
     assert in_threads(3, run) == [2 * 2 * 32] * 3
+
+
+def test_arguments_agreed_on_are_compared_once_whatever_the_seed():
+    """Each step of a training has another seed, and would wait for all processes."""
+    known, compared = set(), []
+
+    def alone(header):
+        compared.append(header)
+        return [header]
+
+    for terms in ({"scale": 0.1, "seed": 1}, {"scale": 0.1, "seed": 2}, {"scale": 0.2, "seed": 2}):
+        Agreement(alone, known=known).reach(terms)
+    assert len(compared) == 2
 
 
 @pytest.mark.parametrize("heads_k", [1, 4])
