@@ -288,6 +288,11 @@ MISMATCHES = {
     "offsets": ({"cut": [0, 2, 4]}, {"cut": [0, 3, 4]}, "cu_seqlens"),
     "packed": ({"cut": [0, 4]}, {}, "cu_seqlens, q, k, v, layout"),
     "the pass": ({}, {"backward": True}, "pass"),
+    "mask": (
+        {"schedule": "allgather", "mask": np.ones((12, 12), bool)},
+        {"schedule": "allgather", "mask": np.ones((1, 12), bool)},
+        "mask",
+    ),
 }
 
 
