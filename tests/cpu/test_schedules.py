@@ -332,6 +332,13 @@ def test_what_cannot_be_done_is_not_chosen():
         cupy_flash.parallel.explain(few, few, few, 0)
 
 
+def test_a_block_mask_of_more_keys_than_queries_is_gathered():
+    """Three heads do not divide over two processes, and a ring takes no masks."""
+    q, k = np.ones((1, 3, 16, 8), np.float32), np.ones((1, 3, 32, 8), np.float32)
+    mask = cupy_flash.BlockMask(np.ones((2, 4), np.int32), np.zeros((0, 16, 2), np.uint8))
+    assert "forward: allgather" in cupy_flash.parallel.explain(q, k, k, 2, mask=mask)
+
+
 def test_what_is_sent():
     """All-to-all: what goes out and comes back, but for a process's own share; all-gather: keys to all."""
     for schedule in ("alltoall", "allgather"):
