@@ -9,13 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests import plan_cases, resource_cases
+from tests import kernel_tables, plan_cases, resource_cases
 from tests.simulator import cost_cases
 
 
 def main() -> None:
-    """Write golden plans, simulated costs of kernels, and resources of compiled kernels."""
-    for cases in (plan_cases, cost_cases):
+    """Write golden plans, tables and simulated costs of kernels, and resources of compiled kernels."""
+    for cases in (plan_cases, kernel_tables, cost_cases):
         for case in cases.CASES:
             path = cases.golden_path(case)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,20 +31,24 @@ class Communicator:
         if self.refused == tag:
             raise OSError("no route")
         self.sent += array.nbytes
-        self.boxes[self.rank, dest, tag].put(array.copy())
-        return Request(self.under_way)
+        sent = array.copy()
+        self.boxes[self.rank, dest, tag].put(sent)
+        return Request(self.under_way, array, sent)
 
     def Irecv(self, array, source, tag):
         return Receipt(self.under_way, self.boxes[source, self.rank, tag], array)
 
 
 class Request:
-    """A message, which is under way until it is waited for."""
+    """A message, which is under way until it is waited for; nobody may write to its array in between."""
 
     cancelled = False
 
-    def __init__(self, under_way):
-        self.under_way = under_way
+    def __init__(self, under_way, array, sent=None):
+        for other in under_way:
+            if sent is None or other.sent is None:
+                assert not np.may_share_memory(array, other.array), "received into an array under way"
+        self.under_way, self.array, self.sent = under_way, array, sent
         under_way.append(self)
 
     def Cancel(self):
@@ -52,12 +56,13 @@ class Request:
 
     def Wait(self):
         self.under_way.remove(self)
+        assert self.sent is None or (self.array == self.sent).all(), "written before it had been sent"
 
 
 class Receipt(Request):
     def __init__(self, under_way, box, array):
-        super().__init__(under_way)
-        self.box, self.array = box, array
+        super().__init__(under_way, array)
+        self.box = box
 
     def Wait(self):
         super().Wait()

@@ -41,6 +41,9 @@ CASES = {
     "forward_f64_d128_packed": BASE._replace(
         dtype="float64", heads_k=2, right=0, packed=True, rows_q=6000, rows_k=7000
     ),
+    "forward_f16_d128_same_bits": BASE._replace(reproducible="batch"),
+    "forward_f16_d128_same_bits_few_heads": BASE._replace(reproducible="batch", heads_q=1, heads_k=1),
+    "forward_f32_same_bits_on_every_gpu": BASE._replace(dtype="float32", reproducible="device"),
     "forward_f16_d512": BASE._replace(head_dim=512, head_dim_v=512),
     # A full layer of Gemma 4, without padding and with it.
     "forward_bf16_d512_gqa_causal": GEMMA4,
@@ -106,6 +109,7 @@ CASES = {
     ),
     "decode_f16_d128_32k": CACHED,
     "decode_f16_d128_32k_same_bits": CACHED._replace(reproducible="batch"),
+    "decode_f16_d128_1k_same_bits": CACHED._replace(seqlen_k=1024, reproducible="batch"),
     "decode_bf16_d128_paged_rotary": CACHED._replace(
         dtype="bfloat16", batch=32, seqlen_k=8192, right=0,
         cache=Cache("bfloat16", page=16, appended=1, rotary=128),
@@ -143,6 +147,7 @@ CASES = {
     "cached_f16_d128_prompt": CACHED._replace(
         seqlen_q=512, right=0, cache=Cache("float16", appended=512, rotary=128)
     ),
+    "cached_f16_d128_packed": CACHED._replace(packed=True, batch=4, rows_q=9, seqlen_q=5, seqlen_k=1024),
     "cached_bf16_d128_paged_prompt": CACHED._replace(
         dtype="bfloat16", seqlen_q=512, right=0, cache=Cache("bfloat16", page=16)
     ),

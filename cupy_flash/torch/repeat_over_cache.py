@@ -20,6 +20,7 @@ __all__ = ["OverCache"]
 
 _TENSORS = frozenset(("k", "v", "block_table", "cache_leftpad"))
 _OPTIONS = frozenset(("causal", "window", "scale", "softcap", "layout", "precision", "reproducible"))
+_BOUNDS = CONSTANTS | {type(None)}  # of a window; a tensor of one element can change
 _MOST_KEYS = 1 << 31
 _OWNER = ArrayView._fields.index("owner")
 
@@ -71,7 +72,9 @@ class OverCache(NamedTuple):
             if kind is torch.Tensor and name in _TENSORS and (name != "block_table" or x.dim() == 2):
                 tensors.append(x)
                 given.append(name)
-            elif name in _OPTIONS and (kind in CONSTANTS or (kind is tuple and name == "window")):
+            elif name in _OPTIONS and (
+                kind in CONSTANTS or (kind is tuple and name == "window" and _BOUNDS.issuperset(map(type, x)))
+            ):
                 given += name, x, kind, *(map(type, x) if kind is tuple else ())
             else:
                 return None

@@ -162,6 +162,7 @@ FORWARD: list[tuple[str, str, dict[str, Any]]] = [
     ("align a float", r"align is 1\.5", {"align": 1.5, "causal": True}),
     ("align a boolean", r"align is True", {"align": True, "causal": True}),
     ("align huge", r"align is 1180591620717411303424", {"align": 2**70, "causal": True}),
+    ("align beyond any sequence", r"align is -1099511627776", {"align": -(2**40), "causal": True}),
     ("dropout 1", r"dropout is 1", {"dropout": 1.0, "seed": 0}),
     ("dropout negative", r"dropout is -0\.1", {"dropout": -0.1, "seed": 0}),
     ("dropout nan", r"dropout is nan", {"dropout": float("nan"), "seed": 0}),

@@ -181,6 +181,18 @@ def test_rotated_by_the_call_as_before_it(name: str, interleaved: bool) -> None:
     np.testing.assert_allclose(latents, rotated, rtol=1e-12, atol=1e-12)
 
 
+def test_first_features_may_be_rotated_on_read() -> None:
+    """Latents are stored as they come, so that values are not rotated with the keys."""
+    q, kv, new = inputs()
+    angles = np.random.default_rng(1).standard_normal((16, 4))
+    how = {"cache_seqlens": 7, "k": new}
+    how |= {"rotary": Rotary(*(f(angles).astype(np.float32) for f in (np.cos, np.sin)), on_read=True)}
+    apart = kv.copy(), kv[..., :12].copy()
+    o = cupy_flash.attention_with_kv_cache(q, LatentCache(kv, 12), None, **how)
+    wanted = cupy_flash.attention_with_kv_cache(q, *apart, v=new[..., :12].copy(), **how)
+    np.testing.assert_allclose(o, wanted, atol=1e-6)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "v_cache beside it": (lambda q, kv, _: (q, LatentCache(kv, 12), kv[..., :12]), InvalidArgumentsError,
                           "k_cache is a LatentCache, v_cache is an ndarray"),

@@ -101,6 +101,18 @@ def test_blocks_that_stay_over_spans(shape: dict[str, int], multiprocessors: int
     assert sorted(order) == list(range(tiles))
 
 
+@pytest.mark.parametrize(
+    ("seqlen", "heads", "wave"),
+    [(1024, 4, 33), (16384, 4, 66), (32768, 4, 132), (65536, 4, 132), (1024, 24, 5), (1024, 25, 0)],
+)
+def test_a_wave_is_what_runs_at_once_of_a_head(seqlen: int, heads: int, wave: int) -> None:
+    """Deterministic gradients: 16 MiB of Q and dO are those of 32768 queries, of one head or of several."""
+    problem = FORWARD._replace(
+        direction="backward", deterministic=True, batch=1, heads_q=heads, heads_k=heads, seqlen_q=seqlen
+    )
+    assert {launch.wave for launch in choose(problem, "sm_90a").launches} == {wave}
+
+
 @pytest.mark.parametrize("multiprocessors", COUNTS)
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("bits", [0, 2])

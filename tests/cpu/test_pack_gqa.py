@@ -21,7 +21,8 @@ def chosen(multiprocessors: int = 132, tile: tuple[int, int] = TILE, **changes: 
 @pytest.mark.parametrize(
     "band",
     [{}, {"right": 0}, {"left": 40, "right": 0}, {"left": 9, "right": 30, "offset": -70},
-     {"left": 100, "offset": 200}, {"right": 5, "offset": -300}],
+     {"left": 100, "offset": 200}, {"right": 5, "offset": -300}, {"right": 1},
+     {"left": 100, "offset": 500}],
     ids=str,
 )  # fmt: skip
 def test_blocks_are_those_that_hold_a_key(band: dict[str, int], head_bits: int) -> None:
@@ -70,7 +71,9 @@ def test_what_is_chosen() -> None:
     assert chosen(heads_k=64).head_bits == 0
     assert chosen(heads_q=3, heads_k=1, batch=200).head_bits == 0, "a quarter of the rows would be empty"
     assert chosen(heads_q=3, heads_k=1, seqlen_q=5).head_bits == 2
-    assert chosen(seqlen_q=2**27, seqlen_k=1).head_bits == 0, "rows are counted in 31 bits"
+    window = {"left": 200, "right": 0, "seqlen_k": 2**27}
+    assert chosen(seqlen_q=2**27 - 1, **window).head_bits == 3
+    assert chosen(seqlen_q=2**27, **window).head_bits == 0, "rows are counted in 31 bits"
 
 
 def test_packed_sequences_are_judged_by_their_mean() -> None:

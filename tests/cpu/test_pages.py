@@ -352,6 +352,9 @@ def test_refused(name: str) -> None:
     assert "Try: " in str(caught.value)
 
 
+TABLES = dict.fromkeys(("rotary_cos", "rotary_sin"), np.ones((144, 4)))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -359,9 +362,15 @@ def test_refused(name: str) -> None:
             {"cache_leftpad": np.array([41, 0, 0, 0, 0], np.int32)},
             r"cache_leftpad\[0\] is 41; the sequence has 40",
         ),
+        ({"cache_leftpad": np.array([0, 0, 0, 0, -1], np.int32)}, r"cache_leftpad\[4\] is -1"),
         ({"cache_leftpad": np.array([1], np.int32)}, "cache_leftpad is"),
         ({"rotary_seqlens": np.zeros(5, np.int32)}, "rotary.seqlens is given without rotary.cos"),
         ({"rotate_cache": True}, "rotary.on_read is True without rotary.cos"),
+        (
+            {**TABLES, "rotate_cache": True, "rotary_seqlens": np.zeros(5, np.int32)},
+            "rotary.on_read is True with rotary.seqlens",
+        ),
+        ({"max_seqlen_k": -1}, "max_seqlen_k is -1"),
         ({"cu_seqlens_q": None, "max_seqlen_q": 3}, "max_seqlen_q is given without cu_seqlens_q"),
         ({"cu_seqlens_q": None}, "q has rank 3, not 4"),
         ({"max_seqlen_q": 2}, "the longest length of cu_seqlens_q is 40, not 2"),
@@ -373,3 +382,20 @@ def test_a_cache_refuses(changed: dict[str, Any], message: str) -> None:
     given |= {"block_table": pool.table, **changed}
     with pytest.raises(InvalidArgumentsError, match=message):
         cached(queries(), pool.k, pool.v, **given)
+
+
+@pytest.mark.parametrize(("queries", "new"), [(3, 0), (3, 5), (5, 3)])
+def test_positions_of_rotation_end_with_the_tables(queries: int, new: int) -> None:
+    """Tables may be shorter than the cache, but not than the rows of queries and of new keys."""
+    rng, last = np.random.default_rng(0), 16 - max(queries, new)
+    q, k, v = (rng.standard_normal((1, 2, n, 8)) for n in (queries, new, new))
+    how = {"cache_seqlens": 20} | ({"k": k, "v": v} if new else {})
+    tables = dict.fromkeys(("rotary_cos", "rotary_sin"), np.ones((16, 4)))
+    for first in (0, last, last + 1, -1):
+        cache = rng.standard_normal((1, 2, 40, 8))
+        given = {**how, **tables, "rotary_seqlens": np.array([first], np.int32)}
+        if 0 <= first <= last:
+            assert np.isfinite(cached(q, cache, cache.copy(), **given)).all()
+        else:
+            with pytest.raises(InvalidArgumentsError, match=rf"rotary.seqlens\[0\] is {first}; the tables"):
+                cached(q, cache, cache.copy(), **given)

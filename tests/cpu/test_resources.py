@@ -29,7 +29,10 @@ def test_resources_are_the_golden_ones():
 
 def test_every_kernel_of_sm_80_has_its_line():
     """Without cubins too: a build of some kernels once took the lines of all others away."""
-    assert names(GOLDEN_FILE.read_text().splitlines()) == compiled_names()
+    lines = GOLDEN_FILE.read_text().splitlines()
+    assert names(lines) == compiled_names()
+    planned = {variant.name: variant.shared_bytes for variant in families.variants("sm_80")}
+    assert {line.split()[0]: int(line.split()[-2]) for line in lines} == planned, "bytes of shared memory"
 
 
 def test_a_build_of_some_kernels_leaves_the_lines_of_others():

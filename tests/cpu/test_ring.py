@@ -17,6 +17,7 @@ import cupy_flash
 from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.call.masks import Band
 from cupy_flash.parallel import mpi, packed_positions, parts, positions, ring
+from cupy_flash.parallel.agreement import Agreement
 from cupy_flash.parallel.parts import halves, pair, stretches
 from tests.communicator import in_threads
 from tests.paths import ROOT
@@ -100,7 +101,7 @@ class TestSchedule:
             ((-1, 4, 16, True), "rank is -1"),
             ((True, 4, 16, True), "rank is True"),
             ((0, 0, 16, True), "ranks is 0"),
-            ((0, 4, -16, True), "seqlen is -16"),
+            ((0, 4, -1, True), "seqlen is -1"),
             ((0, 4, 16.0, True), "seqlen is 16.0"),
             ((0, 4, 16, "yes"), "causal is 'yes'"),
         ],
@@ -287,6 +288,11 @@ MISMATCHES = {
     "offsets": ({"cut": [0, 2, 4]}, {"cut": [0, 3, 4]}, "cu_seqlens"),
     "packed": ({"cut": [0, 4]}, {}, "cu_seqlens, q, k, v, layout"),
     "the pass": ({}, {"backward": True}, "pass"),
+    "mask": (
+        {"schedule": "allgather", "mask": np.ones((12, 12), bool)},
+        {"schedule": "allgather", "mask": np.ones((1, 12), bool)},
+        "mask",
+    ),
 }
 
 
@@ -356,6 +362,19 @@ def test_the_comparison_costs_32_bytes():
     assert in_threads(3, run) == [2 * 2 * 32] * 3
 
 
+def test_arguments_agreed_on_are_compared_once_whatever_the_seed():
+    """Each step of a training has another seed, and would wait for all processes."""
+    known, compared = set(), []
+
+    def alone(header):
+        compared.append(header)
+        return [header]
+
+    for terms in ({"scale": 0.1, "seed": 1}, {"scale": 0.1, "seed": 2}, {"scale": 0.2, "seed": 2}):
+        Agreement(alone, known=known).reach(terms)
+    assert len(compared) == 2
+
+
 @pytest.mark.parametrize("heads_k", [1, 4])
 def test_heads_of_keys_are_sent_and_not_those_of_queries(heads_k):
     """Forward, k and v go once round but for the last step; that many bytes, whatever the heads of q."""
@@ -402,14 +421,17 @@ def test_refusals_come_before_the_first_message():
             ({"align": 3}, "an offset takes contiguous parts"),
             ({"seqlen": 13}, "holds 6 queries; of 13 in zigzag parts it holds"),
             ({"seqlen": "13"}, "seqlen is '13'"),
+            ({"seqlen": (12, -1)}, r"seqlen is \(12, -1\)"),
+            ({"seqlen": (12, 12, 12)}, r"seqlen is \(12, 12, 12\)"),
             ({"parts": "striped"}, "parts is 'striped'"),
             ({"causal": False, "parts": "zigzag", "window": (2, 2)}, 'zigzag" with a window is for'),
         ]
         for options, words in named:
             with pytest.raises(InvalidArgumentsError, match=words):
                 ring_attention(q, q, q, comm, **{"causal": True, **options})
-        with pytest.raises(InvalidArgumentsError, match="12 queries and 8 keys takes contiguous"):
-            ring_attention(q, q[:, :, :4], q[:, :, :4], comm, causal=True, align="bottom_right")
+        for align in ("bottom_right", "top_left"):
+            with pytest.raises(InvalidArgumentsError, match="12 queries and 8 keys takes contiguous"):
+                ring_attention(q, q[:, :, :4], q[:, :, :4], comm, causal=True, align=align)
         with pytest.raises(InvalidArgumentsError, match="q has head_dim 8, k has 4"):
             ring_attention(q, q[..., :4], q, comm)
         with pytest.raises(InvalidArgumentsError, match="has no option 'bias'"):

@@ -10,7 +10,7 @@ import pytest
 import cupy_flash
 import cupy_flash.parallel
 from cupy_flash import InvalidArgumentsError, UnsupportedError
-from cupy_flash.parallel import allgather, alltoall, mpi
+from cupy_flash.parallel import allgather, alltoall, mpi, partial
 from cupy_flash.parallel.mpi import ring_attention, ring_attention_backward
 from cupy_flash.testing import reference_attention, reference_backward
 from tests.communicator import in_threads
@@ -222,6 +222,20 @@ def test_partial_results_are_not_rounded(dtype, schedule, causal):
     assert (error(ours) < 1.05 * error(one)).all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_partial_results_keep_the_dtype_of_sums(packed):
+    q = np.ones((4, 2, 8) if packed else (1, 2, 4, 8), np.float16)
+    cuts = (np.array([0, 4], np.int32),) * 2 if packed else ()
+    attend, differentiate = (
+        (partial.attention_varlen, partial.attention_varlen_backward)
+        if packed
+        else (partial.attention, partial.attention_backward)
+    )
+    o, lse = attend(q, q, q, *cuts)
+    grads = differentiate(q, q, q, q, o.astype(q.dtype), lse, *cuts)
+    assert {x.dtype for x in (o, lse, *grads[:3])} == {np.dtype(np.float32)}
+
+
 def test_an_all_gather_adds_up_gradients_in_the_order_of_processes():
     case = Case(options={"schedule": "allgather"}, dtype="float32", heads=(2, 2), rows=(32, 32))
     results = in_threads(4, functools.partial(run_over_mpi, case))
@@ -270,6 +284,27 @@ def test_what_sends_least_is_chosen(ranks, heads, options):
         assert ("do not divide" in told) == (len(able) == 2)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rows", "options"),
+    [*((schedule, (8, 24), {}) for schedule in SCHEDULES),
+     ("ring", (8, 8), {"causal": True, "window": (0, 0), "parts": "contiguous"})],
+)  # fmt: skip
+def test_explain_counts_what_is_sent_of_a_part(schedule, rows, options):
+    """More keys than queries; and a window that no other part is in."""
+    case = Case(rows, dtype="float16", options={"schedule": schedule, "seqlen": rows, **options})
+
+    def run(comm):
+        x, how = case.part(comm.rank, 2)
+        o, lse = ring_attention(x["q"], x["k"], x["v"], comm, **how)
+        forward = comm.sent
+        ring_attention_backward(x["do"], x["q"], x["k"], x["v"], o, lse, comm, **how)
+        told = cupy_flash.parallel.explain(x["q"], x["k"], x["v"], 2, **how)
+        return [forward, comm.sent - forward], told
+
+    for counts, told in in_threads(2, run):
+        assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes", told)] == counts
+
+
 def test_what_cannot_be_done_is_not_chosen():
     mask, few = np.ones((8, 8), bool), np.ones((1, 3, 8, 8), np.float32)
 
@@ -295,6 +330,13 @@ def test_what_cannot_be_done_is_not_chosen():
         chosen(few, mask=blocks)
     with pytest.raises(InvalidArgumentsError, match="ranks is 0"):
         cupy_flash.parallel.explain(few, few, few, 0)
+
+
+def test_a_block_mask_of_more_keys_than_queries_is_gathered():
+    """Three heads do not divide over two processes, and a ring takes no masks."""
+    q, k = np.ones((1, 3, 16, 8), np.float32), np.ones((1, 3, 32, 8), np.float32)
+    mask = cupy_flash.BlockMask(np.ones((2, 4), np.int32), np.zeros((0, 16, 2), np.uint8))
+    assert "forward: allgather" in cupy_flash.parallel.explain(q, k, k, 2, mask=mask)
 
 
 def test_what_is_sent():

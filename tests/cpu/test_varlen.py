@@ -152,6 +152,7 @@ def test_out_is_left_alone_past_the_last_offset():
         ({"cu_q": [0, 3, 600]}, "end at"),
         ({"cu_q": [0, 6]}, "cuts 1 sequences, cu_seqlens_k 2"),
         ({"cu_q_dtype": np.int64}, "int64"),
+        ({"cu_q": []}, r"cu_seqlens_q is .*, not \(sequences \+ 1,\) int32"),
         ({"max_seqlen_q": 2}, "the longest length of cu_seqlens_q is 4, not 2"),
         ({"max_seqlen_k": -1}, "the longest length of cu_seqlens_k is -1"),
         ({"causal": True}, "ambiguous"),
@@ -160,16 +161,51 @@ def test_out_is_left_alone_past_the_last_offset():
         ({"seqused_k": np.array([4], np.int32)}, r"seqused_k is \(1\)"),
         ({"seqused_k": np.array([4, 2])}, "int64"),
         ({"rank": 4}, "packed sequences are"),
+        ({"cu_k": [0, 3, 2, 6]}, "cu_seqlens_k is .* never fall"),
+        ({"cu_k": [0, 3, 600]}, "cu_seqlens_k is .* end at 9"),
+        ({"cu_k": [0, 1, 6], "max_seqlen_q": 4, "max_seqlen_k": 4}, "cu_seqlens_k is 5, not 4"),
+        ({"seqused_k": np.array([4, 0, 2], np.int32)[::2]}, "not contiguous"),
     ],
 )
 def test_bad_offsets_are_refused(change, message):
     q, k, v = packed_inputs((4, 2), (4, 2))
     change = dict(change)
     cu_q = np.array(change.pop("cu_q", [0, 4, 6]), change.pop("cu_q_dtype", np.int32))
+    cu_k = np.array(change.pop("cu_k", [0, 4, 6]), np.int32)
     if change.pop("rank", 3) == 4:
         q = q[None]
     with pytest.raises(InvalidArgumentsError, match=message):
-        cupy_flash.attention_varlen(q, k, v, cu_q, np.array([0, 4, 6], np.int32), **change)
+        cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, **change)
+
+
+def test_one_array_as_both_offsets_is_checked_for_keys_too():
+    q, k, v = packed_inputs((4, 2), (4, 2))
+    cut = np.array([0, 4, 6], np.int32)
+    with pytest.raises(InvalidArgumentsError, match=r"cu_seqlens_k is .* end at 5"):
+        cupy_flash.attention_varlen(q, k[:5], v[:5], cut, cut)
+    with pytest.raises(InvalidArgumentsError, match="cu_seqlens_k is 4, not 2"):
+        cupy_flash.attention_varlen(q, k, v, cut, cut, max_seqlen_q=4, max_seqlen_k=2)
+    with pytest.raises(InvalidArgumentsError, match="packed sequences are"):
+        cupy_flash.attention_varlen(q, k[None], v[None], cut, cut)
+
+
+def test_offsets_of_one_sequence_are_contiguous_too():
+    q, k, v = packed_inputs((6,), (6,))
+    apart = np.array([0, 99, 6], np.int32)[::2]
+    with pytest.raises(InvalidArgumentsError, match="cu_seqlens_q is not contiguous"):
+        cupy_flash.attention_varlen(q, k, v, apart, apart)
+
+
+def test_there_may_be_no_sequences():
+    q, k, v = packed_inputs((), ())
+    cut = np.zeros(1, np.int32)
+    for longest in ({}, {"max_seqlen_q": 0, "max_seqlen_k": 0}):
+        o, lse = cupy_flash.attention_varlen(q, k, v, cut, cut, return_lse=True, **longest)
+        assert o.shape == (3, 4, 24)
+        assert not o.any()
+        assert not lse.any()
+        grads = cupy_flash.attention_varlen_backward(o, q, k, v, o, lse, cut, cut, **longest)
+        assert not any(x.any() for x in grads[:3])
 
 
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])

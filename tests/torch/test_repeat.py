@@ -534,6 +534,14 @@ def test_options_count(whole):
     assert len(whole) == 3
 
 
+def test_a_number_that_can_change_is_not_remembered():
+    q, k, v = qkv()
+    scale = torch.tensor(0.5)
+    for number in (0.5, 0.5, 0.25):
+        scale.fill_(number)
+        assert torch.equal(cf.attention(q, k, v, scale=scale), cf.attention(q, k, v, scale=number))
+
+
 def test_each_call_drops_others(whole):
     q, k, v = qkv()
     results = [cf.attention(q, k, v, dropout=0.5) for _ in range(4)]

@@ -153,6 +153,19 @@ def test_values_of_options_count(name, values, whole):
     assert short(whole, 3, 2)
 
 
+@pytest.mark.parametrize("name", ["scale", "window"])
+def test_a_number_that_can_change_is_not_remembered(name):
+    given, changing = call_of(), torch.tensor(1)
+
+    def of(number):
+        return {name: number if name == "scale" else (number, 0)}
+
+    for number in (1, 1, 3):
+        changing.fill_(number)
+        found = cf.attention_with_kv_cache(**given, **of(changing))
+        assert torch.equal(found, cf.attention_with_kv_cache(**given, **of(number)))
+
+
 def test_what_lies_off_a_boundary_goes_the_whole_way(whole):
     given = call_of()
     wanted = cf.attention_with_kv_cache(**given)

@@ -228,7 +228,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     widest = max(p.head_dim, p.head_dim_v)
     if wide:
         reasons += decode_wide.refusals(p, arch)
-    if p.spans and p.dtype == "float32" and widest > 128 and not wide:
+    if p.spans and p.dtype == "float32" and widest > 128:
         reasons.append(f"does not support Spans for float32 of head_dim {widest}, above 128")
     if not p.aligned:
         reasons.append("rows of q, o and the cache must be contiguous and start on 16-byte boundaries")

@@ -518,7 +518,7 @@ def _wave(p: Problem, arch: Arch) -> int:
     heads = p.batch * p.heads_k
     if p.left is not None or p.batch * p.heads_q > _FEW_HEADS:
         return 0
-    # Must match keys_in_sections in seqlen.cuh.
+    # Heads as lpt_key_tile of seqlen.cuh has them in a section.
     elements = _SECTION_BYTES // ITEM_BYTES[p.dtype]
     section = max(elements // (p.head_dim + p.head_dim_v) // max(p.seqlen_q, 1), 1)
     return max(1, arch.multiprocessors // min(section, heads))

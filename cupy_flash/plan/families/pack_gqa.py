@@ -67,7 +67,7 @@ def cost(p: Problem, head_bits: int, tile: tuple[int, int], multiprocessors: int
         for t in looked_at
     ]
     groups = p.batch * (p.heads_k if head_bits else p.heads_q)
-    if not costs or not groups:
+    if not costs:
         return 0.0
     if p.left is None and p.right is None:
         return blocks_of(groups * tiles, multiprocessors) * costs[0]

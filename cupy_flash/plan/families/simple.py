@@ -256,7 +256,7 @@ def _launches(problem: Problem, steps: Iterable[str]) -> list[Launch]:
 
 def delta(problem: Problem) -> Variant:
     """The kernel for delta, for families without one."""
-    return _variant("delta", _computed_in(problem), max(problem.head_dim, problem.head_dim_v))
+    return _variant("delta", _computed_in(problem), HEAD_DIMS[-1])
 
 
 def sink_gradients(problem: Problem) -> list[Launch]:
