@@ -253,7 +253,14 @@ def _build(args: argparse.Namespace) -> int:
         from .device.choice import gpu_driver
 
         driver = gpu_driver("torch")
-        archs = sorted({device.arch for device in driver.devices()})
+        try:
+            archs = sorted({device.arch for device in driver.devices()})
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                "there is no GPU here to compile kernels for.",
+                reasons=str(error).splitlines()[:1],
+                hint="--arch, such as sm_90a, to compile for the GPU of another machine",
+            ) from error
         cudas = usable_sets(driver.driver_version())
     try:
         if args.score is not None:

@@ -112,7 +112,7 @@ def _on_cpu(problems: list[str]) -> str:
         problems.append(f"cpu: {error}")
         return "nothing, until the problem below is solved"
     if isinstance(found, str):
-        return f"tiled NumPy (the compiled core: {found})"
+        return f"tiled NumPy; not the compiled core: {found}"
     isa, library = found
     size, products = f"{library.bytes / 1e3:.0f} KB", ""
     if multiplies(isa, BFLOAT16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -10,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["BuildFailed", "locked", "write_atomically", "writing"]
+__all__ = ["BuildFailed", "file_to_write", "locked", "write_atomically", "writing"]
 
 
 class BuildFailed(RuntimeError):
@@ -70,6 +71,16 @@ def write_atomically(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             error.filename = str(path)  # why: a write to a file descriptor reports a full disk without a name
         raise
+
+
+def file_to_write(text: str) -> Path:
+    """A file that a command is told to write; its folder is made now, not after minutes of compiling."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot make {path.parent}: {error.strerror}") from error
+    return path
 
 
 @functools.cache

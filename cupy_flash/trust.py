@@ -51,10 +51,10 @@ def packaged(requirement: str, relative: str) -> Path | None:
     return path if path.exists() else None
 
 
-def how_to_install(package: str, *, again: bool = False) -> str:
+def how_to_install(package: str, *, again: bool = False, before: str = "pip install . in a checkout") -> str:
     """The command that installs a package of this release, and what to do before it is published."""
     command = f"pip install {'--force-reinstall ' * again}{package}=={__version__}"
-    return f"{command} (until {__version__} is published: pip install . in a checkout)"
+    return f"{command} (until {__version__} is published: {before})"
 
 
 def user_cache() -> Path:

@@ -18,11 +18,12 @@ sys.path.insert(0, str(ROOT))
 from cupy_flash.cpu.core.build import ZIG_TARGETS, BuildFailed, build, compiler_of, libraries_of  # noqa: E402
 from cupy_flash.cpu.core.isa import host, runnable  # noqa: E402
 from cupy_flash.cpu.core.sources import parts  # noqa: E402
+from cupy_flash.store import file_to_write  # noqa: E402
 
 
 def main() -> int:
     """Build the requested libraries; the exit status is 1 if one could not be built."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])  # None under -OO
     parser.add_argument("--platform", action="append", metavar="NAME",
                         help=f"default: this machine; with zig any of {', '.join(ZIG_TARGETS)}")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -31,7 +32,9 @@ def main() -> int:
     parser.add_argument("--compiler", help="a command, or zig (default: $CXX, g++, clang++, zig)")
     parser.add_argument("--if-possible", action="store_true",
                         help="where there is no compiler, or no core for this machine, say so")  # fmt: skip
-    parser.add_argument("--list", type=Path, metavar="FILE", help="write the folders built, one per line")
+    parser.add_argument(
+        "--list", type=file_to_write, metavar="FILE", help="write the folders built, one per line"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cpu", metavar="DIR")
     arguments = parser.parse_args()
     folders: list[str] = []

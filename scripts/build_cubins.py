@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from cupy_flash.cubins import build, locate  # noqa: E402
 from cupy_flash.errors import UnsupportedError  # noqa: E402
 from cupy_flash.plan import families  # noqa: E402
+from cupy_flash.store import file_to_write  # noqa: E402
 
 
 def table(built: build.Built) -> list[str]:
@@ -65,7 +66,7 @@ def _of_part(archs: list[str], only: str, part: tuple[int, int]) -> str | set[st
 
 def main() -> int:
     """Build the requested kernels; the exit status is 1 if one was refused."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])  # None under -OO
     parser.add_argument("--cuda", type=int, choices=(12, 13), action="append",
                         help="CUDA major of the cubins; may repeat (default: 12)")  # fmt: skip
     parser.add_argument("--arch", action="append", metavar="SM",
@@ -76,7 +77,9 @@ def main() -> int:
                         help="of those every Nth, from the Kth on, counted from 0")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "cubins", metavar="DIR")
     parser.add_argument("--jobs", type=int, metavar="N", help="default: all processors")
-    parser.add_argument("--list", type=Path, metavar="FILE", help="write the folders built, one per line")
+    parser.add_argument(
+        "--list", type=file_to_write, metavar="FILE", help="write the folders built, one per line"
+    )
     arguments = parser.parse_args()
 
     folders: list[Path] = []

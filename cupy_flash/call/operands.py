@@ -113,7 +113,9 @@ def check_kinds(raw: Views, direction: str) -> None:
     rank = len(q.shape)
     if not _check_float8(raw, direction) and q.dtype not in FLOATS:
         kinds = ", ".join((*FLOATS, FLOAT8))
-        raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, cast("q", q, "float32"))
+        real = cast("q", q, "float32")
+        hint = '"Complex inputs" in docs/recipes.md' if q.dtype.startswith("complex") else real
+        raise wrong(f"q has dtype {q.dtype}; attention is over {kinds}.", raw, hint)
     for name, view in raw.items():
         check_place(name, raw)
         if name in MAIN:
@@ -122,7 +124,9 @@ def check_kinds(raw: Views, direction: str) -> None:
                 raise wrong(headline, raw, cast(name, view, "q.dtype"))
             if len(view.shape) != rank:
                 headline = f"{name} has rank {len(view.shape)}, q {rank}."
-                raise wrong(headline, raw, "the same rank for q, k and v")
+                raise wrong(
+                    headline, raw, f"the same rank for {', '.join(name for name in raw if name in MAIN)}"
+                )
 
 
 def check_place(name: str, raw: Views) -> None:
@@ -187,12 +191,11 @@ def check_sizes(views: Views, raw: Views, layout: str | None) -> None:
 
 def _mask_hint(view: ArrayView, full: tuple[int, int, int, int]) -> str:
     """The hint for a mask of a wrong dtype: how to make it boolean."""
-    if view.dtype in FLOATS:
-        return "bias= for additive scores"
+    additive = "bias= for additive scores; " * (view.dtype in FLOATS)
     cast = "mask.bool()" if view.library == "torch" else "mask.astype(bool)"
     if view.shape == (full[0], full[3]) != full[2:]:
-        return f"{cast}[:, None, None, :], if 1 is a valid key of a sequence and 0 is padding"
-    return f"{cast}, if 1 is a pair that may attend and 0 is masked"
+        return f"{additive}{cast}[:, None, None, :], if 1 is a valid key of a sequence and 0 is padding"
+    return f"{additive}{cast}, if 1 is a pair that may attend and 0 is masked"
 
 
 def score_operand(
@@ -212,6 +215,8 @@ def score_operand(
         hint = "(batch, heads, queries, keys), each its length or 1"
         if view.shape == (full[0], full[3]):
             hint = f"{name}[:, None, None, :], if it marks the valid keys of each sequence; or {hint}"
+        elif view.shape == (full[0], *full[2:]):
+            hint = f"{name}[:, None], if it holds the pairs of each sequence; or {hint}"
         raise wrong(headline, raw, hint)
     views[name] = view.lifted(4).broadcast()
     return views[name].shape

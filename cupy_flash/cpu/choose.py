@@ -58,7 +58,7 @@ def core(part: str = "") -> tuple[Isa, Library] | str:
         )
     if not isas:
         return f"is not compiled for {host().platform} with this CPU"
-    return f"no library for {', '.join(isa.name for isa in isas)} (try: {how_to_get_one()})"
+    return f"no library for {', '.join(isa.name for isa in isas)}; try {how_to_get_one()}"
 
 
 def choose(problem: Problem) -> CpuPlan:

@@ -84,6 +84,12 @@ def static_size(n: Any, what: str, hint: str) -> int:
 def fixed_options(arrays: dict[str, Any], options: Options) -> Options:
     """Options after `split_numbers` as static, hashable values; the check of options refuses any other."""
     options = Options(*map(fixed, split_numbers(arrays, options)))
+    for name, value in options._asdict().items():
+        if any(isinstance(x, jax.core.Tracer) for x in (value, *(value if type(value) is tuple else ()))):
+            raise InvalidArgumentsError(
+                f"{name} is traced, and which kernel runs depends on its value.",
+                hint=f"jax.jit(..., static_argnames={name!r}), or {name} from outside of the traced function",
+            )
     return options._replace(dropout=finite_number(options.dropout, "dropout"))
 
 

@@ -176,6 +176,12 @@ def attention_with_kv_cache(
     if isinstance(length, int) or isinstance(length, np.integer):  # noqa: SIM101  (torch.compile reads it)
         values["length"], values["cache_seqlens"] = length, None
     tensors = {name: values[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)}
+    for name, x in tensors.items() if torch.is_grad_enabled() else ():
+        if getattr(x, "requires_grad", False):
+            raise InvalidArgumentsError(
+                f"{public_name(name)} requires grad, and attention over a cache records none.",
+                hint=f"{public_name(name)}.detach(), or a call inside torch.no_grad()",
+            )
     if is_plain(*tensors.values()):
         results = kv_cache.attend_over_cache(q, cache_seqlens, dict(flat), return_lse)
         if call is not None:
@@ -188,12 +194,6 @@ def attention_with_kv_cache(
         )
     needed = ("q", "k_cache", "v_cache", "cache_seqlens")
     check_parts(needed if values["length"] is None else needed[:3], **tensors)
-    for name, x in tensors.items():
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise InvalidArgumentsError(
-                f"{public_name(name)} requires grad, and attention over a cache records none.",
-                hint=f"{public_name(name)}.detach(), or a call inside torch.no_grad()",
-            )
     values["left"], values["right"] = pair(values["window"])
     others = [argument.of(values[argument.name]) for argument in _ARGUMENTS]
     o, lse = _operator(*tensors.values(), *others)

@@ -317,6 +317,27 @@ def test_a_mask_over_batch_and_keys() -> None:
     assert "None" not in hint
 
 
+def test_a_mask_of_floats() -> None:
+    """As a bias, zeros and ones of pairs would give other results in silence."""
+    hint = last_line(call, "mask has dtype float32", mask=ones(6, 6))
+    assert hint.startswith("Try: bias= for additive scores; mask.astype(bool), if 1 is a pair that may ")
+
+
+def test_a_mask_of_each_sequence_without_an_axis_of_heads() -> None:
+    hint = last_line(call, "does not broadcast", mask=ones(2, 6, 6, dtype=bool))
+    assert hint.startswith("Try: mask[:, None], if it holds the pairs of each sequence; or (batch")
+
+
+def test_arguments_of_a_backward_pass_in_another_order() -> None:
+    hint = last_line(call_backward, "o has rank 3, q 4", o=ones(2, 4, 6), lse=ones(*Q))
+    assert hint == "Try: the same rank for do, q, k, v, o"
+
+
+def test_complex_numbers_are_not_cast_to_their_real_parts() -> None:
+    z = ones(*Q, dtype=np.complex64)
+    assert last_line(call, "q has dtype complex64", q=z) == 'Try: "Complex inputs" in docs/recipes.md'
+
+
 def test_a_window_of_one_number() -> None:
     hint = last_line(call, "window is 16, not a pair", window=16)
     assert "window=(16, 0)" in hint

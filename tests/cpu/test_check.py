@@ -89,6 +89,12 @@ def test_the_table() -> None:
     assert sum("prefix=" in name for name in names) == 2
 
 
+def test_the_page_says_how_many_cases_there_are() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert f"primitives and {len(EVERY)} cases, times three calls" in page
+    assert f"primitives and {len(COMMON)} cases\n" in page
+
+
 def test_the_same_seed_draws_the_same(core: Any) -> None:
     del core
     used = [[x.used for x in small(seed=seed).outcomes] for seed in (3, 3, 4)]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import cupy_flash
 from cupy_flash import BlockMask, QuantizedCache, Rotary, Spans, Tuning
 from cupy_flash.__main__ import main
 from cupy_flash.cubins import user_cache
+from cupy_flash.device import choice
+from cupy_flash.errors import UnsupportedError
 from tests.function_cases import ALIBI
 from tests.paths import ROOT
 
@@ -179,6 +182,18 @@ def test_build_refuses_what_only_score_functions_have(option, monkeypatch, capsy
     monkeypatch.setattr(user_cache, "into_user_cache", lambda *_: pytest.fail("the shipped kernels"))
     assert main(["build", "--arch", "sm_80", *option.split()]) == 1
     assert f"{option.split()[0]} is an option of --score" in capsys.readouterr().err
+
+
+def test_build_without_a_gpu_asks_for_the_architecture(monkeypatch, capsys):
+    gone = UnsupportedError("the CUDA driver does not load.", hint="an NVIDIA driver")
+    devices = mock.Mock(side_effect=gone)
+    monkeypatch.setattr(choice, "gpu_driver", lambda _: mock.Mock(devices=devices))
+    assert main(["build"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "UnsupportedError: there is no GPU here to compile kernels for.",
+        "  the CUDA driver does not load.",
+        "Try: --arch, such as sm_90a, to compile for the GPU of another machine",
+    ]
 
 
 class TestMemory:

@@ -239,14 +239,13 @@ def test_who_has_no_checkout_is_told_of_the_package(monkeypatch: pytest.MonkeyPa
     assert locate.how_to_get_one() == "scripts/build_cpu.py"
     monkeypatch.setattr(locate, "folder", lambda: tmp_path / "kernels_cpu")
     version = cupy_flash.__version__
-    told = (
-        f"pip install cupy-flash-cpu=={version} (until {version} is published: pip install . in a checkout)"
-    )
+    from_sources = "pip install . in a checkout, with a C++ compiler (g++ 12 or clang++ 15)"
+    told = f"pip install cupy-flash-cpu=={version} (until {version} is published: {from_sources})"
     assert locate.how_to_get_one() == told
     (tmp_path / "cupy_flash_cpu").mkdir()  # as its wheel for other platforms is installed
     (tmp_path / "cupy_flash_cpu" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert locate.how_to_get_one() == "pip install . in a checkout, with a C++ compiler"
+    assert locate.how_to_get_one() == from_sources
 
 
 def test_a_folder_that_only_has_the_name_of_the_package_is_not_one(
@@ -555,6 +554,23 @@ def test_instruction_sets_that_are_none_are_refused(words: str, says: str, tmp_p
     assert done.returncode
     assert says in done.stderr
     assert "does not support" not in done.stderr
+
+
+@pytest.mark.parametrize("script", ["build_cpu.py", "build_cubins.py"])
+def test_the_scripts_of_an_install_run_without_docstrings(script: str) -> None:
+    """CMake calls them, and PYTHONOPTIMIZE=2 in the environment of pip reaches them."""
+    command = [sys.executable, "-OO", str(ROOT / "scripts" / script), "--help"]
+    assert "--list FILE" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_folder_of_a_list_is_made_or_refused_before_anything_is_compiled(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "build_cpu.py"), "--if-possible", "--compiler", "none"]
+    listed = tmp_path / "new" / "list"
+    subprocess.run([*command, "--list", str(listed)], check=True, capture_output=True)
+    assert listed.read_text() == ""
+    done = subprocess.run([*command, "--list", str(listed / "file")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"cannot make {listed}: File exists" in done.stderr
 
 
 def test_a_build_without_a_compiler_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,6 +441,18 @@ def test_refusals_come_while_tracing():
         jax.jit(cupy_flash.attention)(q, k, v)
 
 
+@pytest.mark.parametrize("given", [{"causal": True}, {"dropout": 0.1, "seed": 1}, {"window": (9, 0)}])
+def test_an_option_that_selects_a_kernel_is_static(given):
+    """The compiled function says so, and a call that follows its hint runs."""
+    q, k, v = qkv()
+    name = next(iter(given))
+    call = partial(cf.attention, q, k, v)
+    hint = rf"{name} is traced, and .*\nTry: jax.jit\(\.\.\., static_argnames='{name}'\)"
+    with pytest.raises(InvalidArgumentsError, match=hint):
+        jax.jit(call)(**given)
+    jax.jit(call, static_argnames=name)(**given)
+
+
 @pytest.mark.parametrize(
     "function",
     [cf.attention, partial(cf.attention_with_shared_prefix, prefix_k=PREFIX, prefix_v=PREFIX)],

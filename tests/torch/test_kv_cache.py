@@ -69,6 +69,15 @@ def test_a_cache_that_requires_a_gradient_is_refused():
         cached(**given)
 
 
+@pytest.mark.parametrize("name", ["q", "v_cache"])
+def test_no_other_function_is_named_for_a_gradient_over_a_cache(name):
+    given = tensors()
+    given[name].requires_grad_()
+    with pytest.raises(InvalidArgumentsError, match="over a cache records none") as caught:
+        cf.attention_with_kv_cache(**given)
+    assert str(caught.value).endswith(f"Try: {name}.detach(), or a call inside torch.no_grad()")
+
+
 def appending(given):
     return [given["k_cache"], given["v_cache"]], lambda: cached(**given)
 

@@ -22,6 +22,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _FIELDS = {"bytes", "compiler", "sha256", "source"}
 PACKAGE = "cupy-flash-cpu"
+_FROM_A_CHECKOUT = "pip install . in a checkout, with a C++ compiler (g++ 12 or clang++ 15)"
 
 
 class Library(NamedTuple):
@@ -154,5 +155,5 @@ def how_to_get_one() -> str:
     if "checkout" in origins:
         return "scripts/build_cpu.py"
     if PACKAGE in origins:  # the package of a platform without libraries
-        return "pip install . in a checkout, with a C++ compiler"
-    return trust.how_to_install(PACKAGE)
+        return _FROM_A_CHECKOUT
+    return trust.how_to_install(PACKAGE, before=_FROM_A_CHECKOUT)
