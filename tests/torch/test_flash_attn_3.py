@@ -61,11 +61,13 @@ def test_rules_and_gradients(theirs, ours):
         torch.testing.assert_close(got, want)
 
 
-def test_queries_that_look_for_values_too():
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_queries_that_look_for_values_too(scale):
     """Scores are q k + qv v, scaled by the features of both; gradients reach all four."""
     q, k, v, qv = rows((1, 5, 4, 8), (1, 9, 2, 8), (1, 9, 2, 24), (1, 5, 4, 24))
-    o = flash_attn_3.flash_attn_func(q, k, v, causal=True, qv=qv)
-    want, _ = expected(torch.cat((q, qv), -1), torch.cat((k, v), -1), v, scale=32**-0.5, causal=True)
+    o = flash_attn_3.flash_attn_func(q, k, v, causal=True, qv=qv, softmax_scale=scale)
+    longer = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    want, _ = expected(*longer, v, scale=scale or 32**-0.5, causal=True)
     torch.testing.assert_close(o, want)
     grads = [torch.autograd.grad(x.square().sum(), (q, k, v, qv)) for x in (o, want)]
     for got, expect in zip(*grads, strict=True):
