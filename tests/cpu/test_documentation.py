@@ -379,6 +379,15 @@ def test_every_public_name_is_in_the_reference():
     assert public - named == set()
 
 
+def test_every_maker_of_spans_is_in_their_table():
+    said = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", TEXT[DOCS / "spans.md"], re.MULTILINE))
+    for name in cupy_flash.spans.__all__:
+        parameters = inspect.signature(getattr(cupy_flash.spans, name)).parameters.values()
+        bare = [str(one.replace(annotation=inspect.Parameter.empty)) for one in parameters]
+        assert said.pop(name, None) == ", ".join(bare)
+    assert not said
+
+
 GONE = {*REMOVED, *cupy_flash._REMOVED}
 
 

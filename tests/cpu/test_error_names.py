@@ -87,6 +87,7 @@ ALLOWED = {
     "output_attentions": "transformers",
     "register_flash_attention_impl": "torch",
     "rngs": "flax",
+    "static_argnames": "jax",
 }
 
 
