@@ -31,7 +31,8 @@ KEYS = 1024
 # Operations in the time of reading one float32: a core reads 10 GB/s and computes 100 GFLOP/s.
 FLOPS_OF_A_READ = 40
 
-LOWEST = {np.dtype(kind): np.finfo(kind).min for kind in (np.float32, np.float64)}
+# why not finfo: NumPy 1.26 warns of it in a thread that flushes subnormals, as those of XLA do.
+LOWEST = {np.dtype(kind): np.nextafter(kind(-np.inf), kind(0)) for kind in (np.float32, np.float64)}
 # Names for the scales of 4-bit integer codes, which are per group, not factors of scores and results.
 CODES = {"k_scale": "k_codes_scale", "v_scale": "v_codes_scale"}
 # Arrays that describe the cache and its codes, which a sequence without a cache does not have.

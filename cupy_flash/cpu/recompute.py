@@ -64,7 +64,7 @@ def row_lse(
         return RowLse(finite, None)
     top, total = row_sums(scores, x, box, blocks, q, k)
     # why: a larger LSE includes keys of other parts of a ring, so that it must not be recomputed here.
-    more = TOLERANCE * np.finfo(scores.acc).eps * np.abs(finite)
+    more = TOLERANCE * np.spacing(scores.acc.type(1)) * np.abs(finite)
     own = far & (total > 0) & (finite - (top + np.log(total)) <= more)
     return RowLse(np.where(own, top, finite), np.where(own, 1 / total, scores.acc.type(1)))
 

@@ -185,6 +185,7 @@ def _address(views: Views, name: str) -> Field:
 def _filled(layout: np.dtype[Any], views: Views, own: Own) -> tuple[Field, ...]:
     """The values of a struct in order: those in `own`, and for other fields the view of the field's name."""
     assert layout.fields is not None
+    assert own.keys() <= layout.fields.keys()
     fields: list[Field] = []
     for name, (kind, *_) in layout.fields.items():
         if name in own:
