@@ -15,7 +15,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel.parts import block_rows, blocks_of_rows, stretches
 from .functional import attend_to
 from .numbers import next_seed
-from .shards import Packed, Shards, padded_half, visible_spans
+from .shards import Packed, Shards, padded_half, searchsorted, visible_spans
 
 __all__ = ["Call", "all_gather", "all_to_all"]
 
@@ -229,7 +229,7 @@ def _spans_of_rows(bounds: Any, mine: Any, call: Call) -> Spans:
         bounds = jnp.take(bounds, mine, axis=-3, mode="clip")
         limits = visible_spans(mine, None, band, (queries, keys))
     elif bounds.shape[-3:-1] == (1, keys):  # bounds are queries, which are ascending in every part
-        bounds = jnp.searchsorted(mine, bounds).astype(bounds.dtype)
+        bounds = searchsorted(mine, bounds).astype(bounds.dtype)
         from_keys = Band(-band.offset, band.right, band.left)
         limits = visible_spans(jnp.arange(keys), mine, from_keys, (keys, queries)).swapaxes(-3, -2)
     else:

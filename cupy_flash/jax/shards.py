@@ -11,8 +11,15 @@ import numpy as np
 from ..call.masks import Band
 from ..errors import InvalidArgumentsError
 from ..parallel.parts import halves, order_of, positions, stretches
+from .call import vary_alike
 
-__all__ = ["Packed", "Shards", "padded_half", "visible_spans"]
+__all__ = ["Packed", "Shards", "padded_half", "searchsorted", "visible_spans"]
+
+
+def searchsorted(offsets: Any, rows: Any, side: str = "left") -> Any:
+    """`jnp.searchsorted`, also of offsets that differ between devices; older JAX does not cast the rows."""
+    offsets, rows = vary_alike(offsets, rows)
+    return jnp.searchsorted(offsets, rows, side=side)
 
 
 class Shards(NamedTuple):
@@ -43,7 +50,7 @@ class Shards(NamedTuple):
     def packed(cls, ranks: int, rows: int, offsets: Any, causal: bool) -> Shards:
         """Split packed sequences; `offsets` has their offsets in the part of each device."""
         row, rank = jnp.arange(rows, dtype=offsets.dtype), jnp.arange(ranks, dtype=offsets.dtype)[:, None]
-        n = jnp.clip(jnp.searchsorted(offsets, row, side="right") - 1, 0, max(offsets.shape[0] - 2, 0))
+        n = jnp.clip(searchsorted(offsets, row, "right") - 1, 0, max(offsets.shape[0] - 2, 0))
         start, stop = offsets[n], offsets[jnp.minimum(n + 1, offsets.shape[0] - 1)]
         stretch, late = (stop - start) // 2 if causal else stop - start, False
         if causal:
@@ -113,7 +120,7 @@ class Packed(NamedTuple):
         half_offsets, row = offsets // 2, jnp.arange(rows // 2, dtype=offsets.dtype)
         # Row r of all early halves is r - half_offsets[n] rows after offsets[n]; row r of all late halves is
         # as far after the middle of the sequence.
-        n = jnp.clip(jnp.searchsorted(half_offsets, row, side="right") - 1, 0, max(offsets.shape[0] - 2, 0))
+        n = jnp.clip(searchsorted(half_offsets, row, "right") - 1, 0, max(offsets.shape[0] - 2, 0))
         return cls(
             offsets,
             half_offsets,
@@ -166,7 +173,7 @@ def visible_spans(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) 
         # why not searchsorted: it fails in JAX 0.10.2 if shard_map has only some of the mesh axes.
         if theirs is None:
             return jnp.clip(row + (side == "right"), 0, keys).astype(jnp.int32)
-        return jnp.searchsorted(theirs, row, side=side).astype(jnp.int32)
+        return searchsorted(theirs, row, side).astype(jnp.int32)
 
     starts = jnp.zeros_like(mine, jnp.int32)
     if band.left is not None:

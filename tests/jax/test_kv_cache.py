@@ -122,7 +122,7 @@ def test_donated_caches_are_written_where_they_are(dtype):
 def test_a_loop_compiles_once_and_copies_no_cache():
     traced = []
 
-    @jax.jit(donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0)
     def decode(caches, q, k, v, lengths):
         traced.append(1)
 
