@@ -17,9 +17,12 @@ __all__ = ["Packed", "Shards", "padded_half", "searchsorted", "visible_spans"]
 
 
 def searchsorted(offsets: Any, rows: Any, side: str = "left") -> Any:
-    """`jnp.searchsorted`, also of offsets that differ between devices; older JAX does not cast the rows."""
+    """`jnp.searchsorted`, also of offsets that differ between devices.
+
+    why by sorting: the default fails in JAX 0.10.2 if shard_map has only some of the mesh axes, and in 0.6.1.
+    """
     offsets, rows = vary_alike(offsets, rows)
-    return jnp.searchsorted(offsets, rows, side=side)
+    return jnp.searchsorted(offsets, rows, side=side, method="sort")
 
 
 class Shards(NamedTuple):
@@ -170,7 +173,6 @@ def visible_spans(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) 
         return mine + min(max(by, -queries), keys)  # clamped to fit into int32, without effect on the result
 
     def before(row: Any, side: str) -> Any:
-        # why not searchsorted: it fails in JAX 0.10.2 if shard_map has only some of the mesh axes.
         if theirs is None:
             return jnp.clip(row + (side == "right"), 0, keys).astype(jnp.int32)
         return searchsorted(theirs, row, side).astype(jnp.int32)

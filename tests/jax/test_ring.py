@@ -15,6 +15,7 @@ import cupy_flash.jax as cf
 from cupy_flash import InvalidArgumentsError, Spans, UnsupportedError
 from cupy_flash.parallel import explain, packed_positions, positions
 from cupy_flash.parallel.traffic import sent
+from cupy_flash.spans import documents
 
 from ..communicator import in_threads
 from ..schedule_cases import SCHEDULES, Case, fixed_cases, random_case, run_over_mpi, seeds_of
@@ -224,6 +225,13 @@ def test_other_schedules(mesh, schedule, causal, layout):
         np.testing.assert_allclose(a, b, atol=5e-6)
 
 
+some_axes = pytest.mark.skipif(
+    jax.__version_info__ < (0, 7),
+    reason="the compiler of JAX 0.6.1 aborts where a shard_map leaves axes to it",
+)
+
+
+@some_axes
 @pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
 def test_some_axes_of_a_mesh(mesh, schedule):
     """A shard_map over the axis of rows leaves that of batches to XLA."""
@@ -239,6 +247,33 @@ def test_some_axes_of_a_mesh(mesh, schedule):
     np.testing.assert_allclose(
         jnp.take(o, np.argsort(order), 2), cf.attention(*whole, causal=True), atol=1e-6
     )
+
+
+@some_axes
+@pytest.mark.parametrize(
+    ("packed", "options"),
+    [
+        (False, {"schedule": "ring", "seqlen": 15, "causal": True}),
+        (False, {"schedule": "ring", "align": 3, "causal": True, "parts": "contiguous"}),
+        (False, {"schedule": "allgather", "mask": documents([5, 11])}),
+        (True, {"schedule": "ring", "cu_seqlens": np.array([0, 2, 8], np.int32), "causal": True}),
+        (True, {"schedule": "allgather", "cu_seqlens": np.array([0, 2, 8], np.int32)}),
+    ],
+    ids=["seqlen", "align", "spans", "packed ring", "packed all-gather"],
+)
+def test_some_axes_of_a_mesh_give_what_all_of_a_smaller_one_give(mesh, packed, options):
+    """Where rows are found by searching in numbers that differ between devices."""
+    rows = jax.sharding.PartitionSpec("rows") if packed else jax.sharding.PartitionSpec(None, None, "rows")
+    arrays = [jnp.swapaxes(x[0], 0, 1) if packed else x for x in qkv()]
+    results = []
+    for devices, names in ((mesh.devices[:2], ("rows",)), (mesh.devices.reshape(2, -1), ("rows", "batches"))):
+        parts = jax.shard_map(
+            partial(cf.ring_attention, axis_name="rows", **options),
+            mesh=jax.sharding.Mesh(devices, names), in_specs=rows, out_specs=rows, axis_names={"rows"},
+        )  # fmt: skip
+        results.append(jax.jit(parts)(*arrays))
+    np.testing.assert_array_equal(*results)
+    assert results[0].any()
 
 
 @pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
