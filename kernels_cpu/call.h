@@ -14,7 +14,8 @@ struct Tensor {
     int32_t unused;
 };
 
-// Scales of 4-bit codes, (slot, head, key, group of features). Integers: a code is code * `scale` + `zero`. E2M1: groups of 16, `scale` is the bits of a float8 e4m3, and zero.data is null.
+// Scales of 4-bit codes, (slot, head, key, group of features). Integers: a value is code * `scale` + `zero`. E2M1: groups
+// of 16, `scale` is the bits of a float8 e4m3, and zero.data is null.
 struct Codes {
     Tensor scale, zero;
     int64_t group;    // features of a group
