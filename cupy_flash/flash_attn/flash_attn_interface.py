@@ -28,9 +28,9 @@ Tensor: TypeAlias = torch.Tensor
 Mode: TypeAlias = Literal["run", "batch", "prefill", "device"]
 
 
-def window_of(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    """Convert flash-attn's window, where -1 is unbounded."""
-    left, right = pair(window_size)
+def window_of(window_size: Any) -> tuple[int | None, int | None]:
+    """Convert flash-attn's window, where -1 is unbounded; its own tests draw the two bounds as a tensor."""
+    left, right = pair(window_size.tolist() if hasattr(window_size, "tolist") else window_size)
     return None if left == -1 else left, None if right == -1 else right
 
 

@@ -78,6 +78,7 @@ def expected(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, sl
         ({}, {}),
         ({"softmax_scale": 0.3, "causal": True}, {"scale": 0.3, "causal": True}),
         ({"window_size": (2, 1)}, {"window": (2, 1)}),
+        ({"window_size": torch.tensor([2, 1])}, {"window": (2, 1)}),  # as in flash-attn's own tests
         ({"window_size": (3, -1), "softcap": 2.0}, {"window": (3, -1), "softcap": 2.0}),
         ({"causal": True, "window_size": (3, 3)}, {"causal": True, "window": (3, 3)}),
         ({"alibi_slopes": 1, "causal": True}, {"slopes": 1, "causal": True}),

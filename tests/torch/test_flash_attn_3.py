@@ -46,6 +46,7 @@ def test_signature(name):
         ({}, {}),
         ({"causal": True, "softmax_scale": 0.3}, {"causal": True, "scale": 0.3}),
         ({"window_size": (3, 1), "softcap": 2.0}, {"window": (3, 1), "softcap": 2.0}),
+        ({"window_size": torch.tensor([3, 1]), "softcap": 2.0}, {"window": (3, 1), "softcap": 2.0}),
     ],
 )
 def test_rules_and_gradients(theirs, ours):
