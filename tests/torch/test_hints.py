@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import errors
+from cupy_flash import errors, flash_attn_3
 from cupy_flash.call.adopt.torch import _unsupported_device
 from cupy_flash.quantized import int4
 from cupy_flash.torch.flash_ops import FlashOperators
@@ -406,6 +406,12 @@ CASES = {
                 *[cupy_flash.QuantizedArray(Q.to(torch.float8_e4m3fn), torch.ones(4))] * 3
             )
         ],
+    ),
+    "float8: no gradient": (
+        lambda q: flash_attn_3.flash_attn_func(q, *[Q.to(torch.float8_e4m3fn)] * 2),
+        {"q": Q.to(torch.float8_e4m3fn).requires_grad_()},
+        1,
+        [],
     ),
     "no gradient of": (call, {"alibi_slopes": torch.ones(4, requires_grad=True)}, 1, []),
     "sdpa: both": (

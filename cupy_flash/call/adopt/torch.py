@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from ...errors import InvalidArgumentsError
+from ...errors import InvalidArgumentsError, UnsupportedError
 from ..arrays import TORCH_DTYPES, ArrayView
 from ..options import WITH_GRADIENT
 from ..public_names import public_name
@@ -37,10 +37,13 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         name = public_name(name)
+        detached = f"{name}.detach(), or a call inside torch.no_grad()"
+        if x.element_size() == 1:
+            raise UnsupportedError(f"{name} requires grad, and float8 has no gradients.", hint=detached)
         recorded = "cupy_flash.torch.attention, which does; or " * (name in (*WITH_GRADIENT, "scale"))
         raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
-            hint=f"{recorded}{name}.detach(), or a call inside torch.no_grad()",
+            hint=f"{recorded}{detached}",
         )
     try:
         pointer, shape, strides = x.data_ptr(), tuple(x.shape), x.stride()
