@@ -1,0 +1,1 @@
+"""The tests of other libraries, run through their names in this one."""
