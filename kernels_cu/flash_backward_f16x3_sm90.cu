@@ -54,7 +54,7 @@ struct Kernel {
     static constexpr bool kAny = false;
     static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-    static constexpr int kSpanOfK = 128, kDOStages = kStages, kPairTiles = 1;
+    static constexpr int kSwizzleOfK = 128, kDOStages = kStages, kPairTiles = 1;
     static constexpr bool kSumsDQ = true, kSpans = false, kSubtracted = false;
 };
 using Block = HopperBackward<Kernel>;

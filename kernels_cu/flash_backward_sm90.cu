@@ -59,7 +59,7 @@ struct Kernel {
     static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
     // why 64 at head dim 192: half of the columns are three blocks then, see DQHalf.
-    static constexpr int kSpanOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
+    static constexpr int kSwizzleOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
     static constexpr int kDOStages = kScarce ? 1 : kStages, kPairTiles = kStages;
     static constexpr bool kSumsDQ = true, kSpans = kMask == Mask::spans;
     // why not: softcap comes between S and LSE, and where registers are scarce there are none for the operand.

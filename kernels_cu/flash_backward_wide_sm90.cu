@@ -43,7 +43,7 @@ static_assert(CF_HEAD_DIM_V == kHeadDim, "one product multiplies K by Q and V by
 struct Kernel {
     using Element = CF_ELEMENT;
     static constexpr bool kAny = ::kAny;
-    static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V, kSpanOfK = 128;
+    static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V, kSwizzleOfK = 128;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
     static constexpr int kDOStages = kStages, kPairTiles = kAny ? 4 : 3;
     // why not subtracted: L2 is the limit, not shared memory.

@@ -52,11 +52,11 @@ template <class T> struct ByRows : Operand {
 
     // From a row of the tile on, a multiple of 8.
     CF_DEVICE explicit ByRows(const T& tile, int first_row = 0)
-        : Operand(matrix_descriptor(smem_addr(tile.data) + first_row * T::kSpan, 0, 8 * T::kSpan, T::kSpan)) {
-    }
+        : Operand(matrix_descriptor(smem_addr(tile.data) + first_row * T::kSwizzle, 0, 8 * T::kSwizzle,
+                                    T::kSwizzle)) {}
     // layout: kDepth columns are 32 bytes within the block, then comes the next block.
     CF_DEVICE uint64_t step(int k) const {
-        constexpr int kPerBlock = T::kSpan / 32;
+        constexpr int kPerBlock = T::kSwizzle / 32;
         return descriptor + (k / kPerBlock * T::kBlockBytes + k % kPerBlock * 32) / 16;
     }
     // A copy whose value the compiler cannot see, so that it derives descriptors from it where they are used.
@@ -83,8 +83,8 @@ template <class T, int kEvery = 1> struct ByColumns : Operand {
     // From a column of the tile on, a multiple of T::kBlockColumns.
     CF_DEVICE explicit ByColumns(const T& tile, int first_column = 0)
         : Operand(matrix_descriptor(smem_addr(tile.data) + first_column / T::kBlockColumns * T::kBlockBytes,
-                                    kEvery * T::kBlockBytes, 8 * T::kSpan, T::kSpan)) {}
-    CF_DEVICE uint64_t step(int k) const { return descriptor + k * (16 * T::kSpan / 16); }
+                                    kEvery * T::kBlockBytes, 8 * T::kSwizzle, T::kSwizzle)) {}
+    CF_DEVICE uint64_t step(int k) const { return descriptor + k * (16 * T::kSwizzle / 16); }
     CF_DEVICE ByColumns of_tile(int index) const {
         ByColumns other = *this;
         other.descriptor = this->template after<int(sizeof(T))>(index);
