@@ -97,20 +97,20 @@ static bool progress() {
     return false;
 }
 
-void leave(Left why) {
-    block.left = why;
+void suspend_block(BlockState state) {
+    block.state = state;
     switch_context(me(), block.launcher);
 }
 
-// Called when nothing in the block can go on. False if no thread waits for another block, or none can run.
-static bool other_blocks_help() {
+// Called when no thread of the block can run. False if none waits for another block, or no other block can run.
+static bool run_other_blocks() {
     Thread *first = block.threads, *end = first + block.total();
-    auto waits = [](const Thread& t) { return t.for_blocks && t.key; };
+    auto waits = [](const Thread& t) { return t.waits_for_block && t.key; };
     if (std::none_of(first, end, waits)) return false;
-    leave(Left::waiting);
-    if (block.left == Left::waiting) return false;
+    suspend_block(BlockState::waiting);
+    if (block.state == BlockState::waiting) return false;
     for (Thread* t = first; t != end; t++)
-        if (waits(*t)) set_ready(*t);    // it looks again
+        if (waits(*t)) set_ready(*t);    // it tests its condition again
     return true;
 }
 
@@ -119,7 +119,7 @@ Thread& next_thread() {
     Block& b = block;
     if (time_is_up()) fail("still running after the time limit of %d s of processor time", time_limit());
     while (!b.warps)
-        if (!progress() && !other_blocks_help()) fail("deadlock: no thread can run and nothing is in flight");
+        if (!progress() && !run_other_blocks()) fail("deadlock: no thread can run and nothing is in flight");
     int warp = b.running->id / 32;
     if (!b.ready[warp]) {
         if (b.policy == Policy::random) {
@@ -152,7 +152,7 @@ void wait(Queue& queue, size_t newest_left, Site site, const char* what) {
     acquire(&queue);    // coarse: also of groups that are still in flight
 }
 
-void give_way() {
+void maybe_preempt() {
     if (block.policy != Policy::random || draw(4)) return;
     Thread& t = me();
     set_ready(t);
@@ -179,7 +179,7 @@ void meet(int lanes, void* args, Site site, const char* name, void (*work)(void*
     work(how, all);
     for (int i = 0; i < lanes; i++)
         if (first + i != t.id) set_ready(block.threads[first + i]);
-    give_way();
+    maybe_preempt();
 }
 
 unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
@@ -208,7 +208,7 @@ void barrier(int id, int count, bool blocks, Site site) {
         b.arrived = 0;
         b.phase++;
         wake(&b);
-        if (block.policy == Policy::random) give_way();
+        if (block.policy == Policy::random) maybe_preempt();
     } else if (blocks) wait(&b, site, "barrier $a of $b", id, count);
     if (blocks) acquire(order);
 }
@@ -327,7 +327,7 @@ SIM_NEVER_RETURNS static void thread_main() {
     if (block.live == 0) {
         if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
         for (int i = 0; i < block.total(); i++) block.threads[i].additions.complete_all();
-        block.left = Left::ended;
+        block.state = BlockState::ended;
         if (block.fibers) block.fibers->taken = false;
         switch_context(t, block.launcher, true);
     }
@@ -363,7 +363,7 @@ void start_thread(Thread& t) {
     t.start(thread_main, t.id);
     t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;
     t.copies.clear(), t.stores.clear(), t.additions.clear(), t.unfenced.clear();
-    t.for_blocks = t.in_cluster_barrier = false;
+    t.waits_for_block = t.in_cluster_barrier = false;
     set_ready(t);
 }
 

@@ -1,7 +1,9 @@
-// One thread block at a time, or the blocks of a cluster together, one fiber per CUDA thread, on one OS
-// thread; blocks that wait for others step aside, see semaphore.h. What the primitives build on.
-// why inline functions of these headers use few templates: each is instantiated in every kernel anew, used or not.
-// The .cpp files are compiled once, into the library that every simulated kernel links with.
+// What the primitives build on: the state of the running block, and the functions by which its threads wait.
+//
+// One thread block runs at a time, or the blocks of a cluster together, with one fiber per CUDA thread, on one OS thread.
+// A block that waits for others is suspended, see semaphore.h.
+// The .cpp files are compiled once, into the library that every simulated kernel links with. why few templates in these
+// headers: each is instantiated anew in every kernel, used or not.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -34,9 +36,10 @@ struct Call : Site {
 #define SIM_SITE const sim::Call& site = {{__builtin_FILE(), __builtin_LINE()}, {}}
 
 // When asynchronous operations take effect, and how far one warp may run ahead of another.
-//   late:   only when no thread can run, and then only what a blocked thread waits for; the lowest warp runs
-//   until it blocks early:  at issue; the highest warp runs first
-//   random: each operation early or late by coin, warps and preemption at random
+//   late:   only when no thread can run, and then only what a blocked thread waits for; the lowest warp runs until it
+//           blocks
+//   early:  at issue; the highest warp runs first
+//   random: each operation early or late by a coin; warps and preemption at random
 enum class Policy { early, late, random };
 
 // An asynchronous copy or matrix product between its issue and its completion.
@@ -76,7 +79,7 @@ struct Thread : Context {
     void* agent = nullptr;              // ThreadSanitizer's fiber of its asynchronous copies
     Queue copies, stores;               // cp.async; bulk stores
     Queue additions;                    // bulk reductions that have read shared memory and not yet added
-    bool for_blocks = false;            // it waits for what another block does
+    bool waits_for_block = false;       // its wait is for what another block does
     bool in_cluster_barrier = false;    // it has arrived and not yet waited
     unsigned cluster_phase = 0;         // in which it has
     std::vector<uint32_t>
@@ -94,8 +97,8 @@ struct Meeting {
     const char* name = nullptr;
     Site site{};
 };
-enum class Left { ended, passing, waiting };    // waiting: for another block
-struct Group {                                  // of four warps
+enum class BlockState { ended, ready, waiting };    // when it is not running; waiting: for another block
+struct Group {                                      // of four warps
     Meeting meeting;
     Queue products;           // wgmma
     bool fenced = false;      // its registers are ordered before its next product
@@ -133,7 +136,7 @@ struct Block {
     std::vector<void*> unfenced_barriers;    // mbarriers, until mbar_init_fence
     int votes[kMostRanks][2] = {};           // of this and of the next __syncthreads_count
     uint3 index = {};                        // blockIdx of the first block
-    Left left = Left::ended;                 // why it gave way to the launcher
+    BlockState state = BlockState::ended;    // when it returned to the launcher
     Context launcher;
     struct Fibers* fibers = nullptr;    // ThreadSanitizer's; null: each thread has its own
     Thread* running = nullptr;
@@ -151,8 +154,8 @@ SIM_API uint32_t draw(uint32_t n);    // a random number below n
 SIM_API void wake(const void* key);
 SIM_API void wait(const void* key, Site site, const char* what, int a = 0, int b = 0);
 SIM_API void wait(Queue& queue, size_t newest_left, Site site, const char* what);
-SIM_API void give_way();         // lets other warps go first now and then
-SIM_API void leave(Left why);    // lets other blocks run, and comes back
+SIM_API void maybe_preempt();                    // under `random` runs another warp now and then
+SIM_API void suspend_block(BlockState state);    // lets other blocks run; returns when this one is resumed
 SIM_API void set_ready(Thread& t);
 SIM_API void barrier(int id, int count, bool blocks, Site site);
 SIM_API void cluster_arrive(Site site);

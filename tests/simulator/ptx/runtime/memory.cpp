@@ -74,7 +74,7 @@ template <class T> T atomic_add(Space space, u64 address, T x, Site site) {
     T* p = atomic_at<T>(space, address, site);
     const T before = atomicAdd(p, x);
     // why: prim/semaphore.cuh takes the numbers of blocks so
-    if (std::is_same_v<T, u32> && !in_shared(p)) sim::let_blocks_pass();
+    if (std::is_same_v<T, u32> && !in_shared(p)) sim::maybe_yield_block();
     return before;
 }
 template <class T> T atomic_max(Space space, u64 address, T x, Site site) {
@@ -101,9 +101,9 @@ template double atomic_add<double>(Space, u64, double, Site);
 void release_turn(u64 address, Site site) { sim::semaphore_release(reinterpret_cast<u32*>(address), place(site)); }
 void poll(Site site) {
     sim::Thread& t = sim::me();
-    t.for_blocks = true;
+    t.waits_for_block = true;
     sim::wait(&t, place(site), "polling what another block writes");
-    t.for_blocks = false;
+    t.waits_for_block = false;
 }
 
 // ---- cp.async
