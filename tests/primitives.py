@@ -476,21 +476,6 @@ def test_bulk_copies(machine: Machine) -> None:
     np.testing.assert_array_equal(linear[128:], np.arange(64))
 
 
-# ---- clusters
-
-
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_clusters(machine: Machine, steps: int) -> None:
-    """Both blocks of each cluster see all of every tile, of which each has loaded half for both."""
-    clusters, rows = 3, 16 * steps
-    x = aligned((clusters, rows, 32), np.float32)
-    x[...] = np.random.default_rng(steps).standard_normal(x.shape)
-    out = aligned((2 * clusters, rows, 32), np.float32, np.nan)
-    described = Map(x, "float32", (32, rows, clusters, 1), (128, 128 * rows, x.nbytes), (32, 8, 1, 1), 0)
-    machine.launch("clusters", 128, 5120, 2 * clusters, map=described, out=out, steps=steps)
-    np.testing.assert_array_equal(out, np.repeat(x, 2, 0))
-
-
 # ---- blocks that take turns
 
 

@@ -19,8 +19,6 @@
 //   prim/bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait
 //               fence_proxy_async fence_proxy_async_global | tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>, which serve the bulk_ stores too
-//   prim/cluster cluster_rank cluster_arrive cluster_wait cluster_addr mbar_arrive_cluster
-//               mbar_wait_cluster tma_load_multicast
 //   prim/semaphore take_ticket semaphore_wait semaphore_release
 //   prim/wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_fence_operand
 //               wgmma_m64k16<T, ...> wgmma_m64k8_tf32 wgmma_m64k32_e4m3
@@ -46,7 +44,6 @@ CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int
 #include "prim/warp.cuh"
 #include "prim/copy.cuh"
 #include "prim/bulk.cuh"
-#include "prim/cluster.cuh"
 #include "prim/semaphore.cuh"
 #include "prim/wgmma.cuh"
 #else

@@ -12,7 +12,7 @@ namespace sim {
 constexpr size_t kStackBytes = 256 * 1024;
 
 Block block;
-alignas(4096) unsigned char shared[kMostRanks * kWindow];
+alignas(4096) unsigned char shared[kSharedBytes];
 static uint64_t seed = 1;
 
 void set_seed(uint64_t s) { seed = s * 0x9e3779b97f4a7c15ull + 1; }
@@ -51,9 +51,8 @@ void set_ready(Thread& t) {
 }
 
 void show_thread(int id) {
-    auto x = unsigned(id % block.size);
+    auto x = unsigned(id);
     blockIdx = block.index;
-    blockIdx.x += unsigned(id / block.size);
     threadIdx = {x % blockDim.x, x / blockDim.x % blockDim.y, x / blockDim.x / blockDim.y};
 }
 
@@ -66,7 +65,7 @@ SIM_NEVER_RETURNS static void resume(Thread& next, bool last = false) {
 }
 
 void wake(const void* key) {
-    for (int i = 0; i < block.total(); i++)
+    for (int i = 0; i < block.size; i++)
         if (block.threads[i].key == key) set_ready(block.threads[i]);
 }
 
@@ -79,7 +78,7 @@ static void complete_in_flight(size_t index) {
 // Called when no thread can run: completes something that a thread waits for, so that every operation is as
 // late as it can be. False when that helps nobody.
 static bool progress() {
-    int n = block.total(), start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
+    int n = block.size, start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
     for (int i = 0; i < n; i++) {
         Thread& t = block.threads[(start + i) % n];
         if (t.done || !t.key) continue;
@@ -104,7 +103,7 @@ void suspend_block(BlockState state) {
 
 // Called when no thread of the block can run. False if none waits for another block, or no other block can run.
 static bool run_other_blocks() {
-    Thread *first = block.threads, *end = first + block.total();
+    Thread *first = block.threads, *end = first + block.size;
     auto waits = [](const Thread& t) { return t.waits_for_block && t.key; };
     if (std::none_of(first, end, waits)) return false;
     suspend_block(BlockState::waiting);
@@ -183,18 +182,17 @@ void meet(int lanes, void* args, Site site, const char* name, void (*work)(void*
 }
 
 unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
-    if (addr >> 24) fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
     if (addr % align)
         fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
     if (addr + bytes > block.shared_bytes)
         fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes,
              site.file, site.line);
-    return my_shared() + addr;
+    return shared + addr;
 }
 
 void barrier(int id, int count, bool blocks, Site site) {
     if (id < 0 || id > 15) fail("barrier %d at %s:%d: there are 16", id, site.file, site.line);
-    Barrier& b = block.barriers[me().rank][id];
+    Barrier& b = block.barriers[id];
     if (count <= 0 || count > block.size || (count % 32 && count != block.size))
         fail("barrier %d of %d threads at %s:%d", id, count, site.file, site.line);
     if (b.arrived && b.expected != count)
@@ -211,52 +209,6 @@ void barrier(int id, int count, bool blocks, Site site) {
         if (block.policy == Policy::random) maybe_preempt();
     } else if (blocks) wait(&b, site, "barrier $a of $b", id, count);
     if (blocks) acquire(order);
-}
-
-// ---- clusters
-
-void check_alive(int rank, Site site) {
-    if (!block.alive[rank])
-        fail("%s:%d reaches into block %d of the cluster, which has exited", site.file, site.line, rank);
-}
-unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site) {
-    const int rank = addr >> 24 ? int(addr >> 24) - 1 : me().rank;
-    if (rank >= block.ranks)
-        fail("block %d of a cluster of %d at %s:%d", rank, block.ranks, site.file, site.line);
-    check_alive(rank, site);
-    auto* here = at(addr & 0xffffff, bytes, align, site);
-    return here - my_shared() + (shared + size_t(rank) * kWindow);
-}
-
-static void end_cluster_phase_if_complete() {
-    Barrier& b = block.cluster;
-    if (!b.arrived || b.arrived < block.live) return;
-    b.arrived = 0;
-    b.phase++;
-    wake(&b);
-}
-void cluster_arrive(Site site) {
-    Nothing none;
-    collective<32>(none, site, "barrier.cluster.arrive", [](auto&) {});
-    Thread& t = me();
-    if (t.in_cluster_barrier)
-        fail("barrier.cluster.arrive at %s:%d without a wait since the last", site.file, site.line);
-    Barrier& b = block.cluster;
-    t.in_cluster_barrier = true;
-    t.cluster_phase = b.phase;
-    release(&b.order[b.phase & 1]);
-    b.arrived++;
-    end_cluster_phase_if_complete();
-}
-void cluster_wait(Site site) {
-    Nothing none;
-    collective<32>(none, site, "barrier.cluster.wait", [](auto&) {});
-    Thread& t = me();
-    if (!t.in_cluster_barrier) fail("barrier.cluster.wait at %s:%d without an arrive", site.file, site.line);
-    Barrier& b = block.cluster;
-    while (b.phase == t.cluster_phase) wait(&b, site, "barrier.cluster");
-    t.in_cluster_barrier = false;
-    acquire(&b.order[t.cluster_phase & 1]);
 }
 
 // ---- the life of a thread
@@ -319,14 +271,11 @@ SIM_NEVER_RETURNS static void thread_main() {
     if (!t.copies.idle()) fail("exits with cp.async in flight");
     if (!t.stores.idle())
         fail("exits with bulk stores in flight: shared memory may be gone before they read it");
-    if (t.in_cluster_barrier) fail("exits between barrier.cluster.arrive and barrier.cluster.wait");
     t.done = true;
-    block.alive[t.rank]--;
     block.live--;
-    end_cluster_phase_if_complete();    // why: exited threads are not waited for
     if (block.live == 0) {
         if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
-        for (int i = 0; i < block.total(); i++) block.threads[i].additions.complete_all();
+        for (int i = 0; i < block.size; i++) block.threads[i].additions.complete_all();
         block.state = BlockState::ended;
         if (block.fibers) block.fibers->taken = false;
         switch_context(t, block.launcher, true);
@@ -348,7 +297,7 @@ void start_launch() {
 
 void take_fibers() {
 #if defined(__SANITIZE_THREAD__)
-    block.fibers = free_set(size_t(block.total()));
+    block.fibers = free_set(size_t(block.size));
     if (block.fibers) block.fibers->taken = true;
 #endif
 }
@@ -363,7 +312,7 @@ void start_thread(Thread& t) {
     t.start(thread_main, t.id);
     t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;
     t.copies.clear(), t.stores.clear(), t.additions.clear(), t.unfenced.clear();
-    t.waits_for_block = t.in_cluster_barrier = false;
+    t.waits_for_block = false;
     set_ready(t);
 }
 

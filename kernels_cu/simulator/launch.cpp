@@ -9,51 +9,41 @@
 
 namespace sim {
 
-// Fills the shared memory of the blocks of a cluster, `bytes` each, with NaN.
-static void poison_shared(size_t bytes, int ranks) {
+// Fills the shared memory of a block with NaN.
+static void poison_shared(size_t bytes) {
 #if defined(__SANITIZE_THREAD__)
-    mmap(shared, kMostRanks * kWindow, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
-         0);
+    mmap(shared, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #endif
-    for (int rank = 0; rank < ranks; rank++) {
-        unsigned char* window = shared + size_t(rank) * kWindow;
 #if defined(__SANITIZE_ADDRESS__)
-        ASAN_UNPOISON_MEMORY_REGION(window, bytes);
-        ASAN_POISON_MEMORY_REGION(window + bytes, kWindow - bytes);
+    ASAN_UNPOISON_MEMORY_REGION(shared, bytes);
+    ASAN_POISON_MEMORY_REGION(shared + bytes, kSharedBytes - bytes);
 #endif
-        memset(window, 0xff, bytes);    // NaN in every format
-    }
+    memset(shared, 0xff, bytes);    // NaN in every format
 }
 
-static void start_block(uint3 index, size_t shared_bytes, int ranks) {
+static void start_block(uint3 index, size_t shared_bytes) {
     Block& b = block;
     blockIdx = b.index = index;
     b.size = int(blockDim.x * blockDim.y * blockDim.z);
-    b.ranks = ranks;
-    b.live = b.total();
-    for (int& threads : b.alive) threads = b.size;
+    b.live = b.size;
     b.shared_bytes = shared_bytes;
-    poison_shared(shared_bytes, ranks);
+    poison_shared(shared_bytes);
     memset(b.ready, 0, sizeof b.ready);
     b.warps = 0;
-    for (auto& of_block : b.barriers)
-        for (auto& x : of_block) x = {};
-    b.cluster = {};
+    for (auto& x : b.barriers) x = {};
     for (auto& x : b.meetings) x = {};
     for (auto& x : b.groups) x.meeting = {}, x.products.clear(), x.fenced = false;
     b.in_flight.clear();
     b.shadows = std::make_unique<Shadows>();
-    for (int rank = 0; rank < ranks; rank++)
-        memset(b.dirty + size_t(rank) * kWindow / 16, 0, (shared_bytes + 15) / 16 * sizeof b.dirty[0]);
+    memset(b.dirty, 0, (shared_bytes + 15) / 16 * sizeof b.dirty[0]);
     b.unfenced_barriers.clear();
     take_fibers();
-    for (int i = 0; i < b.total(); i++) {
+    for (int i = 0; i < b.size; i++) {
         b.threads[i].id = i;
-        b.threads[i].rank = i / b.size;
         start_thread(b.threads[i]);
     }
     Thread start;    // stands for the launcher until the first thread runs
-    start.id = b.policy == Policy::early ? b.total() - 1 : 0;
+    start.id = b.policy == Policy::early ? b.size - 1 : 0;
     b.running = &start;
     b.running = &next_thread();
 }
@@ -107,16 +97,9 @@ struct SuspendedBlock {
         other.policy = b.policy, other.counting = b.counting, other.body = b.body, other.params = b.params;
         turns_seen = turns_ended;
         std::swap(reinterpret_cast<Bytes&>(block), reinterpret_cast<Bytes&>(other));
-        // why only what is used: the memory between the windows of a cluster is poisoned.
-        std::vector<unsigned char> before;
-        for (int rank = 0; rank < other.ranks; rank++) {
-            const unsigned char* window = shared + size_t(rank) * kWindow;
-            before.insert(before.end(), window, window + other.shared_bytes);
-        }
-        poison_shared(b.shared_bytes, b.ranks);
-        for (size_t rank = 0; rank * b.shared_bytes < shared_memory.size(); rank++)
-            std::copy_n(shared_memory.begin() + std::ptrdiff_t(rank * b.shared_bytes), b.shared_bytes,
-                        shared + rank * kWindow);
+        std::vector<unsigned char> before(shared, shared + other.shared_bytes);
+        poison_shared(b.shared_bytes);
+        std::copy(shared_memory.begin(), shared_memory.end(), shared);
         shared_memory = std::move(before);
     }
 
@@ -164,7 +147,7 @@ class ResidentBlocks {
 }    // namespace
 
 static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,
-                       uint64_t max_threads, int ranks) {
+                       uint64_t max_threads) {
     char text[200] = "";
     uint64_t n = uint64_t(threads[0]) * threads[1] * threads[2];
     if (!grid[0] || !grid[1] || !grid[2] || grid[0] > 0x7fffffff || grid[1] > 65535 || grid[2] > 65535)
@@ -174,10 +157,6 @@ static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64
         snprintf(text, sizeof text,
                  "a block of %u x %u x %u threads cannot be launched; the kernel takes up to %llu\n",
                  threads[0], threads[1], threads[2], (unsigned long long)max_threads);
-    else if (grid[0] % uint32_t(ranks) || n * uint64_t(ranks) > uint64_t(kMaxThreads) ||
-             (ranks > 1 && n % 128))
-        snprintf(text, sizeof text, "a grid of %u blocks of %llu threads has no clusters of %d\n", grid[0],
-                 (unsigned long long)n, ranks);
     else if (shared_bytes > kSharedCapacity)
         snprintf(text, sizeof text, "%llu bytes of shared memory are more than the %zu of a block\n",
                  (unsigned long long)shared_bytes, kSharedCapacity);
@@ -186,12 +165,12 @@ static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64
 }
 
 int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t threads[3],
-           uint64_t shared_bytes, const void* params, uint64_t max_threads, int ranks) {
+           uint64_t shared_bytes, const void* params, uint64_t max_threads) {
     IgnoreAccesses ignoring;
     Block& b = block;
     clear_report();
     start_launch();
-    if (!acceptable(grid, threads, shared_bytes, max_threads, ranks)) return 0;
+    if (!acceptable(grid, threads, shared_bytes, max_threads)) return 0;
     b.body = body;
     b.params = params;
     gridDim = {grid[0], grid[1], grid[2]};
@@ -206,8 +185,8 @@ int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t thr
         if (resident.none() || !resident.resume(may_start)) {
             const uint64_t row = next / grid[0];
             start_block({uint32_t(next % grid[0]), uint32_t(row % grid[1]), uint32_t(row / grid[1])},
-                        shared_bytes, ranks);
-            next += uint64_t(ranks);
+                        shared_bytes);
+            next++;
         }
         run_block();
         if (b.failed) return 0;

@@ -100,10 +100,6 @@ CF_DEVICE void hopper(const Params& p, SharedStorage& s, uint32_t a) {
         tma_load(s.words, p.map, s.bar, 0, 1, 2, 3, 4);
         bulk_load(s.words, p.x, 64, s.bar);
     }
-    cluster_arrive();
-    cluster_wait();
-    if (elect_one()) mbar_arrive_cluster(cluster_addr(&s.bar, cluster_rank()));
-    mbar_wait_cluster(s.bar, 0);
     mbar_wait(s.bar, 0);
     mbar_wait(s.bar, 1);
     double d[4] = {};
@@ -136,8 +132,6 @@ CF_DEVICE void warpgroup(const Params& p, SharedStorage& s) {
     const uint64_t t = matrix_descriptor(smem_addr(s.words), 0, 1024);
     const uint32_t r[4] = {1, 2, 3, threadIdx.x};
     float d[PROBE_N / 2];
-    // why here: ptxas advises against it without the a of sm_90a.
-    if (elect_one()) tma_load_multicast(s.words, p.map, s.bar, 1, 0, 1, 2, 3);
     wgmma_fence_operand(d);
     wgmma_fence();
     wgmma_m64k16<__half, false, false>(d, t, t, false);

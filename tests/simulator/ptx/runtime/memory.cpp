@@ -22,7 +22,7 @@ unsigned char* memory_at(Space space, u64 address, size_t bytes, Site site) {
 }
 void count(const unsigned char* p, size_t bytes, sim::Access shared, sim::Access global, Site site) {
     const bool inside = in_shared(p);
-    sim::count_access(inside ? shared : global, inside ? u64(p - sim::my_shared()) : u64(p), int(bytes),
+    sim::count_access(inside ? shared : global, inside ? u64(p - sim::shared) : u64(p), int(bytes),
                       place(site));
 }
 void written(unsigned char* p, size_t bytes) {
@@ -60,8 +60,8 @@ FOR_VECTORS(u64)
 #undef FOR_VECTORS
 #undef FOR
 
-u64 generic_of_shared(u64 offset) { return u64(sim::my_shared()) + offset; }
-u64 shared_of_generic(u64 address) { return address - u64(sim::my_shared()); }
+u64 generic_of_shared(u64 offset) { return u64(sim::shared) + offset; }
+u64 shared_of_generic(u64 address) { return address - u64(sim::shared); }
 
 // ---- atomics
 
@@ -109,7 +109,7 @@ void poll(Site site) {
 // ---- cp.async
 
 void copy_async(u64 to, u64 from, int bytes, int wanted, Site site) {
-    const u32 dst = u32(shared_at(to, size_t(bytes), size_t(bytes), site) - sim::my_shared());
+    const u32 dst = u32(shared_at(to, size_t(bytes), size_t(bytes), site) - sim::shared);
     const void* src = reinterpret_cast<const void*>(from);
     sim::cp_async(dst, src, bytes, wanted, place(site));
 }
