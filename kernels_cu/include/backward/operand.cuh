@@ -132,8 +132,9 @@ struct NoWork {
 // order, so that work overlaps with products if it stands between them; but it takes registers.
 template <class Math, int kSteps, int kM, int kN, class A, class B, class Interleaved>
 CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, Interleaved interleaved) {
-    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = smaller(kBlocks, kSame<Interleaved, NoWork> ? 2 : 1);
-    const auto load_b = [&](uint32_t(&r)[4], int i) {
+    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs,
+                  kAhead = smaller(kBlocks, kSame<Interleaved, NoWork> ? 2 : 1);
+    const auto load_b = [&](uint32_t (&r)[4], int i) {
         b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN);
     };
     uint32_t a_blocks[kSteps][kM][4], b_blocks[kBlocks][4];
@@ -207,7 +208,8 @@ struct AccumulatorWriter {
     // the writer's.
     CF_DEVICE void store(float left, float right, int m, int n, int half, uint32_t bytes) const {
         const int chunk = n * kChunkStep;
-        const uint32_t to = (lane_address ^ (chunk % T::kSwizzledChunks * 16)) + (16 * m + 8 * half) * T::kPitch + bytes +
+        const uint32_t to = (lane_address ^ (chunk % T::kSwizzledChunks * 16)) +
+                            (16 * m + 8 * half) * T::kPitch + bytes +
                             chunk / T::kSwizzledChunks * T::kSwizzledChunks * 16;
         if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
         else st_shared(to, pack<Element>(left, right));

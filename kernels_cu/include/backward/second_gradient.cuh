@@ -33,7 +33,8 @@ struct SecondGradient {
         float x[1][1][4] = {{{s[0], s[1], s[2], s[3]}}}, slope[4], curvature[4];
         score.apply_softcap(x);
         CF_UNROLL
-        for (int e = 0; e < 4; e++) slope[e] = score.head.softcap_slope(x[0][0][e]), curvature[e] = curve * x[0][0][e];
+        for (int e = 0; e < 4; e++)
+            slope[e] = score.head.softcap_slope(x[0][0][e]), curvature[e] = curve * x[0][0][e];
         score.add_alibi(x, at);
         if (!whole) mask_band(x, at, band);
         CF_UNROLL

@@ -63,8 +63,8 @@ template <int kN> CF_DEVICE void store_for_codes(uint32_t row, const float (&d)[
         CF_UNROLL
         for (int i = 0; i < 2; i++) {
             const int e = 2 * half + i, feature = segment * kSegment + threadIdx.x % 4 * 8 + 4 * i;
-            st_shared(row + 4 * feature, float4{d[4 * segment][e], d[4 * segment + 1][e], d[4 * segment + 2][e],
-                                                d[4 * segment + 3][e]});
+            st_shared(row + 4 * feature, float4{d[4 * segment][e], d[4 * segment + 1][e],
+                                                d[4 * segment + 2][e], d[4 * segment + 3][e]});
         }
     }
 }
@@ -98,8 +98,8 @@ CF_DEVICE void softmax_rescale_o(Tiles& tiles, Softmax& softmax, float (&rS)[1][
 
 // Integers: code 0 is the lowest feature of a group, 15 the highest, by scale and zero as they are stored.
 template <class Acc, class Feature>
-CF_DEVICE void store_integers(uint8_t* codes, int64_t column, const Units& units, int64_t first, int32_t columns,
-                              Feature at) {
+CF_DEVICE void store_integers(uint8_t* codes, int64_t column, const Units& units, int64_t first,
+                              int32_t columns, Feature at) {
     const int32_t lane = threadIdx.x % 32;
     const int32_t group = 1 << units.group_bits;
     for (int32_t begin = 0; begin < columns; begin += group) {
@@ -157,8 +157,8 @@ CF_DEVICE void store_e2m1(uint8_t* codes, int64_t column, const Units& units, in
 template <Stored kStored, class Acc, class Feature>
 CF_DEVICE void store_codes(const Tensor& cache, const Units& units, int32_t slot, int32_t head, int32_t row,
                            int32_t columns, Feature at) {
-    uint8_t* codes = static_cast<uint8_t*>(cache.data) + slot * cache.batch + head * cache.head +
-                     row * cache.row;
+    uint8_t* codes =
+        static_cast<uint8_t*>(cache.data) + slot * cache.batch + head * cache.head + row * cache.row;
     const int64_t first = slot * units.slot + head * units.head + row * units.row;
     if constexpr (kStored == Stored::nvfp4) store_e2m1<Acc>(codes, cache.column, units, first, columns, at);
     else store_integers<Acc>(codes, cache.column, units, first, columns, at);

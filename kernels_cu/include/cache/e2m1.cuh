@@ -119,7 +119,8 @@ template <class Math, class Codes> struct E2m1Tiles {
                 uint32_t value[2][4];
                 CF_UNROLL
                 for (int n = 0; n < 2; n++) {
-                    const auto of = Pairs::of_key(ld_shared<uint32_t>(unit + segment * 4 * kStepKeys + n * 32));
+                    const auto of =
+                        Pairs::of_key(ld_shared<uint32_t>(unit + segment * 4 * kStepKeys + n * 32));
                     CF_UNROLL
                     for (int j = 0; j < 4; j++) value[n][j] = of.at(words[2 * n + i], j);
                 }
@@ -155,7 +156,8 @@ template <class Math, class Codes> struct E2m1Tiles {
                 uint32_t value[2][4];
                 CF_UNROLL
                 for (int half = 0; half < 2; half++) {
-                    const auto of = Pairs::of_keys(ld_shared<uint2>(unit + segment * 4 * kStepKeys + half * 32));
+                    const auto of =
+                        Pairs::of_keys(ld_shared<uint2>(unit + segment * 4 * kStepKeys + half * 32));
                     CF_UNROLL
                     for (int j = 0; j < 4; j++) value[half][j] = of.at(words[2 * i + half], j);
                 }

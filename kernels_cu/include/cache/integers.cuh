@@ -70,7 +70,7 @@ CF_DEVICE typename Math::Fragment sums_of_segments(RowsA a) {
     typename Math::Fragment f;
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
-        const float(&x)[2] = sums[half];
+        const float (&x)[2] = sums[half];
         const float upper[2] = {widen(narrow<__half>(x[0])), widen(narrow<__half>(x[1]))};
         f.part[0][half] = pack<__half>(upper[0], upper[1]);
         f.part[0][2 + half] = pack<__half>(x[0] - upper[0], x[1] - upper[1]);
@@ -100,7 +100,7 @@ template <bool kOfKeys, int kSegments> struct IntegerUnits {
     int64_t first;    // address of the first scale of this lane in row 0 of slot 0
     uint32_t scale[kPairs][2] = {}, zero[kPairs][2] = {};
     int32_t first_step_without_factor = 0x7fffffff;    // of scales of V
-    uint32_t scale_place, zero_place;    // of this lane, in the units of a step
+    uint32_t scale_place, zero_place;                  // of this lane, in the units of a step
 
     CF_DEVICE IntegerUnits(const Units& units, int32_t head, int32_t columns) {
         scale_place = opaque(place_of_scale(threadIdx.x)), zero_place = opaque(place_of_zero(threadIdx.x));
@@ -108,10 +108,13 @@ template <bool kOfKeys, int kSegments> struct IntegerUnits {
     }
     CF_DEVICE static uint32_t place_of_scale(uint32_t thread) {
         const uint32_t segment = thread % 32 / 8, pair = thread % 8;
-        return kOfKeys ? segment / 2 * 128 + pair * 16 + segment % 2 * 8
-                       : segment / kPerLoad * (32 * kPerLoad) + pair * (4 * kPerLoad) + segment % kPerLoad * 4;
+        return kOfKeys
+                   ? segment / 2 * 128 + pair * 16 + segment % 2 * 8
+                   : segment / kPerLoad * (32 * kPerLoad) + pair * (4 * kPerLoad) + segment % kPerLoad * 4;
     }
-    CF_DEVICE static uint32_t place_of_zero(uint32_t thread) { return kScaleBytes + thread % 32 / 8 * 32 + thread % 8 * 4; }
+    CF_DEVICE static uint32_t place_of_zero(uint32_t thread) {
+        return kScaleBytes + thread % 32 / 8 * 32 + thread % 8 * 4;
+    }
     CF_DEVICE static int64_t of_segment(const Units& units, int32_t head, int32_t columns, int i) {
         const int32_t feature = (static_cast<int32_t>(threadIdx.x) % 32 / 8 + 4 * i) * kSegment;
         return reinterpret_cast<int64_t>(units.scale) +
@@ -121,7 +124,8 @@ template <bool kOfKeys, int kSegments> struct IntegerUnits {
                         int32_t columns) {
         const int32_t own = row + static_cast<int32_t>(threadIdx.x) % 8 * 2, last = row + rows - 1;
         const int32_t row_bytes = static_cast<int32_t>(2 * units.row);
-        const int64_t to_zero = reinterpret_cast<int64_t>(units.zero) - reinterpret_cast<int64_t>(units.scale);
+        const int64_t to_zero =
+            reinterpret_cast<int64_t>(units.zero) - reinterpret_cast<int64_t>(units.scale);
         CF_UNROLL
         for (int i = 0; i < kPairs; i++) {
             const int64_t at = (kAddressesInRegisters ? first : of_segment(units, head, columns, i)) +
@@ -139,14 +143,17 @@ template <bool kOfKeys, int kSegments> struct IntegerUnits {
     // Of step `step`.
     CF_DEVICE void store(uint32_t to, int32_t step) {
         const int32_t lane = threadIdx.x % 32;
-        const uint32_t at_scale = to + (kAddressesInRegisters ? scale_place : place_of_scale(opaque(threadIdx.x)));
-        const uint32_t at_zero = to + (kAddressesInRegisters ? zero_place : place_of_zero(opaque(threadIdx.x)));
+        const uint32_t at_scale =
+            to + (kAddressesInRegisters ? scale_place : place_of_scale(opaque(threadIdx.x)));
+        const uint32_t at_zero =
+            to + (kAddressesInRegisters ? zero_place : place_of_zero(opaque(threadIdx.x)));
         CF_UNROLL
         for (int i = 0; i < kPairs; i++) {
             const uint32_t scales = permute_bytes(scale[i][0], scale[i][1], 0x5410);
             if constexpr (!kOfKeys) {
                 // why the bit: it is set in 2 and in all that is above, infinity and NaN too.
-                if (__any_sync(0xffffffffu, scales & 0x40004000u)) first_step_without_factor = smaller(first_step_without_factor, step);
+                if (__any_sync(0xffffffffu, scales & 0x40004000u))
+                    first_step_without_factor = smaller(first_step_without_factor, step);
             }
         }
         CF_UNROLL
@@ -161,7 +168,9 @@ template <bool kOfKeys, int kSegments> struct IntegerUnits {
                 st_shared(at_scale + i * 256,
                           float2{wide.x * (kPerCode * 0x1p-5f), wide.y * (kPerCode * 0x1p-5f)});
             } else {
-                const uint32_t power = step < first_step_without_factor ? 0x78007800u : 0x3c003c00u;    // two of kScaleFactor, or of 1
+                const uint32_t power = step < first_step_without_factor
+                                           ? 0x78007800u
+                                           : 0x3c003c00u;    // two of kScaleFactor, or of 1
                 const __half2 raised = __hmul2(both, reinterpret_cast<const __half2&>(power));
                 st_shared(at_scale + i * 128, reinterpret_cast<const uint32_t&>(raised));
             }
@@ -183,15 +192,16 @@ template <class Math, class Codes> struct IntegerTiles {
     BlockReader<Codes, Order::chunks_first> keys;
     BlockReader<Codes, Order::rows_first> values;
     uint32_t key_zeros, value_zeros;
-    Fragment sums;                  // of segments of Q
-    float zero_sums[4] = {};        // of weights and zeros: column G is segment G
+    Fragment sums;              // of segments of Q
+    float zero_sums[4] = {};    // of weights and zeros: column G is segment G
     // Both wait in shared memory where registers are scarce: of each lane 16 bytes, and 512 further 16 more.
     enum : int { kKeptBytes = kAddressesInRegisters ? 0 : 1024 };
     uint32_t kept;
 
     // kept_address: kKeptBytes of the warp.
     template <class RowsA> CF_DEVICE IntegerTiles(RowsA q, uint32_t kept_address) : keys(0), values(0) {
-        key_zeros = opaque(place_of_key_zeros(threadIdx.x)), value_zeros = opaque(place_of_value_zeros(threadIdx.x));
+        key_zeros = opaque(place_of_key_zeros(threadIdx.x)),
+        value_zeros = opaque(place_of_value_zeros(threadIdx.x));
         sums = sums_of_segments<Math, kSegments>(q);
         kept = kept_address + threadIdx.x % 32 * 16;
         if constexpr (!kAddressesInRegisters) st_shared(kept, reinterpret_cast<const uint4&>(sums));
@@ -205,7 +215,8 @@ template <class Math, class Codes> struct IntegerTiles {
         // Zeros of segments 2t and 2t + 1 of key g, twice, for both halves of sums; then of key 8 + g. Columns of sums
         // without a segment are 0.
         uint32_t zeros[4];
-        ldmatrix_x4_trans(zeros, units + (kAddressesInRegisters ? key_zeros : place_of_key_zeros(opaque(threadIdx.x))));
+        ldmatrix_x4_trans(
+            zeros, units + (kAddressesInRegisters ? key_zeros : place_of_key_zeros(opaque(threadIdx.x))));
         const Fragment of_zeros = Math::prepare(zeros);
         Fragment of_sums = sums;
         if constexpr (!kAddressesInRegisters) reinterpret_cast<uint4&>(of_sums) = ld_shared<uint4>(kept);
@@ -252,7 +263,8 @@ template <class Math, class Codes> struct IntegerTiles {
         const int t = threadIdx.x % 4;
         const auto b = tile_at(values, codes);
         const auto weights = Math::from_accumulator(a[0], 0);
-        const uint32_t first = units + (kAddressesInRegisters ? value_zeros : place_of_value_zeros(opaque(threadIdx.x)));
+        const uint32_t first =
+            units + (kAddressesInRegisters ? value_zeros : place_of_value_zeros(opaque(threadIdx.x)));
         const uint32_t second = kSegments == 8 ? first ^ 16 : first + 16;
         const Fragment of_zeros = {{{ld_shared<uint32_t>(first), ld_shared<uint32_t>(second), 0, 0}}};
         get_zero_sums();
@@ -275,8 +287,9 @@ template <class Math, class Codes> struct IntegerTiles {
                 Fragment a_step;
                 CF_UNROLL
                 for (int r = 0; r < 4; r++) {
-                    const __half2 value = __hmul2(reinterpret_cast<const __half2&>(weights.part[0][r]),
-                                                  reinterpret_cast<const __half2&>(scales[r / 2][segment % kPerLoad]));
+                    const __half2 value =
+                        __hmul2(reinterpret_cast<const __half2&>(weights.part[0][r]),
+                                reinterpret_cast<const __half2&>(scales[r / 2][segment % kPerLoad]));
                     a_step.part[0][r] = reinterpret_cast<const uint32_t&>(value);
                 }
                 CF_UNROLL
@@ -291,7 +304,9 @@ template <class Math, class Codes> struct IntegerTiles {
     // Turns columns of features into O by adding the sums of zeros.
     template <int kN> CF_DEVICE void finalize(float (&d)[1][kN][4], const ValueUnits& of, int32_t steps) {
         get_zero_sums();
-        const float unit = of.first_step_without_factor < steps ? kPerCode : kPerCode / kScaleFactor;    // of a product of scale and code
+        const float unit = of.first_step_without_factor < steps
+                               ? kPerCode
+                               : kPerCode / kScaleFactor;    // of a product of scale and code
         const int quad = threadIdx.x % 32 / 4 * 4;
         CF_UNROLL
         for (int segment = 0; segment < kSegments; segment++) {
@@ -311,7 +326,8 @@ template <class Math, class Codes> struct IntegerTiles {
         }
     }
     // Rescales O and the sums of zeros after a new maximum; with drop_factor, O is also divided by kScaleFactor.
-    template <int kN> CF_DEVICE void rescale_o(float (&d)[1][kN][4], const float (&rescale)[2], bool drop_factor) {
+    template <int kN> CF_DEVICE void rescale_o(float (&d)[1][kN][4], const float (&rescale)[2],
+                                               bool drop_factor) {
         get_zero_sums();
         CF_UNROLL
         for (int e = 0; e < 4; e++) {
@@ -325,10 +341,12 @@ template <class Math, class Codes> struct IntegerTiles {
 
   private:
     CF_DEVICE void get_zero_sums() {
-        if constexpr (!kAddressesInRegisters) reinterpret_cast<float4&>(zero_sums) = ld_shared<float4>(kept + 512);
+        if constexpr (!kAddressesInRegisters)
+            reinterpret_cast<float4&>(zero_sums) = ld_shared<float4>(kept + 512);
     }
     CF_DEVICE void put_zero_sums() const {
-        if constexpr (!kAddressesInRegisters) st_shared(kept + 512, reinterpret_cast<const float4&>(zero_sums));
+        if constexpr (!kAddressesInRegisters)
+            st_shared(kept + 512, reinterpret_cast<const float4&>(zero_sums));
     }
     CF_DEVICE static uint32_t place_of_key_zeros(uint32_t thread) {
         return KeyUnits::kScaleBytes + thread % 8 % kSegments * 32 + (thread % 32 / 16 ^ thread / 4 % 2) * 16;

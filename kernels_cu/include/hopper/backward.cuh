@@ -219,7 +219,7 @@ template <class Kernel> struct HopperBackward {
             const int32_t lane = thread() % 32, first = step.tile * kBlockM + lane;
             const int32_t end = smaller(work.sequence.seqlen_q - step.tile * kBlockM, kBlockM) - lane;
             const float* from = head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + first);
-        CF_UNROLL
+            CF_UNROLL
             for (int i = 0; i < kEach; i++) {
                 terms[i] = 32 * i < end ? ld_global(from) : -kInfinity;
                 from += 32 * rows.row;
@@ -239,7 +239,8 @@ template <class Kernel> struct HopperBackward {
     }
 
     // S of pairs of a partial tile that do not count, of a warp whose first key is `warp_key` of the block.
-    template <int n> CF_DEVICE static void apply_mask(const SharedStorage& s, float (&rS)[n], int stage, int warp_key) {
+    template <int n> CF_DEVICE static void apply_mask(const SharedStorage& s, float (&rS)[n], int stage,
+                                                      int warp_key) {
         if constexpr (kSpans)
             if (ld_shared<uint32_t>(smem_addr(s.partial + stage))) s.kept.apply(rS, stage, warp_key);
     }
@@ -247,16 +248,17 @@ template <class Kernel> struct HopperBackward {
     CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const WorkTile& work) {
 #pragma unroll 1
         for (Step step(p.call, work); step.exists(); step.advance()) {
-            const int64_t number =
-                Sums::number(p.call.shape, work.sequence, step.tile, step.head) * DqOrder::chains(p.call.dq_wave) +
-                work.order.chain(step.tile);
+            const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head) *
+                                       DqOrder::chains(p.call.dq_wave) +
+                                   work.order.chain(step.tile);
             // sync: every consumer warp has stored its share.
             mbar_wait(s.dq_full, step.at.stage);
             float* sums = Sums::tile(p.call.dq_accumulator, number);
             uint32_t turn = 1;
             if (p.call.dq_turns) {
                 const int32_t first = step.tile * kBlockM, queries = work.sequence.seqlen_q;
-                const Range seen = blocks_seen(work.band, {first, smaller(first + kBlockM, queries)}, kBlockN);
+                const Range seen =
+                    blocks_seen(work.band, {first, smaller(first + kBlockM, queries)}, kBlockN);
                 turn = work.order.before(step.tile, seen, cdiv(queries, kBlockM));
             }
             if (turn == 0) {
@@ -284,10 +286,11 @@ template <class Kernel> struct HopperBackward {
 
     // The work of the block with this number, without keys if they begin past the end of their sequence. item: bytes of
     // an element of Q and dO.
-    CF_DEVICE static WorkTile work_of(const BackwardParams& call, uint32_t block, uint32_t item = sizeof(Element)) {
+    CF_DEVICE static WorkTile work_of(const BackwardParams& call, uint32_t block,
+                                      uint32_t item = sizeof(Element)) {
         const Shape& shape = call.shape;
-        const TileCoord mine = lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape,
-                                                kL2SectionBytes / item);
+        const TileCoord mine =
+            lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape, kL2SectionBytes / item);
         const Sequence sequence = sequence_of(shape, mine.batch);
         const Band band(call.score, sequence);
         DqOrder order(mine.tile, cdiv(shape.seqlen_k, kBlockN), call.dq_wave, band);

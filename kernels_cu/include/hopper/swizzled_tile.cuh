@@ -88,6 +88,7 @@ CF_DEVICE void copy_rows(Place place, const T& tile, int rows, int columns) {
         const int row = i / kChunks, chunk = i % kChunks;
         auto* to = place(row);
         if (to && 8 * chunk < columns)
-            st_global(reinterpret_cast<uint4*>(to + 8 * chunk), ld_shared<uint4>(base + T::offset(row, chunk)));
+            st_global(reinterpret_cast<uint4*>(to + 8 * chunk),
+                      ld_shared<uint4>(base + T::offset(row, chunk)));
     }
 }

@@ -113,8 +113,7 @@ CF_DEVICE void multiply(float (&d)[n], const uint32_t (&a)[kSteps][4], const B& 
     for (int k = 0; k < kSteps; k++) {
         if constexpr (sizeof(typename B::Element) == 1)
             wgmma_m64k32_e4m3(d, a[k], b.step(k), accumulate || k > 0);
-        else
-            wgmma_m64k16<typename B::Element, B::kTrans>(d, a[k], b.step(k), accumulate || k > 0);
+        else wgmma_m64k16<typename B::Element, B::kTrans>(d, a[k], b.step(k), accumulate || k > 0);
     }
 }
 
@@ -148,7 +147,7 @@ template <int kSteps, int n> CF_DEVICE void to_e4m3_fragments(uint32_t (&a)[kSte
 
 // An accumulator as the fragments of mma.cuh: 16 rows of a warp by n / 4 groups of 8 columns.
 template <int n> CF_DEVICE float (&as_tile(float (&d)[n]))[1][n / 4][4] {
-    return reinterpret_cast<float(&)[1][n / 4][4]>(d);
+    return reinterpret_cast<float (&)[1][n / 4][4]>(d);
 }
 
 // The 16 rows of a warp, fragments of to_fragments, into rows first_row .. and columns first_column .. of a
