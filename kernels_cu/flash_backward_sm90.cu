@@ -78,9 +78,9 @@ using SharedStorage = Block::SharedStorage;    // pairs: dS^T of two steps
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// The products in flight while a warpgroup computes. why not always the same: operands of products in flight are
-// registers too, in addition to dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
-// head dims 192 and 128, they do not all fit.
+// The products in flight while a warpgroup computes. why not always the same: operands of products in flight take
+// registers beside dK and dV. They do not all fit with 128 queries, with head dim 128 under softcap or ALiBi, or with head
+// dims 192 and 128.
 // Whether dP is in flight while P is computed from S:
 constexpr bool kEarlyDP = !kScarce && (!Kernel::kAny || kHeadDim < 128);
 // When dV starts: alone, so that P is no longer needed when dP starts; right after dP, or when dP is complete, so that

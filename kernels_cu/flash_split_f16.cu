@@ -4,8 +4,8 @@
 //
 //   [S.1]  the largest finite element of a tile
 //   [S.2]  s, a power of two; h0 = half(x s), h1 = half(x s - h0), and 1 / s
-// why a kernel of its own: the attention kernel would split K and V again for each tile of queries, and the shared memory that
-// this takes, 256 KB of 64 keys of head dim 128, is as much as the products read.
+// why a kernel of its own: the attention kernel would split K and V again for each tile of queries. That moves 256 KB through
+// shared memory for 64 keys of head dim 128, as much as the products read.
 //
 // Grid:   x: the tiles of q, 64 rows of a group each; the same of dO; of k, kBlockN keys of a head each; of v, the same. Of packed
 //         sequences as if all were the longest: blocks past the end of a sequence return.

@@ -2,12 +2,11 @@
 // of a block.
 // Design note: docs/kernels/backward.md.
 //
-// layout: a warp that takes part `group` of kGroups of the columns of a tile takes the 16-column blocks
-// group, group + kGroups, ... Neighbouring blocks then belong to different warps, and because kGroups is a
-// power of two the place of a block is the place of the warp's first one, an exclusive or with a constant,
-// and a constant: see BlockReader::address. Rows are taken in one piece. Registers of an operand: as the
-// table in mma.cuh says. 32-bit columns: ldmatrix moves 32-bit elements but cannot transpose them, so they
-// come by single loads.
+// layout: columns are divided in blocks of 16: part `group` of kGroups has the blocks group, group + kGroups, ... So
+// neighbouring blocks belong to different warps. kGroups is a power of two, so an address is that of the warp's first
+// block, with one constant by exclusive or and another one added: see BlockReader::address. Rows are divided in one piece
+// each. Registers of an operand are those of the table in mma.cuh. Columns of 32-bit elements come by single loads:
+// ldmatrix moves such elements, but does not transpose them.
 #pragma once
 #include "tile/mma.cuh"
 

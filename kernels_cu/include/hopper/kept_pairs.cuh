@@ -5,9 +5,9 @@
 // layout: bit i of words[stage][h][key] is query 32 h + i of the tile. Consumers have keys as rows and read a word for
 // each of their two. Helpers make 32 words at a time, a part of 32 x 32 pairs, one lane per key. Where intervals or bits are
 // by query, one lane per query: its word has 32 bits along the keys, and the bits of a warp are then transposed.
-// why by helpers: in a thread of the consumers dK, dV, S and dP leave no registers for this, and helpers cost them no time
-// as long as they take less than a step.
-// why by rows of parts: the limits of a key or a query are read once and cut to the tile; a part is then a few shifts.
+// why helpers do it: in consumers dK, dV, S and dP leave no registers, and helpers cost no time while they take less than
+// a step.
+// why a row of parts at a time: the limits of a key or a query are then read and cut to the tile once for all parts.
 #pragma once
 #include "attention/mask.cuh"
 #include "tile/score_tile.cuh"

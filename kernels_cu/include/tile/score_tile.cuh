@@ -1,4 +1,5 @@
-// Scale, softcap, score functions, biases and masks on scores, between q k^T and the softmax, for the fragments of a tile that one thread holds.
+// What happens to scores between q k^T and the softmax: scale, softcap, score function, ALiBi, bias and masks, for the
+// fragments of a tile that one thread holds.
 // Design note: docs/kernels/forward.md.
 //
 // layout: s[m][n][e] as in mma.cuh. With kKeysInRows false (S) rows are queries and columns keys; with true
@@ -32,8 +33,8 @@ struct Positions {
 };
 
 // Calls act(x, n) for each n8 column, given as float x[kM][1][4].
-// why: what is long and seldom asked for is then there once, and the columns take turns in it, at a move per
-// element.
+// why not unrolled: act is long code that few calls need. So it is compiled once, for column 0, and each column is moved
+// there in turn, at one move per element.
 template <int kM, int kN, class Act>
 CF_DEVICE void column_by_column(float (&s)[kM][kN][4], Act act) {
     if constexpr (kN == 1) {

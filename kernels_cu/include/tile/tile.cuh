@@ -79,9 +79,8 @@ struct BlockReader {
                                                                : T::offset(lane % 8 + 8 * sixteen, eight)));
     }
     // `row` is a multiple of 16, `column_block` counts blocks of 32 bytes.
-    // why: the swizzle repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is
-    // an exclusive or with one of kSwizzledChunks / 2 constants (one register each) and an immediate offset; nothing
-    // is computed per block.
+    // why so: the swizzle repeats every 8 rows and flips only the low bits of the chunk. So another block is an exclusive
+    // or with one of kSwizzledChunks / 2 constants, a register each, and an immediate offset. Nothing is computed per block.
     CF_DEVICE uint32_t address(int row, int column_block) const {
         constexpr int kPeriod = T::kSwizzledChunks / 2;
         return (lane_address ^ (column_block % kPeriod * 32)) +
