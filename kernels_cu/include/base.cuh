@@ -78,7 +78,6 @@ template <class T> CF_DEVICE constexpr T larger(T a, T b) { return a < b ? b : a
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // A tensor map as the driver encodes it; its 128 bytes mean nothing to a kernel.
 struct alignas(64) TensorMap {

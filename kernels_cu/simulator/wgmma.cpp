@@ -38,12 +38,10 @@ struct Shape {
     int k, pack, bytes;    // depth; elements in a register; bytes of an element
 };
 Shape shape_of(Format f) {
-    if (f == Format::tf32) return {8, 1, 4};
     if (f == Format::e4m3) return {32, 4, 1};
     return {16, 2, 2};
 }
 float value(Format f, uint32_t r, int i) {
-    if (f == Format::tf32) return as_tf32(r);
     if (f == Format::e4m3) return e4m3_values[r >> 8 * i & 255];
     uint32_t bits = r >> 16 * i & 0xffff;
     return (f == Format::f16 ? f16_values : bf16_values)[bits];

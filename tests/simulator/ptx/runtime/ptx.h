@@ -94,8 +94,7 @@ enum class Product {
     m16n8k16_f16,
     m16n8k16_bf16,
     m16n8k8_tf32,
-    m16n8k32_e4m3,
-    m16n8k32_s8
+    m16n8k32_e4m3
 };
 template <Product product, class D, int n_a, int n_b>
 void multiply(D (&d)[4], const u32 (&a)[n_a], const u32 (&b)[n_b], Site site);
