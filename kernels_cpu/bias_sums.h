@@ -1,8 +1,8 @@
 // The gradient of the bias: dS, summed over whatever axes the bias is broadcast along.
 //
-// The weights are computed once more, so that each element of dbias is summed by one job, always in one order, in
-// full precision and without memory of its own. What dS is says Source: allocate(scratch) its memory, and
-// compute(panel, ...) a tile of it, null if the mask leaves nothing.
+// The weights are computed once more. So one job sums each element of dbias, in one order, in full precision and without
+// memory for partial sums. Source computes dS: allocate(scratch) takes its memory, compute(panel, ...) returns a tile, or
+// null if the mask leaves nothing.
 //
 // Jobs:    (batch, head of dbias, panel of its rows): all panels if it has one row for all queries.
 // Scratch: one panel, its tiles, and the sums of one block of keys.

@@ -6,9 +6,9 @@
 //   [D3]      for each block of keys: S = score(Q K^T); row_max rises; P = e^(S - row_max); O += P V
 //   [D4]  O and LSE of a row from those of the chunks, from left to right
 //
-// Lanes are keys for S, W rows of K at a time transposed in registers, and features for O, in the order of V in memory.
-// Where rows fill panels, forward.cpp computes instead, with lanes along queries. Where they do not, and no option is per
-// pair, forward.cpp calls this: with the same blocks, chunks and orders of sums, so that the bits are the same.
+// For S lanes are keys: W rows of K at a time are transposed in registers. For O lanes are features, in the order of V in
+// memory. Where rows fill panels, forward.cpp computes instead, with lanes along queries. Where they do not, and no option is
+// per pair, forward.cpp calls this. Blocks, chunks and orders of sums are the same in both, and so are the bits.
 //
 // Jobs:    (sequence, key head, chunk of the keys).
 // Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied. Values of 16 bits

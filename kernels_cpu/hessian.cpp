@@ -89,7 +89,7 @@ void hessian_job(void* what, int64_t number) {
     HessianTiles<Real> tiles;
     GradientPanel<Real>* panels;
     HessianPanel<Real>* tangents;
-    Direction<Real>* direction;
+    Direction<Real>* directions;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.allocate(own, t.parts.sums ? 0 : direction_count * sums[0].reals());
         x.allocate(space, at_once * GradientPanel<Real>::reals(p));
@@ -99,12 +99,12 @@ void hessian_job(void* what, int64_t number) {
         x.allocate(finite_space, kKeys * d);
         x.allocate(key_spaces, direction_count * kKeys * (d + dv)), x.allocate(row, up(dv, W<Real>));
         x.allocate(panels, at_once), x.allocate(tangents, at_once * direction_count),
-            x.allocate(direction, direction_count);
+            x.allocate(directions, direction_count);
         tiles.allocate(x, f, kKeys);
     });
     if (!scratch) return;
     for (int64_t i = 0; i < direction_count; ++i) {
-        direction[i] = Direction<Real>(f, t.first + i);
+        directions[i] = Direction<Real>(f, t.first + i);
         sums[i].place(t.parts.sums ? t.parts.of<Real>(i * t.parts.heads + bh, part)
                                    : own + i * sums[0].reals());
         sums[i].begin_none();
@@ -119,9 +119,9 @@ void hessian_job(void* what, int64_t number) {
                 GradientPanel<Real>(p, s, score, x, space + n * GradientPanel<Real>::reals(p), row);
             for (int64_t i = 0; i < direction_count; ++i) {
                 int64_t at = n * direction_count + i;
-                tangents[at] = HessianPanel<Real>(p, s, score, g, direction[i],
+                tangents[at] = HessianPanel<Real>(p, s, score, g, directions[i],
                                                   dot_space + at * HessianPanel<Real>::reals(p), row);
-                add_to_sinks(t, s, g, tangents[at], direction[i], i, part);
+                add_to_sinks(t, s, g, tangents[at], directions[i], i, part);
             }
             if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
         }
@@ -133,8 +133,8 @@ void hessian_job(void* what, int64_t number) {
                 finite_rows(k_block, to_block - from_block, d, &finite_step, finite_space);
             const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
             for (int64_t i = 0; i < direction_count; ++i)
-                direction[i].set_keys(p, s, head_k, from_block, to_block - from_block,
-                                      key_spaces + i * kKeys * (d + dv));
+                directions[i].set_keys(p, s, head_k, from_block, to_block - from_block,
+                                       key_spaces + i * kKeys * (d + dv));
             for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
                 const GradientPanel<Real>& g = panels[n];
                 int64_t from = most(from_block, g.x.begin), m = least(to_block, g.x.end) - from;
@@ -145,9 +145,10 @@ void hessian_job(void* what, int64_t number) {
                 if (!tiles.begin(score, g, from, m, k, k_step, v, v_step)) continue;
                 for (int64_t i = 0; i < direction_count; ++i) {
                     const HessianPanel<Real>& h = tangents[n * direction_count + i];
-                    tiles.compute_tangents(score, g, h, direction[i], from, m, behind, finite, finite_step,
+                    tiles.compute_tangents(score, g, h, directions[i], from, m, behind, finite, finite_step,
                                            false);
-                    add_products(p, tiles, g, h, direction[i], sums[i], from, m, behind, finite, finite_step);
+                    add_products(p, tiles, g, h, directions[i], sums[i], from, m, behind, finite,
+                                 finite_step);
                 }
             }
         }
@@ -155,12 +156,12 @@ void hessian_job(void* what, int64_t number) {
         for (Real& x : factor) x = Real(p.scale);
         for (int64_t at = 0; at < count * direction_count; ++at) {
             const Panel<Real>& x = panels[at / direction_count].x;
-            const Tensor& dq = direction[at % direction_count].dq;
+            const Tensor& dq = directions[at % direction_count].dq;
             write_panel(tangents[at].dq, factor, dq, x.lanes, x.in(dq, s), d);
         }
     }
     for (int64_t i = 0; i < direction_count && !t.parts.sums; ++i)
-        sums[i].write(p, s, head_k, 0, s.keys, direction[i].dk, direction[i].dv);
+        sums[i].write(p, s, head_k, 0, s.keys, directions[i].dk, directions[i].dv);
 }
 
 template <class Real>

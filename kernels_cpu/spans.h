@@ -1,8 +1,8 @@
 // Spans by key: the intervals of queries that see a key, tile by tile. (By query they bound the lanes of a panel, in
 // panel.h, as the band does.)
 //
-// Before the first job, minima and maxima of the bounds are taken for every block of kSpanKeys keys, which are those
-// of all tiles: a few comparisons then say whether a tile is empty, whole or cut.
+// Tiles begin at multiples of kSpanKeys keys. Before the first job, minima and maxima of the bounds are taken for each of
+// these blocks of keys. A few comparisons then say whether a tile is empty, whole or cut.
 #pragma once
 #include "tiles.h"
 #include <stdlib.h>

@@ -127,7 +127,7 @@ void tangent_job(void* what, int64_t number) {
     TangentSums<Real>* sums;
     PanelLse<Real>* lse;
     Softmax<Real>* softmaxes;
-    Direction<Real>* direction;
+    Direction<Real>* directions;
     RecomputedWeights<Real> recomputed;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.allocate(q, count * panel * d), x.allocate(lse, count);
@@ -139,14 +139,14 @@ void tangent_job(void* what, int64_t number) {
         x.allocate(finite_space, kKeys * d);
         x.allocate(dot_spaces, direction_count * kKeys * (d + dv));
         x.allocate(panels, count), x.allocate(sums, direction_count * count),
-            x.allocate(direction, direction_count);
+            x.allocate(directions, direction_count);
         recomputed.allocate(x, f, kKeys);
     });
     if (!scratch) return;
 
     const Score<Real> score(p, s, head_k);
     int64_t begin = s.keys, end = 0;
-    for (int64_t n = 0; n < direction_count; ++n) direction[n] = Direction<Real>(f, first + n);
+    for (int64_t n = 0; n < direction_count; ++n) directions[n] = Direction<Real>(f, first + n);
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
         read_panel(q + n * panel * d, p.q, x.lanes, x.in(p.q, s), d, score.q_factor);
@@ -155,8 +155,8 @@ void tangent_job(void* what, int64_t number) {
         for (int64_t i = 0; i < direction_count; ++i) {
             TangentSums<Real>& sum = sums[n * direction_count + i];
             sum.q = space, sum.o = space + panel * d, space += panel * (d + dv);
-            if (direction[i].q.data)
-                read_panel(sum.q, direction[i].q, x.lanes, x.in(direction[i].q, s), d, score.q_factor);
+            if (directions[i].q.data)
+                read_panel(sum.q, directions[i].q, x.lanes, x.in(directions[i].q, s), d, score.q_factor);
             memset(sum.o, 0, size_t(panel * dv) * sizeof(Real)), memset(sum.mean, 0, sizeof sum.mean);
         }
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
@@ -168,8 +168,8 @@ void tangent_job(void* what, int64_t number) {
         const Real* finite_block = finite_rows(k_block, to_block - from_block, d, &finite_step, finite_space);
         const Real* v_block = values.rows(from_block, to_block - from_block, v_space, &v_step);
         for (int64_t i = 0; i < direction_count; ++i)
-            direction[i].set_keys(p, s, head_k, from_block, to_block - from_block,
-                                  dot_spaces + i * kKeys * (d + dv));
+            directions[i].set_keys(p, s, head_k, from_block, to_block - from_block,
+                                   dot_spaces + i * kKeys * (d + dv));
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end), m = to - from;
@@ -192,12 +192,12 @@ void tangent_job(void* what, int64_t number) {
                 recomputed.weigh(lse[n], m);
             }
             for (int64_t i = 0; i < direction_count; ++i) {
-                if (!direction[i].has_score_tangent()) continue;
+                if (!directions[i].has_score_tangent()) continue;
                 TangentSums<Real>& sum = of_panel[i];
-                direction[i].score_tangents(score, x, from, m, behind, finite_block + behind * finite_step,
-                                            finite_step, of_q, sum.q, recomputed.capped,
-                                            nullptr,    // [J.3]
-                                            tile, recomputed.bias);
+                directions[i].score_tangents(score, x, from, m, behind, finite_block + behind * finite_step,
+                                             finite_step, of_q, sum.q, recomputed.capped,
+                                             nullptr,    // [J.3]
+                                             tile, recomputed.bias);
                 weigh(tile, recomputed.weights, m, sum.mean);    // [J.4]
                 recomputed.drop(tile, p, m);
                 product<Along::rows>(v, v_step, tile, sum.o, dv, m, true);    // [J.5]
@@ -210,8 +210,8 @@ void tangent_job(void* what, int64_t number) {
             }
             if (!f.v_dot.first.data) continue;
             for (int64_t i = 0; i < direction_count; ++i)
-                product<Along::rows>(direction[i].v_rows + behind * direction[i].v_step, direction[i].v_step,
-                                     recomputed.weights, of_panel[i].o, dv, m, true);
+                product<Along::rows>(directions[i].v_rows + behind * directions[i].v_step,
+                                     directions[i].v_step, recomputed.weights, of_panel[i].o, dv, m, true);
         }
     }
     for (int64_t n = 0; n < count; ++n) {
@@ -225,7 +225,7 @@ void tangent_job(void* what, int64_t number) {
             read_panel(o_panel, p.o, x.lanes, x.in(p.o, s), dv, Real(1));
         }
         for (int64_t i = 0; i < direction_count; ++i)
-            finish(p, s, x, lse[n], direction[i], of_panel[i], o_panel);
+            finish(p, s, x, lse[n], directions[i], of_panel[i], o_panel);
     }
 }
 

@@ -184,8 +184,8 @@ CF_DEVICE void doubles(const CheckParams& p) {
 }
 
 CF_DEVICE void matrix_stores(const CheckParams& p, SharedStorage& s) {
-    const uint32_t mine = smem_addr(s.bytes + 16 * threadIdx.x), r[4] = {given(p, 0), given(p, 1), given(p, 2),
-                                                                         given(p, 3)};
+    const uint32_t mine = smem_addr(s.bytes + 16 * threadIdx.x),
+                   r[4] = {given(p, 0), given(p, 1), given(p, 2), given(p, 3)};
     stmatrix_x4(mine, r);
     stmatrix_x4_trans(mine + 2048, r);
     __syncwarp();    // sync: rows of other lanes

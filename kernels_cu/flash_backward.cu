@@ -427,8 +427,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
     CF_UNROLL
     for (int m = 0; m < kM; m++) factor[m][0] = factor[m][1] = static_cast<float>(p.score.scale);
     const bool floats = !Product::kFloat && p.float_gradients;
-    const auto gDQ = rows_of_result<Element>(p.dq, work.batch, work.head, work.sequence.first_q + work.m_first + warp_row,
-                                             work.rows - warp_row, p.shape.head_dim, first_column, floats);
+    const auto gDQ =
+        rows_of_result<Element>(p.dq, work.batch, work.head, work.sequence.first_q + work.m_first + warp_row,
+                                work.rows - warp_row, p.shape.head_dim, first_column, floats);
     // sync: the warps that share rows are done with those of Q, through which dQ leaves.
     if constexpr (kParts > 1) __syncthreads();
     const int staged = warp_row * QTile::kPitch + first_column * kWarpRows * int(sizeof(Element));
@@ -499,8 +500,10 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_convert(const BackwardPara
         }
         Element* to = gDQ.row(row);
         if (!Product::kFloat && p.float_gradients) {
-            float* floats = rows_of<float>(p.dq, work.batch, work.head, work.sequence.first_q + work.m_first, work.rows,
-                                           p.shape.head_dim).row(row) + 8 * n8;
+            float* floats = rows_of<float>(p.dq, work.batch, work.head, work.sequence.first_q + work.m_first,
+                                           work.rows, p.shape.head_dim)
+                                .row(row) +
+                            8 * n8;
             CF_UNROLL
             for (int e = 0; e < 8; e++)
                 if (8 * n8 + e < gDQ.columns) st_global(floats + e, x[e] * scale);

@@ -141,7 +141,7 @@ CF_DEVICE void flash_backward_dbias(const BackwardParams& p) {
                     const Positions<false> at(m_first + query_row, n_first + key_row);
                     gradient.recompute_p(rS, at, false, [](auto...) {});
                     gradient.compute_ds(rDP, rS, Share{0, 1}, [](auto...) {});
-    CF_UNROLL
+                    CF_UNROLL
                     for (int m = 0; m < kM; m++) {
                         CF_UNROLL
                         for (int n = 0; n < kN; n++) {

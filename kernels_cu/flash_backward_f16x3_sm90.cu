@@ -54,7 +54,7 @@ struct Kernel {
     static constexpr bool kAny = false;
     static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
-    static constexpr int kSpanOfK = 128, kDOStages = kStages, kPairTiles = 1;
+    static constexpr int kSwizzleOfK = 128, kDOStages = kStages, kPairTiles = 1;
     static constexpr bool kSumsDQ = true, kSpans = false, kSubtracted = false;
 };
 using Block = HopperBackward<Kernel>;
@@ -133,7 +133,8 @@ CF_DEVICE void store_rows(const WorkTile& work, int warpgroup, const Tensor& to,
     const int lane = threadIdx.x % 32;
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
-        const int32_t row = work.first_key + 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + 8 * half + lane / 4;
+        const int32_t row = work.first_key + 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 +
+                            8 * half + lane / 4;
         if (row >= work.sequence.rows_k) continue;
         float* at = head_rows<float>(to, work.batch, work.kv_head, work.sequence.first_k + row);
         CF_UNROLL
@@ -186,14 +187,16 @@ CF_DEVICE void consume(const F16x3BackwardParams& p, SharedStorage& s, const Wor
             to_halves(rHalves, rS, of_p.factor);
             // [A2.12]
             float rT[kHeadDimV / 2];
-            multiply_halves(rT, rHalves[0], rHalves[1], do_columns.of_tile(first), do_columns.of_tile(second));
+            multiply_halves(rT, rHalves[0], rHalves[1], do_columns.of_tile(first),
+                            do_columns.of_tile(second));
             // sync: dP is in registers.
             wgmma_wait<1>();
             wgmma_fence_operand(rDP);
             // [A2.14]
             gradient.compute_ds(rDP, rS, s.terms.address(false, stage), unit_of_sum(s.v_unit.x, do_unit));
             const uint32_t mine = largest_size(rDP);
-            if (threadIdx.x % 32 == 0) st_shared(smem_addr(&s.highest[warpgroup][threadIdx.x / 32 % 4]), mine);
+            if (threadIdx.x % 32 == 0)
+                st_shared(smem_addr(&s.highest[warpgroup][threadIdx.x / 32 % 4]), mine);
             // sync: the largest dS of every warp is visible. And all warps are done with dQ of the step before, whose dS
             // is overwritten below.
             bar_sync(kOwnDS + warpgroup, 128);
@@ -235,7 +238,8 @@ CF_DEVICE void consume(const F16x3BackwardParams& p, SharedStorage& s, const Wor
             add_in_float(rDK, rT, unit_of_sum(of_ds.unit, q_unit));
         }
     }
-    store_rows(work, warpgroup, p.call.dk, p.call.shape.head_dim, rDK, static_cast<float>(p.call.score.scale));
+    store_rows(work, warpgroup, p.call.dk, p.call.shape.head_dim, rDK,
+               static_cast<float>(p.call.score.scale));
     store_rows(work, warpgroup, p.call.dv, p.call.shape.head_dim_v, rDV, 1.0f);
 }
 

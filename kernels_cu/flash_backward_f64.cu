@@ -91,13 +91,13 @@ CF_DEVICE void recompute_p(double (&s)[1][kN][4], const double (&lse)[kQueries],
                            bool whole, const Positions<kKeysInRows>& at, const NarrowBand& band) {
     CF_UNROLL
     for (int n = 0; n < kN; n++) {
-    CF_UNROLL
+        CF_UNROLL
         for (int e = 0; e < 4; e++) s[0][n][e] *= scale;
     }
     if (!whole) mask_band(s, at, band);
     CF_UNROLL
     for (int n = 0; n < kN; n++) {
-    CF_UNROLL
+        CF_UNROLL
         for (int e = 0; e < 4; e++) s[0][n][e] = natural_exp(s[0][n][e] - lse[query(n, e)]);
     }
 }
@@ -107,7 +107,7 @@ CF_DEVICE void compute_ds(double (&dp)[kN][4], const double (&p)[kN][4], const d
                           Query query) {
     CF_UNROLL
     for (int n = 0; n < kN; n++) {
-    CF_UNROLL
+        CF_UNROLL
         for (int e = 0; e < 4; e++) dp[n][e] = p[n][e] * (dp[n][e] - delta[query(n, e)]);
     }
 }
@@ -170,7 +170,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) 
                 const Positions<true> at(n_first + row_first, tile * kBlockM);
                 const auto query = [](int n, int e) { return 2 * n + e % 2; };
                 double numbers[2 * kN];    // of the queries of the thread's columns
-    CF_UNROLL
+                CF_UNROLL
                 for (int i = 0; i < 2 * kN; i++) numbers[i] = of_head.lse(at.query(0, i / 2, i % 2));
                 ring.next();
                 // [A2.10]
@@ -179,7 +179,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv(const BackwardParams& p) 
                                                              DoubleRowReader<QTile>(ring.q_tile()));
                 recompute_p(rS, numbers, query, p.score.scale, contains(whole, tile), at, narrow_band);
                 // [A2.13]
-    CF_UNROLL
+                CF_UNROLL
                 for (int i = 0; i < 2 * kN; i++) numbers[i] = of_head.delta(at.query(0, i / 2, i % 2));
                 multiply_by_rows<kProductRows, kHeadDimV / 8>(rDP, rows_of_v,
                                                               DoubleRowReader<DOTile>(ring.d_o_tile()));

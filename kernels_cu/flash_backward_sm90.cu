@@ -59,7 +59,7 @@ struct Kernel {
     static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
     // why 64 at head dim 192: half of the columns are three blocks then, see DQHalf.
-    static constexpr int kSpanOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
+    static constexpr int kSwizzleOfK = kHeadDim == 64 || kHeadDim % 128 == 0 ? 128 : 64;
     static constexpr int kDOStages = kScarce ? 1 : kStages, kPairTiles = kStages;
     static constexpr bool kSumsDQ = true, kSpans = kMask == Mask::spans;
     // why not: softcap comes between S and LSE, and where registers are scarce there are none for the operand.
@@ -78,9 +78,9 @@ using SharedStorage = Block::SharedStorage;    // pairs: dS^T of two steps
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// The products in flight while a warpgroup computes. why not always the same: operands of products in flight are
-// registers too, in addition to dK and dV, and with 128 queries, with softcap and ALiBi on top of head dim 128, or with
-// head dims 192 and 128, they do not all fit.
+// The products in flight while a warpgroup computes. why not always the same: operands of products in flight take
+// registers beside dK and dV. They do not all fit with 128 queries, with head dim 128 under softcap or ALiBi, or with head
+// dims 192 and 128.
 // Whether dP is in flight while P is computed from S:
 constexpr bool kEarlyDP = !kScarce && (!Kernel::kAny || kHeadDim < 128);
 // When dV starts: alone, so that P is no longer needed when dP starts; right after dP, or when dP is complete, so that
@@ -148,7 +148,8 @@ template <class DSTile> struct TransposedDQHalf {
         const uint32_t to = smem_addr(s.dq) + (Sums::transposed(16 * warp, 0) + threadIdx.x % 32 * 4) * 4;
         CF_UNROLL
         for (int n = 0; n < kBlockM / 8; n++)
-            st_shared(to + Sums::transposed(0, n) * 4, float4{rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]});
+            st_shared(to + Sums::transposed(0, n) * 4,
+                      float4{rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]});
     }
     CF_DEVICE static void store_ds(DSTile& to, int warpgroup, const uint32_t (&rDS)[kBlockM / 16][4]) {
         const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -235,7 +236,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             const uint32_t at_hand = static_cast<uint32_t>(step.tile);
             const TileScore<Block::Product> score(p.call.score, work.sequence, step.head);
             Block::apply_mask(s, rS, stage, gradient.warp_key);
-            if constexpr (kScarce && Kernel::kAny) gradient.recompute_p(rS, rP16, rWeights, lse_log2, score, step.tile);
+            if constexpr (kScarce && Kernel::kAny)
+                gradient.recompute_p(rS, rP16, rWeights, lse_log2, score, step.tile);
             else if constexpr (kLateRounding) gradient.recompute_p(rS, lse_log2, step.tile);
             else gradient.recompute_p(rS, rP16, lse_log2, score, step.tile);
             // [A2.12]
@@ -319,7 +321,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const int32_t warp_row = 64 * warpgroup + static_cast<int32_t>(threadIdx.x) % 128 / 32 * 16;
     const int64_t row = work.sequence.first_k + work.first_key + warp_row;
     const int32_t rows = work.sequence.rows_k - work.first_key - warp_row;    // of the warp that exist
-    const auto store = [&](const Tensor& to, int32_t columns, const auto& tile, auto& rGradient, float scale) {
+    const auto store = [&](const Tensor& to, int32_t columns, const auto& tile, auto& rGradient,
+                           float scale) {
         const float factor[1][2] = {{scale, scale}};
         const bool floats = p.call.float_gradients;
         store_warp_rows<Block::Product>(
@@ -332,7 +335,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 }
 
 CF_DEVICE void dqkv(const HopperBackwardParams& p) {
-    Block::run(p, [&](SharedStorage& s, const WorkTile& work, int warpgroup) { consume(p, s, work, warpgroup); });
+    Block::run(
+        p, [&](SharedStorage& s, const WorkTile& work, int warpgroup) { consume(p, s, work, warpgroup); });
 }
 
 CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dqkv)

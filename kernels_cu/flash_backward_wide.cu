@@ -88,7 +88,7 @@ struct Parts {
         const uint32_t to = smem_addr(&pairs[which][warp][0][lane]);
         CF_UNROLL
         for (int i = 0; i < kWarps; i++) {
-            const float(&block)[4] = d[i / 2 / kN][i / 2 % kN];
+            const float (&block)[4] = d[i / 2 / kN][i / 2 % kN];
             st_shared(to + i * 32 * 8, float2{block[i % 2 * 2], block[i % 2 * 2 + 1]});
         }
     }
@@ -205,8 +205,8 @@ CF_DEVICE void hold(Registers& first, Registers& second, const T (&held)[2]) {
 //   finish_pair(step)  adds what all warps have of a pair, and stores its P and dS
 //   add(step)          adds products of P and dS to the warp's gradients
 template <class Copy, class MakeParts, class FinishPair, class Add>
-CF_DEVICE void for_each_step(int32_t first, int32_t end, Copy copy, MakeParts make_parts, FinishPair finish_pair,
-                       Add add) {
+CF_DEVICE void for_each_step(int32_t first, int32_t end, Copy copy, MakeParts make_parts,
+                             FinishPair finish_pair, Add add) {
     const auto start = [&](int32_t step) {
         if (step < end) copy(step);
         cp_async_commit();
@@ -233,17 +233,17 @@ CF_DEVICE void for_each_step(int32_t first, int32_t end, Copy copy, MakeParts ma
 
 // Accumulators of a warp's columns, times a factor, to its rows, through a tile of its own.
 template <int kM>
-CF_DEVICE void store_own(const BackwardParams& p, const Tensor& to, int32_t batch, int32_t head, int64_t first,
-                         int32_t rows, int32_t columns, const float (&d)[kM][kColumns / 8][4], float factor,
-                         const OwnTile<16 * kM>& tile) {
+CF_DEVICE void store_own(const BackwardParams& p, const Tensor& to, int32_t batch, int32_t head,
+                         int64_t first, int32_t rows, int32_t columns, const float (&d)[kM][kColumns / 8][4],
+                         float factor, const OwnTile<16 * kM>& tile) {
     const int32_t column = kColumns * (threadIdx.x / 32);
     float factors[kM][2];
     CF_UNROLL
     for (int m = 0; m < kM; m++) factors[m][0] = factors[m][1] = factor;
     store_warp_rows<Product, kM, kColumns / 8, OwnTile<16 * kM>>(
         d, factors,
-        rows_of_result<Element>(to, batch, head, first, rows, smaller<int32_t>(columns, column + kColumns), column,
-                                p.float_gradients),
+        rows_of_result<Element>(to, batch, head, first, rows, smaller<int32_t>(columns, column + kColumns),
+                                column, p.float_gradients),
         smem_addr(tile.data), p.float_gradients);
 }
 
@@ -265,7 +265,7 @@ CF_DEVICE void dkv(const BackwardParams& p) {
     struct Storage {
         WarpStorage<kBlockM, kBlockN> warps[kWarps];    // streams Q, dO; holds K, V
         Parts<1, kN> parts;
-        WeightTile p, ds;    // neighbours
+        WeightTile p, ds;                   // neighbours
         float rows[kStages][2][kBlockM];    // LSE, delta; of rows past the end 0
     };
     Storage& s = storage_of_pass<Storage>();

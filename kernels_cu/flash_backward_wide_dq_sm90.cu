@@ -102,7 +102,8 @@ CF_DEVICE void load_tiles(const HopperBackwardParams& p, SharedStorage& s, const
     }
 }
 
-CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const QueryWork& work, int warpgroup) {
+CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const QueryWork& work,
+                       int warpgroup) {
     float rDQ[kHeadDim / 2] = {};
     const int32_t first_query = work.first_query + 64 * warpgroup;
 
@@ -177,14 +178,15 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Qu
         rows_of_result<Element>(p.call.dq, work.batch, work.head, work.sequence.first_q + query,
                                 work.sequence.seqlen_q - query, p.call.shape.head_dim, 0, floats);
     store_warp_rows<Product>(as_tile(rDQ), factor, gDQ,
-                             smem_addr(s.q[warpgroup].data) + in_tile * kHeadDim * int(sizeof(Element)), floats);
+                             smem_addr(s.q[warpgroup].data) + in_tile * kHeadDim * int(sizeof(Element)),
+                             floats);
 }
 
 CF_DEVICE void dq(const HopperBackwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Shape& shape = p.call.shape;
     const TileCoord mine = lpt_query_tile(blockIdx.x, cdiv(shape.seqlen_q, kBlockM), shape, shape.heads_q,
-                                            kL2SectionBytes / uint32_t(sizeof(Element)));
+                                          kL2SectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(shape, mine.batch);
     const int32_t first_query = mine.tile * kBlockM;
     if (first_query >= sequence.seqlen_q) return;

@@ -43,7 +43,7 @@ static_assert(CF_HEAD_DIM_V == kHeadDim, "one product multiplies K by Q and V by
 struct Kernel {
     using Element = CF_ELEMENT;
     static constexpr bool kAny = ::kAny;
-    static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V, kSpanOfK = 128;
+    static constexpr int kHeadDim = CF_HEAD_DIM, kHeadDimV = CF_HEAD_DIM_V, kSwizzleOfK = 128;
     static constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N;
     static constexpr int kDOStages = kStages, kPairTiles = kAny ? 4 : 3;
     // why not subtracted: L2 is the limit, not shared memory.
@@ -111,7 +111,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
             if (scores) {
                 uint32_t rP16[kBlockM / 16][4];
                 gradient.recompute_p(rX, rP16, smem_addr(s.terms.lse_log2[stage]),
-                               TileScore<Block::Product>(p.call.score, work.sequence, step.head), step.tile);
+                                     TileScore<Block::Product>(p.call.score, work.sequence, step.head),
+                                     step.tile);
                 store_fragments(s.pairs[kP + stage], 0, 0, rP16);
                 if constexpr (kAny) {
                     to_fragments<Element>(rP16, rX);
@@ -160,7 +161,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
     const int64_t row = work.sequence.first_k + work.first_key + warp_row;
     const int32_t rows = work.sequence.rows_k - work.first_key - warp_row;    // of the warp that exist
     const uint32_t staging = (warpgroup * kBlockN + warp_row) * kHalf * sizeof(Element);
-    const auto store = [&](const Tensor& to, int32_t columns, const KTile& tile, auto& rGradient, float scale) {
+    const auto store = [&](const Tensor& to, int32_t columns, const KTile& tile, auto& rGradient,
+                           float scale) {
         const float factor[1][2] = {{scale, scale}};
         const bool floats = p.call.float_gradients;
         store_warp_rows<Block::Product>(
@@ -173,7 +175,8 @@ CF_DEVICE void consume(const HopperBackwardParams& p, SharedStorage& s, const Wo
 }
 
 CF_DEVICE void dkdv(const HopperBackwardParams& p) {
-    Block::run(p, [&](SharedStorage& s, const WorkTile& work, int warpgroup) { consume(p, s, work, warpgroup); });
+    Block::run(
+        p, [&](SharedStorage& s, const WorkTile& work, int warpgroup) { consume(p, s, work, warpgroup); });
 }
 
 CF_KERNEL(HopperBackwardParams, CF_THREADS, 1, dkdv)

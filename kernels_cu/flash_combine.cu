@@ -62,7 +62,7 @@ CF_DEVICE void flash_combine(const DecodeParams& p) {
         if (lse == -kInfinity) continue;    // its O may never have been written
         const float weight = ex2((lse - reference) * kLog2e);
         const float* from = p.partial_o + (split * rows + row) * p.shape.head_dim_v;
-    CF_UNROLL
+        CF_UNROLL
         for (int c = 0; c < kColumns; c++) {
             const int column = 128 * c + 4 * lane;
             if (column >= p.shape.head_dim_v) continue;

@@ -38,7 +38,7 @@ CF_DEVICE void flash_combine_chunks(const ForwardParams& p) {
         if (sums.y == 0) continue;    // nothing seen, and O not written
         const float* from = head_rows<float>(p.chunk_o, of_chunk, head, query);
         const MergeFactors by = merge(all, {sums.x, sums.y});
-    CF_UNROLL
+        CF_UNROLL
         for (int c = 0; c < kColumns; c++) {
             const int column = c * kThreads + threadIdx.x;
             if (column < p.shape.head_dim_v) o[c] = by(o[c], ld_global_nc(from + column));

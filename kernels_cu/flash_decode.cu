@@ -74,7 +74,7 @@ constexpr bool kQInRegisters = KeyTile::kPitch / 8 + kHeadDim / 2 < 128;    // r
 constexpr bool kScarce = Product::kFloat || (kIntegers && kHeadDim == 256);
 constexpr bool kDrafts = !Product::kFloat || kHeadDim <= 128;    // why: the others have no registers left
 
-constexpr int kSpans = kHeadDim / kSpan;
+constexpr int kSegments = kHeadDim / kSegment;
 using Coded = Select<kIntegers, IntegerTiles<Product, StoredTile>, E2m1Tiles<Product, StoredTile>>::Type;
 using Tiles = Select<kCodes, Coded, ElementTiles<Product, KeyTile>>::Type;
 using KeyUnits = Tiles::KeyUnits;
@@ -129,7 +129,8 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
 // factor saved; scale: of all scores.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& block, float scale) {
     const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
-    static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0, "raise_row wants whole warps");
+    static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0,
+                  "scale_row_to_halves wants whole warps");
     for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
         const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
         uint4 value{};
@@ -140,7 +141,7 @@ CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& b
             else value = read_chunk(from, chunk, p.shape.head_dim);
         }
         if constexpr (kIntegers) {
-            const float unit = raise_row<Element, QTile::kChunks>(value, chunk);
+            const float unit = scale_row_to_halves<Element, QTile::kChunks>(value, chunk);
             if (chunk == 0) s.saved.q_scales[row] = unit * scale;
         }
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
@@ -249,26 +250,30 @@ CF_DEVICE void flash_decode(const DecodeParams& p) {
     const float scale = static_cast<float>(p.score.scale) * kUnit<kStored, Element> *
                         k_scale_of<float>(p.cache, batch, kv_head);
     load_q(p, s, block, scale);
-    if (threadIdx.x < kRows)
-        s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x < kRows) s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.saved.block = block;
 
     // [D3]
     Loader k_loader(p.cache.k, kv_head, p.shape.head_dim >> kCodes);
     Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v >> kCodes);
-    if constexpr (kIntegers && addresses_wait(kSpans))
+    if constexpr (kIntegers && addresses_in_registers(kSegments))
         k_loader.shared_offset = v_loader.shared_offset = opaque(k_loader.shared_offset);
     KeyUnits k_unit(p.cache.k_units, kv_head, p.shape.head_dim);
     ValueUnits v_unit(p.cache.v_units, kv_head, p.shape.head_dim_v);
     const WarpStorage& own = s.warps[warp];
-    const uint32_t k_ring = kIntegers && addresses_wait(kSpans) ? opaque(smem_addr(own.k[0].data)) : smem_addr(own.k[0].data);
+    const uint32_t k_ring = kIntegers && addresses_in_registers(kSegments) ? opaque(smem_addr(own.k[0].data))
+                                                                           : smem_addr(own.k[0].data);
     const uint32_t v_ring = kCodes ? k_ring + kStages * StoredTile::kBytes : smem_addr(own.v[0].data);
     const uint32_t unit_ring = kCodes ? k_ring - own.kRingBytes : 0;
     const int32_t count = larger(0, cdiv(end_step - first_step - warp, kWarps));
     const int32_t warp_key = (first_step + warp) * kStepKeys;    // first key of the warp's step 0
-    KeyStream<Kernel> stream{p,      sequence, batch,     kv_head, k_loader, v_loader, k_unit, v_unit,
-                             k_ring, v_ring,   unit_ring, count,   warp_key,
-                             count > 0 ? slot_of(p.cache, batch, warp_key) : -1};
+    KeyStream<Kernel> stream{p,         sequence,
+                             batch,     kv_head,
+                             k_loader,  v_loader,
+                             k_unit,    v_unit,
+                             k_ring,    v_ring,
+                             unit_ring, count,
+                             warp_key,  count > 0 ? slot_of(p.cache, batch, warp_key) : -1};
     CF_UNROLL
     for (int i = 0; i < kStages - 1; i++) stream.load(i);
 

@@ -125,12 +125,12 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         uint4 value{};
         if (row < block.rows) {
             const Row at = block.row(row);
-            value = read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
+            value =
+                read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
         }
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
-    if (threadIdx.x < kRows)
-        s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
+    if (threadIdx.x < kRows) s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.saved.block = block;
 
     // Copies of this warp: 16 keys of each block, which lie in one page, and their values.
@@ -143,7 +143,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
         return key < sequence.seqlen_k ? slot_of(p.cache, batch, key) : -1;
     };
     int32_t slot = slot_of_key(warp_key);    // of the block to be sent for next
-    uint32_t absent = 0;                     // a bit for each, the last in bit 0: its keys of this warp are no slot's
+    uint32_t absent = 0;    // a bit for each, the last in bit 0: its keys of this warp are no slot's
     const auto start = [&](int32_t i) {
         if (i < blocks) {
             const int32_t key = warp_key + i * kBlockN, stage = i % kStages, row = row_in_slot(p.cache, key);
@@ -169,7 +169,8 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
     if constexpr (kQInRegisters) register_q.fill(shared_q);
     const TileScore<Product> score(p.score, sequence, kv_head * block.group);
-    const int32_t whole_first = band.first_key(block.last_query()), whole_end = band.end_key(block.first_query());
+    const int32_t whole_first = band.first_key(block.last_query()),
+                  whole_end = band.end_key(block.first_query());
 
     const uint32_t own_max = opaque(smem_addr(&s.row_max[g][warp]));
     const uint32_t own_weights = opaque(smem_addr(&s.weights[kStepKeys / 8 * warp][lane]));

@@ -153,7 +153,8 @@ struct HalfOfO {
             if (row >= block.rows) continue;
             const Row at = block.row(row);
             const float normaliser = half ? factor.y : factor.x;
-            float* part = p.partial_o ? p.partial_o + block.part_row(p.shape, at) * p.shape.head_dim_v : nullptr;
+            float* part =
+                p.partial_o ? p.partial_o + block.part_row(p.shape, at) * p.shape.head_dim_v : nullptr;
             Element* whole = head_rows<Element>(p.o, block.batch, at.head, at.query);
             CF_UNROLL
             for (int n = 0; n < kHalf / 8; n++) {
@@ -167,9 +168,12 @@ struct HalfOfO {
     }
 };
 
-CF_DEVICE void attend_first_half(const DecodeParams& p, SharedStorage& s, const Work& work, const Band& band) {
-    const int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x / 32 * 16 + lane / 4;    // the thread's first
-    const int32_t whole_first = band.first_key(work.block.last_query()), whole_end = band.end_key(work.block.first_query());
+CF_DEVICE void attend_first_half(const DecodeParams& p, SharedStorage& s, const Work& work,
+                                 const Band& band) {
+    const int lane = threadIdx.x % 32, t = lane % 4,
+              row = threadIdx.x / 32 * 16 + lane / 4;    // the thread's first
+    const int32_t whole_first = band.first_key(work.block.last_query()),
+                  whole_end = band.end_key(work.block.first_query());
     const float scale = static_cast<float>(p.score.scale);
     const float unit_log2 = warp_uniform(static_cast<float>(p.score.scale * 1.4426950408889634));
     // why not infinity: as in hopper/online_softmax.cuh.
@@ -199,7 +203,8 @@ CF_DEVICE void attend_first_half(const DecodeParams& p, SharedStorage& s, const 
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
                 const Range seen = s.seen[row + 8 * half];
-                mask_row(as_tile(rS), 0, half, seen.first - key - 2 * t, nowhere ? 0 : seen.end - key - 2 * t);
+                mask_row(as_tile(rS), 0, half, seen.first - key - 2 * t,
+                         nowhere ? 0 : seen.end - key - 2 * t);
             }
         }
         // [A1.9]
@@ -241,7 +246,9 @@ CF_DEVICE void attend_first_half(const DecodeParams& p, SharedStorage& s, const 
 
 CF_DEVICE void attend_second_half(const DecodeParams& p, SharedStorage& s, const Work& work) {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-    const auto factors = [&] { return float2{s.factor[warp_row + lane / 4], s.factor[warp_row + 8 + lane / 4]}; };
+    const auto factors = [&] {
+        return float2{s.factor[warp_row + lane / 4], s.factor[warp_row + 8 + lane / 4]};
+    };
     HalfOfO half_of_o(s, 1);
     Ring::Cursor at;
     bar_arrive(kPEmpty, kConsumers);
@@ -252,7 +259,8 @@ CF_DEVICE void attend_second_half(const DecodeParams& p, SharedStorage& s, const
         uint32_t weights[kBlockN / 16][4];
         CF_UNROLL
         for (int k = 0; k < kBlockN / 16; k++)
-            ldmatrix_x4(weights[k], smem_addr(s.p.data) + WeightTile::offset(warp_row + lane % 16, 2 * k + lane / 16));
+            ldmatrix_x4(weights[k],
+                        smem_addr(s.p.data) + WeightTile::offset(warp_row + lane % 16, 2 * k + lane / 16));
         const float2 factor = factors();
         // sync: the first warpgroup may write the next ones.
         bar_arrive(kPEmpty, kConsumers);

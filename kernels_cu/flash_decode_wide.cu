@@ -117,7 +117,7 @@ CF_DEVICE void multiply_by_keys(float (&s)[1][kN][4], uint32_t q, uint32_t keys,
     } else {
         // why two sums: of one n8 each product waits for the one before.
         float odd[1][kN][4] = {};
-    CF_UNROLL
+        CF_UNROLL
         for (int i = 0; i < kDepthSteps; i++) {
             RowsAsA<QTile> a(q, 0);
             RowsAsB<KeyTile> b(keys, 0);
@@ -163,7 +163,8 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         uint4 value{};
         if (row < rows_here) {
             const Row at = block.row(row);
-            value = read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
+            value =
+                read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
         }
         st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
     }
@@ -175,7 +176,8 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     // layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th. The last
     // turn over a row of 36 chunks, a latent of 8 bits, is of four threads.
     constexpr bool kEven = StoredTile::kChunks % 8 == 0;
-    constexpr int kRowThreads = (StoredTile::kChunks % 16 == 0 || !kEven) && kBlockN <= kThreads / 16 ? 16 : 8;
+    constexpr int kRowThreads =
+        (StoredTile::kChunks % 16 == 0 || !kEven) && kBlockN <= kThreads / 16 ? 16 : 8;
     static_assert(kBlockN <= kThreads / kRowThreads && kRowThreads % StoredTile::kSwizzledChunks == 0);
     constexpr int kRowCopies = (StoredTile::kChunks + kRowThreads - 1) / kRowThreads;
     const int32_t copied_row = threadIdx.x / kRowThreads, copied_chunk = threadIdx.x % kRowThreads;
@@ -197,7 +199,9 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
                 const Tensor& cache = values ? p.cache.v : p.cache.k;
                 const int32_t key = (first_step + step) * kBlockN + copied_row;
                 const int32_t columns = values ? p.shape.head_dim_v : p.shape.head_dim;
-                const int bytes = slot < 0 ? 0 : kLatent ? 16 : columns * int(sizeof(Number)) - 16 * copied_chunk;
+                const int bytes = slot < 0  ? 0
+                                  : kLatent ? 16
+                                            : columns * int(sizeof(Number)) - 16 * copied_chunk;
                 const Number* from = head_rows<const Number>(cache, larger(slot, 0), kv_head,
                                                              row_in_slot<true>(p.cache, key)) +
                                      16 / sizeof(Number) * copied_chunk;
@@ -283,8 +287,10 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         }
         float highest[2];
         if (depth_warp == 0) {
-            const int32_t first = kWarpKeys * key_warp + 2 * t;    // of the step: the key of column 0 of this thread
-            const bool drafts = !kLatent && p.score.spans.data && key + kBlockN > sequence.seqlen_k - sequence.seqlen_q;
+            const int32_t first =
+                kWarpKeys * key_warp + 2 * t;    // of the step: the key of column 0 of this thread
+            const bool drafts =
+                !kLatent && p.score.spans.data && key + kBlockN > sequence.seqlen_k - sequence.seqlen_q;
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
                 const RowScore& row = s.saved.scores[16 * row_warp + 8 * half + g];
@@ -337,12 +343,14 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         // [A1.10]
         CF_UNROLL
         for (int m = 0; m < kM; m++)
-            OnlineSoftmax<Product, kM>::rescale_o(rO, m, float2{s.rescale[16 * m + g], s.rescale[16 * m + 8 + g]});
+            OnlineSoftmax<Product, kM>::rescale_o(rO, m,
+                                                  float2{s.rescale[16 * m + g], s.rescale[16 * m + 8 + g]});
         CF_UNROLL
         for (int i = 0; i < kBlockN / 16; i++) {
             RowsAsA<WeightTile> weights(smem_addr(s.p.data), 0);
             weights.reader.begin_at(i);
-            multiply<Product, 1>(rO, weights, ColumnsAsB<ValueTile, kWarps>(sV + i * 16 * ValueTile::kPitch, warp));
+            multiply<Product, 1>(rO, weights,
+                                 ColumnsAsB<ValueTile, kWarps>(sV + i * 16 * ValueTile::kPitch, warp));
         }
     }
 
@@ -360,7 +368,8 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     // [A1.12] [A1.13]
     const RowBlock saved = s.saved.block;
     float v_scale = 1;
-    if constexpr (kWidened) v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
+    if constexpr (kWidened)
+        v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
     if (depth_warp == 0 && key_warp == 0 && t == 0) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
@@ -394,11 +403,12 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
             if (column >= p.shape.head_dim_v) continue;
             const float x = rO[m][n][2 * half] * factor, y = rO[m][n][2 * half + 1] * factor;
             if (parted)
-                st_global(reinterpret_cast<float2*>(p.partial_o + saved.part_row(p.shape, at) * p.shape.head_dim_v +
-                                                    column),
+                st_global(reinterpret_cast<float2*>(
+                              p.partial_o + saved.part_row(p.shape, at) * p.shape.head_dim_v + column),
                           float2{x, y});
             else
-                st_global(reinterpret_cast<uint32_t*>(head_rows<Element>(p.o, saved.batch, at.head, at.query) + column),
+                st_global(reinterpret_cast<uint32_t*>(
+                              head_rows<Element>(p.o, saved.batch, at.head, at.query) + column),
                           pack<Element>(x, y));
         }
     }

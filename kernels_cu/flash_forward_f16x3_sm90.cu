@@ -112,7 +112,8 @@ struct HalvesProducer {
         const int64_t first = record_of_q(p.call.shape, work.rows, work.sequence, work.group,
                                           work.first_row / kBlockM, kBlockM);
         CF_UNROLL
-        for (int i = 0; i < kConsumers; i++) load(s.q[i], s.q_unit[i], p.q_halves, first + i, s.q_ring.full[0]);
+        for (int i = 0; i < kConsumers; i++)
+            load(s.q[i], s.q_unit[i], p.q_halves, first + i, s.q_ring.full[0]);
         tiles++;
     }
     CF_DEVICE void load_k(const WorkTile<Kernel>& work, int32_t block) {
@@ -149,12 +150,16 @@ struct HalvesProducer {
 };
 
 // The tile that a warp of consumers is at, and its number.
-CF_DEVICE uint32_t tiles_done(SharedStorage& s) { return ld_shared<uint32_t>(smem_addr(&s.saved[threadIdx.x / 32])); }
-CF_DEVICE const WorkTile<Kernel>& work_here(SharedStorage& s) { return TileScheduler<Kernel>::slot(s, tiles_done(s)); }
+CF_DEVICE uint32_t tiles_done(SharedStorage& s) {
+    return ld_shared<uint32_t>(smem_addr(&s.saved[threadIdx.x / 32]));
+}
+CF_DEVICE const WorkTile<Kernel>& work_here(SharedStorage& s) {
+    return TileScheduler<Kernel>::slot(s, tiles_done(s));
+}
 
 // d = the three products of halves, small ones first.
-template <int n, class A, class B> CF_DEVICE void multiply_halves(float (&d)[n], const A& a0, const A& a1, const B& b0,
-                                                                  const B& b1) {
+template <int n, class A, class B> CF_DEVICE void multiply_halves(float (&d)[n], const A& a0, const A& a1,
+                                                                  const B& b0, const B& b1) {
     multiply(d, a1, b0, false);
     multiply(d, a0, b1, true);
     multiply(d, a0, b0, true);
@@ -168,8 +173,8 @@ struct WarpgroupRows {
     SharedStorage& s;
     uint32_t& done;    // blocks of keys. why a count: cursors of both rings would be four registers
     const Score& rule;
-    const float unit_log2;    // from a score to log2
-    int32_t whole_first, whole_end;    // blocks of keys in which every pair counts
+    const float unit_log2;                       // from a score to log2
+    int32_t whole_first, whole_end;              // blocks of keys in which every pair counts
     float q_unit = 0, k_unit = 0, v_unit = 0;    // of what is being multiplied
     Kernel::Softmax softmax;
     // First halves of the first tile; each tile is two in a row.
@@ -177,10 +182,10 @@ struct WarpgroupRows {
     ByRows<KHalves::Part> k;
     ByColumns<VHalves::Part> v;
 
-    CF_DEVICE WarpgroupRows(SharedStorage& s, uint32_t& done, const Score& rule, const WorkTile<Kernel>& work, int warpgroup,
-                     float unit_log2)
-        : s(s), done(done), rule(rule), unit_log2(unit_log2),
-          q(s.q[warpgroup].part[0]), k(s.k[0].part[0]), v(s.v[0].part[0]) {
+    CF_DEVICE WarpgroupRows(SharedStorage& s, uint32_t& done, const Score& rule, const WorkTile<Kernel>& work,
+                            int warpgroup, float unit_log2)
+        : s(s), done(done), rule(rule), unit_log2(unit_log2), q(s.q[warpgroup].part[0]), k(s.k[0].part[0]),
+          v(s.v[0].part[0]) {
         k.hold(), v.hold();
         const Band band(rule, work.sequence);
         const int32_t first = work.first_row + 64 * warpgroup;
@@ -198,7 +203,8 @@ struct WarpgroupRows {
         const ByRows<QHalves::Part> here_q = q.opaque_copy();
         wgmma_fence_operand(rS);
         wgmma_fence();
-        multiply_halves(rS, here_q, here_q.of_tile(1), k.of_tile(2 * here.stage), k.of_tile(2 * here.stage + 1));
+        multiply_halves(rS, here_q, here_q.of_tile(1), k.of_tile(2 * here.stage),
+                        k.of_tile(2 * here.stage + 1));
         wgmma_commit();
     }
     CF_DEVICE void end_s(float (&rS)[kBlockN / 2], uint32_t number) {
@@ -238,7 +244,8 @@ struct WarpgroupRows {
         }
     }
     // [A2.6] Returns the factors that the thread's two rows of O are waiting for.
-    CF_DEVICE float2 mask_and_softmax(uint32_t (&rP)[2][kBlockN / 16][4], float (&rS)[kBlockN / 2], int32_t block) {
+    CF_DEVICE float2 mask_and_softmax(uint32_t (&rP)[2][kBlockN / 16][4], float (&rS)[kBlockN / 2],
+                                      int32_t block) {
         auto& x = as_tile(rS);
         if (block < whole_first || block >= whole_end) mask(rS, block);
         float rescale[2];
@@ -250,7 +257,8 @@ struct WarpgroupRows {
                 highest = fmaxf(highest, fmaxf(x[0][n][2 * half], x[0][n][2 * half + 1]));
             highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
             highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-            const auto to = softmax.update_max(0, half, fmaxf(softmax.row_max[0][half], highest * k_unit), unit_log2);
+            const auto to =
+                softmax.update_max(0, half, fmaxf(softmax.row_max[0][half], highest * k_unit), unit_log2);
             float sum = 0;
             CF_UNROLL
             for (int n = 0; n < kBlockN / 8; n++) {
@@ -269,7 +277,8 @@ struct WarpgroupRows {
         for (int k = 0; k < kBlockN / 16; k++) {
             CF_UNROLL
             for (int i = 0; i < 4; i++)
-                split_pair(rS[8 * k + 2 * i] * kWeight, rS[8 * k + 2 * i + 1] * kWeight, rP[0][k][i], rP[1][k][i]);
+                split_pair(rS[8 * k + 2 * i] * kWeight, rS[8 * k + 2 * i + 1] * kWeight, rP[0][k][i],
+                           rP[1][k][i]);
         }
         return {rescale[0], rescale[1]};
     }
@@ -284,7 +293,8 @@ CF_DEVICE void finish(const ForwardParams& call, const WorkTile<Kernel>& tile, i
     auto& o = as_tile(rO);
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
-        const int32_t row = work.first_row + 64 * warpgroup + 16 * warp + 8 * half + lane / 4, head = work.head(row);
+        const int32_t row = work.first_row + 64 * warpgroup + 16 * warp + 8 * half + lane / 4,
+                      head = work.head(row);
         const int64_t query = work.sequence.first_q + work.rows.query(row);
         const float sink =
             rule.sinks ? static_cast<const float*>(rule.sinks)[head * rule.sinks_head] : -kInfinity;
@@ -304,11 +314,12 @@ CF_DEVICE void finish(const ForwardParams& call, const WorkTile<Kernel>& tile, i
     }
 }
 
-CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, int warpgroup,
-                      uint32_t& done) {
+CF_DEVICE void attend(const F16x3ForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work,
+                      int warpgroup, uint32_t& done) {
     const double scale = p.call.score.scale;
     float rO[kHeadDimV / 2] = {};
-    WarpgroupRows rows(s, done, p.call.score, work, warpgroup, warp_uniform(static_cast<float>(scale * 1.4426950408889634)));
+    WarpgroupRows rows(s, done, p.call.score, work, warpgroup,
+                       warp_uniform(static_cast<float>(scale * 1.4426950408889634)));
     const auto release_q = [&] {
         // sync: every lane has looked at the barrier and the unit of Q.
         __syncwarp();
@@ -367,7 +378,8 @@ CF_DEVICE void consume(const F16x3ForwardParams& p, SharedStorage& s, int warpgr
         if (work.blocks == kNoTile) break;
         attend(p, s, work, warpgroup_index(), done);
     }
-    if (warpgroup_here() == 0) warp_scheduler_barrier_sync<Kernel>(0);    // why: the last arrival has no other taker
+    if (warpgroup_here() == 0)
+        warp_scheduler_barrier_sync<Kernel>(0);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward(const F16x3ForwardParams& p) {

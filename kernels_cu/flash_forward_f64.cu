@@ -107,7 +107,7 @@ CF_DEVICE void flash_forward_f64(const ForwardParams& p) {
             const uint32_t sK = ring.next<Stream::key>(block, place);
             multiply_by_rows<kProductRows, kHeadDim / 8>(rS[0], rows_of_q, DoubleRowReader<KTile>(sK));
             const uint32_t sV = ring.next<Stream::value>(block, place);
-    CF_UNROLL
+            CF_UNROLL
             for (int n = 0; n < kN; n++) {
                 CF_UNROLL
                 for (int e = 0; e < 4; e++) rS[0][n][e] *= p.score.scale;
@@ -155,8 +155,7 @@ CF_DEVICE void flash_forward_f64(const ForwardParams& p) {
         normaliser[half] = end.normaliser;
         const int row = 8 * half + lane / 4;
         if (row < gO.rows && p.lse.data && lane % 4 == 0)
-            st_global(head_rows<double>(p.lse, work.batch, head, first_row) + row * p.lse.row,
-                      end.lse);
+            st_global(head_rows<double>(p.lse, work.batch, head, first_row) + row * p.lse.row, end.lse);
     }
     store_rows(rO, normaliser, gO);
 }

@@ -208,7 +208,7 @@ CF_DEVICE void flash_forward(const Fp8ForwardParams& p) {
             // [A1.9]
             const float unit_log2 = kMask == Mask::any ? kLog2e : saved.unit * kLog2e;
             float rescale[kM][2];
-    CF_UNROLL
+            CF_UNROLL
             for (int m = 0; m < kM; m++) {
                 CF_UNROLL
                 for (int half = 0; half < 2; half++)

@@ -225,7 +225,8 @@ CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const WorkTile<
             float rT[kPartV / 2];
             wgmma_fence_operand(rT);
             wgmma_fence();
-            multiply(rT, rP, ByRows<TransposedTile>(s.transposed[0], first.kColumn).of_tile(at.v.stage), false);
+            multiply(rT, rP, ByRows<TransposedTile>(s.transposed[0], first.kColumn).of_tile(at.v.stage),
+                     false);
             wgmma_commit();
             // sync: T is in registers.
             wgmma_wait<0>();
@@ -243,8 +244,7 @@ CF_DEVICE void attend(const Kernel::Params& p, SharedStorage& s, const WorkTile<
     const int stage = at.q.stage;
     if (p.o_type == kBiasF16)
         epilogue<Kernel, __half>(p, s, work, warpgroup, stage, softmax.online, unit, value, rO);
-    else
-        epilogue<Kernel, __nv_bfloat16>(p, s, work, warpgroup, stage, softmax.online, unit, value, rO);
+    else epilogue<Kernel, __nv_bfloat16>(p, s, work, warpgroup, stage, softmax.online, unit, value, rO);
 }
 
 CF_DEVICE void consume(const Kernel::Params& p, SharedStorage& s, int warpgroup) {
@@ -258,7 +258,8 @@ CF_DEVICE void consume(const Kernel::Params& p, SharedStorage& s, int warpgroup)
         if (work.blocks == kNoTile) break;
         attend(p, s, work, warpgroup, at);
     }
-    if (warpgroup == 0) warp_scheduler_barrier_sync<Kernel>(warpgroup);    // why: the last arrival has no other taker
+    if (warpgroup == 0)
+        warp_scheduler_barrier_sync<Kernel>(warpgroup);    // why: the last arrival has no other taker
 }
 
 CF_DEVICE void flash_forward(const Kernel::Params& p) {

@@ -136,7 +136,7 @@ struct Ring {
         if constexpr (kTuring) {
             k.fetch(waiting, block, 0);
         } else {
-        CF_UNROLL
+            CF_UNROLL
             for (int i = 0; i < kSlots - 1; i++) start(block, i, i * kSlotBytes);
         }
     }
@@ -196,7 +196,8 @@ struct RegisterQFrom {
 // first key.
 CF_DEVICE void cap_and_slope(float (&s)[1][kN][4], const Score& score, int64_t slope_at, float distance) {
     const float unit = 1 / static_cast<float>(score.scale), cap = static_cast<float>(score.softcap) * unit;
-    const float slope = score.alibi_slopes ? static_cast<const float*>(score.alibi_slopes)[slope_at] * unit : 0;
+    const float slope =
+        score.alibi_slopes ? static_cast<const float*>(score.alibi_slopes)[slope_at] * unit : 0;
     CF_UNROLL
     for (int n = 0; n < kN; n++) {
         CF_UNROLL
@@ -215,7 +216,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     // [A1.4]
     const int32_t tiles = cdiv(p.shape.seqlen_q, kBlockM);
     const TileCoord work = lpt_query_tile(blockIdx.x, tiles, p.shape, p.shape.heads_q,
-                                            kL2SectionBytes / uint32_t(sizeof(Element)));
+                                          kL2SectionBytes / uint32_t(sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t head = work.head, kv_head = head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
@@ -234,15 +235,15 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     const int32_t whole_blocks = larger(band.end_key(m_first) / kBlockN - first - whole_first, 0);
     if (threadIdx.x == 0)
         s.saved = {sequence.first_q + m_first,
-                    Band::score_offset(p.score, sequence),
-                    work.batch,
-                    head,
-                    m_end - m_first,
-                    m_first,
-                    first_key,
-                    whole_first,
-                    whole_blocks,
-                    NarrowBand(band)};
+                   Band::score_offset(p.score, sequence),
+                   work.batch,
+                   head,
+                   m_end - m_first,
+                   m_first,
+                   first_key,
+                   whole_first,
+                   whole_blocks,
+                   NarrowBand(band)};
 
     float rO[kM][kNO][4] = {};
     OnlineSoftmax<Product, 1> softmax;
@@ -303,7 +304,8 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                 cap_and_slope(rS, p.score,
                               saved.batch * p.score.alibi_batch + saved.head * p.score.alibi_head,
                               static_cast<float>(at.row + saved.offset - at.column));
-            if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks)) mask_band(rS, at, saved.band);
+            if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks))
+                mask_band(rS, at, saved.band);
             if (p.score.mask.data) {
                 const auto* attend = static_cast<const uint8_t*>(p.score.mask.data) +
                                      saved.batch * p.score.mask.batch + saved.head * p.score.mask.head;

@@ -187,10 +187,11 @@ CF_DEVICE void rescale_o(float (&rO)[kHalf][32], bool any, float2 factor) {
 }
 
 // A warp's 16 rows of a half of O, through the memory of Q, which every warp of the block then frees.
-CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& tile, float (&rO)[kHalf][32],
-                     int warpgroup) {
+CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& tile,
+                     float (&rO)[kHalf][32], int warpgroup) {
     const WorkTile<Kernel> work = tile;    // why: there are registers again, and it is read once
-    const int warp = threadIdx.x / 32 % 4, first_row = work.first_row + 16 * warp, first_column = warpgroup * (kHeadDimV / 2);
+    const int warp = threadIdx.x / 32 % 4, first_row = work.first_row + 16 * warp,
+              first_column = warpgroup * (kHeadDimV / 2);
     const bool floats = p.call.float_o;
     auto& sO = reinterpret_cast<OTile*>(s.q.data)[4 * warpgroup + warp];
     CF_UNROLL
@@ -214,7 +215,8 @@ CF_DEVICE void store(const HopperForwardParams& p, SharedStorage& s, const WorkT
             const int32_t row = first_row + i;
             if (!work.exists(row)) return nullptr;
             return head_rows<Element>(p.call.o, work.batch, work.head(row),
-                                      work.sequence.first_q + work.rows.query(row)) + first_column;
+                                      work.sequence.first_q + work.rows.query(row)) +
+                   first_column;
         };
         copy_rows(place, sO, 16, p.call.shape.head_dim_v - first_column);
         // sync: every lane has read its part before the next Q comes.
@@ -235,12 +237,12 @@ struct Cursors {
     Ring::Cursor k, v;
 };
 
-CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
-                      ByRows<Chunk> k, Cursors& at) {
+CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work,
+                                 const Values& values, ByRows<Chunk> k, Cursors& at) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp_row = threadIdx.x / 32 % 4 * 16;
     const double scale = p.call.score.scale;
     MaskedSoftmax<Kernel> softmax(p.call.score, work, work.first_row,
-                            warp_uniform(static_cast<float>(scale * 1.4426950408889634)));
+                                  warp_uniform(static_cast<float>(scale * 1.4426950408889634)));
     float rO[kHalf][32] = {};
     if (work.blocks > 0) {
         const ByRows<QTile> q(s.q);
@@ -306,7 +308,8 @@ CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s,
             // [A2.13]
             const Rescale rescale = softmax.mask_and_softmax(rS, block);
             // [A2.14]
-            pin_schedule(__float_as_uint(softmax.online.row_sum[0][1]));    // why: or ptxas waits before the softmax
+            pin_schedule(
+                __float_as_uint(softmax.online.row_sum[0][1]));    // why: or ptxas waits before the softmax
             // sync: O is in registers, P and V in use no more.
             wgmma_wait<0>();
             values.end(rO, at.v);
@@ -335,8 +338,9 @@ CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s,
         const FinalRow<float> end = softmax.online.finalize(0, half, static_cast<float>(scale), sink);
         (half ? factor.y : factor.x) = end.normaliser;
         if (p.call.lse.data && t == 0 && work.exists(row))
-            st_global(head_rows<float>(p.call.lse, work.batch, head, work.sequence.first_q + work.rows.query(row)),
-                      end.lse);
+            st_global(
+                head_rows<float>(p.call.lse, work.batch, head, work.sequence.first_q + work.rows.query(row)),
+                end.lse);
     }
     if (t == 0) s.factor[warp_row + g] = factor.x, s.factor[warp_row + 8 + g] = factor.y;
     // sync: the factors are visible to the other warpgroup, which may use the memory of Q.
@@ -345,8 +349,8 @@ CF_DEVICE void attend_first_half(const HopperForwardParams& p, SharedStorage& s,
     store(p, s, work, rO, 0);
 }
 
-CF_DEVICE void attend_second_half(const HopperForwardParams& p, SharedStorage& s, const WorkTile<Kernel>& work, const Values& values,
-                      Ring::Cursor& at) {
+CF_DEVICE void attend_second_half(const HopperForwardParams& p, SharedStorage& s,
+                                  const WorkTile<Kernel>& work, const Values& values, Ring::Cursor& at) {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
     float rO[kHalf][32] = {};
     uint32_t rP[4][4];
@@ -356,7 +360,8 @@ CF_DEVICE void attend_second_half(const HopperForwardParams& p, SharedStorage& s
         if (weights) {
             CF_UNROLL
             for (int k = 0; k < 4; k++)
-                ldmatrix_x4(rP[k], smem_addr(s.p.data) + Chunk::offset(warp_row + lane % 16, 2 * k + lane / 16));
+                ldmatrix_x4(rP[k],
+                            smem_addr(s.p.data) + Chunk::offset(warp_row + lane % 16, 2 * k + lane / 16));
         }
         const float2 factor{s.factor[warp_row + lane / 4], s.factor[warp_row + 8 + lane / 4]};
         // sync: the first warpgroup may write the next ones.

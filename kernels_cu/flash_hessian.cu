@@ -155,12 +155,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
 
         const SecondGradient<Product> gradient(p.score, sequence, band, work.head);
         RowNumbers rows[2];
-    CF_UNROLL
+        CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int32_t query = m_first + warp_row + 8 * half + threadIdx.x % 32 / 4;
             const bool exists = query < sequence.seqlen_q;
             const auto number = [&](const Rows& of) {
-                return exists ? head_rows<float>(of, work.batch, work.head, sequence.first_q)[query * of.row] : 0.0f;
+                return exists ? head_rows<float>(of, work.batch, work.head, sequence.first_q)[query * of.row]
+                              : 0.0f;
             };
             rows[half] = row_numbers(number(p.lse), number(params.lse_dot), number(p.delta),
                                      number(params.delta_dot), exists);
@@ -173,15 +174,17 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
             if (has_v_dot) multiply_by_rows<Product, ValueTile<2 * kBlockN>>(parted<1, 2 * kN>(rDP), d_o, sV);
             else multiply_by_rows<Product, VTile>(parted<1, kN>(rDP), d_o, sV);
             const uint32_t sK = ring.template next<Stream::value>(tile - first, place);
-            multiply_with_tangent<KTile>(rS, rTangent, smem_addr(s.q.data), warp_row, smem_addr(s.q_dot.data), sK, has_q_dot,
-                                   has_k_dot);
+            multiply_with_tangent<KTile>(rS, rTangent, smem_addr(s.q.data), warp_row, smem_addr(s.q_dot.data),
+                                         sK, has_q_dot, has_k_dot);
             const Positions<false> at(m_first + warp_row, tile * kBlockN);
             const bool all = contains(whole, tile);
             CF_UNROLL
             for (int n = 0; n < kN; n++)
-                gradient.compute_ds(rS[0][n], rTangent[0][n], rDP[n], rDP[kN + n], rows, at.of_column(n), all);
+                gradient.compute_ds(rS[0][n], rTangent[0][n], rDP[n], rDP[kN + n], rows, at.of_column(n),
+                                    all);
             // [H.7]
-            if (has_k_dot) multiply_by_columns<Product, KeyTile<2 * kBlockN>>(rDQ, parted<1, 2 * kN>(rDP), sK);
+            if (has_k_dot)
+                multiply_by_columns<Product, KeyTile<2 * kBlockN>>(rDQ, parted<1, 2 * kN>(rDP), sK);
             else multiply_by_columns<Product, KTile>(rDQ, parted<1, kN>(rDP), sK);
         }
         // sync: no copy may be under way when the block ends (the last groups are empty, but the counter is
@@ -190,9 +193,9 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
     }
     const float scale = static_cast<float>(p.score.scale), factor[1][2] = {{scale, scale}};
     Element* dq = head_rows<Element>(p.dq, work.batch, work.head, first_q + warp_row);
-    store_warp_rows<Product>(
-        rDQ, factor, GlobalRows<Element>(dq, p.dq.row, m_end - m_first - warp_row, p.shape.head_dim),
-        smem_addr(s.q.data) + warp_row * QTile::kPitch);
+    store_warp_rows<Product>(rDQ, factor,
+                             GlobalRows<Element>(dq, p.dq.row, m_end - m_first - warp_row, p.shape.head_dim),
+                             smem_addr(s.q.data) + warp_row * QTile::kPitch);
 }
 
 // ---- dkv_dot: a block owns keys and goes over the queries of all heads that read them.
@@ -229,7 +232,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
     float rDK[1][kHeadDim / 8][4] = {}, rDV[1][kHeadDimV / 8][4] = {};
 
     if (tiles.first < tiles.end) {
-        const bool has_q_dot = params.q_dot.data, has_k_dot = params.k_dot.data, has_v_dot = params.v_dot.data;
+        const bool has_q_dot = params.q_dot.data, has_k_dot = params.k_dot.data,
+                   has_v_dot = params.v_dot.data;
         const auto of_keys = [&](const Tensor& t, const Tensor& dot, int32_t columns) {
             return pair_of_rows<Element>(t, dot, work.batch, work.head, sequence.first_k + n_first,
                                          sequence.seqlen_k - n_first, columns);
@@ -259,8 +263,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
                 }
                 const uint32_t sDO = sQ + Slot::kOfDO;
                 float rDP[2 * kN][4] = {}, rS[1][kN][4] = {}, rTangent[1][kN][4] = {};
-                multiply_with_tangent<QTile>(rS, rTangent, smem_addr(s.k.data), warp_row, smem_addr(s.k_dot.data), sQ,
-                                       has_k_dot, has_q_dot);
+                multiply_with_tangent<QTile>(rS, rTangent, smem_addr(s.k.data), warp_row,
+                                             smem_addr(s.k_dot.data), sQ, has_k_dot, has_q_dot);
                 if (has_v_dot) multiply_by_rows<Product, DOTile>(parted<2, kN>(rDP), v_rows, sDO);
                 else multiply_by_rows<Product, DOTile>(parted<1, kN>(rDP), v_rows, sDO);
                 const Positions<true> at(n_first + warp_row, tile * kBlockM);
@@ -277,14 +281,16 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
                 }
                 // [H.3] [H.8]
                 multiply_by_columns<Product, DOTile>(rDV, rS, sDO);
-                if (has_q_dot) multiply_by_columns<Product, KeyTile<2 * kBlockM>>(rDK, parted<1, 2 * kN>(rDP), sQ);
+                if (has_q_dot)
+                    multiply_by_columns<Product, KeyTile<2 * kBlockM>>(rDK, parted<1, 2 * kN>(rDP), sQ);
                 else multiply_by_columns<Product, QTile>(rDK, parted<1, kN>(rDP), sQ);
                 const uint32_t read = sQ;
                 sQ = sOther, sOther = read;
             }
         }
     }
-    const auto store = [&](const Tensor& to, int32_t columns, const auto& sums, float scale, uint32_t staging) {
+    const auto store = [&](const Tensor& to, int32_t columns, const auto& sums, float scale,
+                           uint32_t staging) {
         Element* first = head_rows<Element>(to, work.batch, work.head, sequence.first_k + n_first + warp_row);
         const GlobalRows<Element> rows(first, to.row, sequence.rows_k - n_first - warp_row, columns);
         const float factor[1][2] = {{scale, scale}};

@@ -7,10 +7,10 @@
 // flash_backward_sm90: each block of keys has the bits of its tiles of queries.
 //
 //   [R.1]  for each tile of rows with intervals: the least and the greatest start and stop
-//   [R.2]  a block is not empty if the band reaches it, an interval may, and a block of the mask in it is not empty; it is
+//   [R.2]  a block is seen if the band reaches it, an interval may, and a block of the mask in it is not empty; it is
 //          partial unless it lies in the band, in an interval of every row, and in full blocks of the mask
 //
-// A block that is not empty may have no pair after all, for the intervals of a tile are taken as one; an empty one has none.
+// The intervals of a tile are taken as one. So a block that counts as seen may have no pair; one that does not has none.
 //
 // Grid:   x = ((batch * heads_q + head) * ceil(tiles / 32) + 32 tiles of queries) * words + 32 blocks of keys. Blocks
 //         whose (batch, head) is like another one's return.

@@ -4,8 +4,8 @@
 //
 //   [S.1]  the largest finite element of a tile
 //   [S.2]  s, a power of two; h0 = half(x s), h1 = half(x s - h0), and 1 / s
-// why a kernel of its own: the attention kernel would split K and V again for each tile of queries, and the shared memory that
-// this takes, 256 KB of 64 keys of head dim 128, is as much as the products read.
+// why a kernel of its own: the attention kernel would split K and V again for each tile of queries. That moves 256 KB through
+// shared memory for 64 keys of head dim 128, as much as the products read.
 //
 // Grid:   x: the tiles of q, 64 rows of a group each; the same of dO; of k, kBlockN keys of a head each; of v, the same. Of packed
 //         sequences as if all were the longest: blocks past the end of a sequence return.
@@ -73,7 +73,7 @@ CF_DEVICE void load_eight(float (&x)[8], const float* row, int32_t column, int32
         x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
         x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     } else {
-    CF_UNROLL
+        CF_UNROLL
         for (int i = 0; i < 8; i++) x[i] = column + i < columns ? row[column + i] : 0.0f;
     }
 }
@@ -140,12 +140,13 @@ CF_DEVICE void flash_split(const Params& p) {
         const int64_t record =
             record_of_q(shape, rows, sequence, work.head, work.tile / (kBlockM / 64), kBlockM) +
             work.tile % (kBlockM / 64);
-        split_tile<Halves<64, CF_HEAD_DIM>>(s, tensor.halves, record, tensor.columns, [&](int i) -> const float* {
-            const int32_t query = rows.query(first + i), head = rows.head(first + i);
-            if (query >= sequence.seqlen_q || head >= rows.heads) return nullptr;
-            return head_rows<const float>(tensor.from, work.batch, work.head * rows.heads + head,
-                                          sequence.first_q + query);
-        });
+        split_tile<Halves<64, CF_HEAD_DIM>>(
+            s, tensor.halves, record, tensor.columns, [&](int i) -> const float* {
+                const int32_t query = rows.query(first + i), head = rows.head(first + i);
+                if (query >= sequence.seqlen_q || head >= rows.heads) return nullptr;
+                return head_rows<const float>(tensor.from, work.batch, work.head * rows.heads + head,
+                                              sequence.first_q + query);
+            });
         return;
     }
     const bool values = blockIdx.x - of_q >= of_k;
@@ -159,8 +160,7 @@ CF_DEVICE void flash_split(const Params& p) {
         if (first + i >= sequence.seqlen_k) return nullptr;
         return head_rows<const float>(from, work.batch, work.head, sequence.first_k + first + i);
     };
-    if (values)
-        split_tile<Halves<kBlockN, CF_HEAD_DIM_V>>(s, p.v_halves, record, shape.head_dim_v, row_of);
+    if (values) split_tile<Halves<kBlockN, CF_HEAD_DIM_V>>(s, p.v_halves, record, shape.head_dim_v, row_of);
     else split_tile<Halves<kBlockN, CF_HEAD_DIM>>(s, p.k_halves, record, shape.head_dim, row_of);
 }
 

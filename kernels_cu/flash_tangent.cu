@@ -83,7 +83,7 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
     // [J.1]
     const int32_t m_tiles = cdiv(p.shape.seqlen_q, kBlockM);
     const TileCoord work = lpt_query_tile(blockIdx.x, m_tiles, p.shape, p.shape.heads_q,
-                                            kL2SectionBytes / uint32_t(2 * sizeof(Element)));
+                                          kL2SectionBytes / uint32_t(2 * sizeof(Element)));
     const Sequence sequence = sequence_of(p.shape, work.batch);
     const int32_t kv_head = work.head / (p.shape.heads_q / p.shape.heads_k);
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
@@ -120,7 +120,8 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
             };
             return RowsPair<Element>{rows(t), rows(dot.data ? dot : t), dot.data != nullptr};
         };
-        const bool has_q_dot = params.q_dot.data, has_k_dot = params.k_dot.data, has_v_dot = params.v_dot.data;
+        const bool has_q_dot = params.q_dot.data, has_k_dot = params.k_dot.data,
+                   has_v_dot = params.v_dot.data;
         const bool has_score_dot = has_q_dot || has_k_dot || params.bias_dot.data;
         load_tile<kThreads, false>(queries(p.q), s.q);
         if (has_q_dot) load_tile<kThreads, false>(queries(params.q_dot), s.q_dot);
@@ -141,8 +142,7 @@ CF_DEVICE void flash_tangent(const SecondOrderParams& params) {
             const uint32_t sK = ring.template next<Stream::key>(tile - first, place);
             bool reached = true;
             if constexpr (kAny)
-                reached = score.reach(m_first, m_first + kBlockM, tile * kBlockN,
-                                                 tile * kBlockN + kBlockN);
+                reached = score.reach(m_first, m_first + kBlockM, tile * kBlockN, tile * kBlockN + kBlockN);
             if (reached && has_q_dot && has_k_dot) {
                 multiply_rows_with_tangent<Product, KTile>(rS, rDot, q_rows, q_dot_rows, sK);
             } else if (reached) {

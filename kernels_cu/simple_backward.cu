@@ -85,7 +85,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq(const BackwardParams& p) {
 #pragma unroll 1
         for (int r = 0; r < Tiles::kRows; ++r, Tiles::rotate_rows(rS), Tiles::rotate_rows(rDP)) {
             const int32_t query = m_first + Tiles::own_row(r);
-    CF_UNROLL
+            CF_UNROLL
             for (int c = 0; c < Tiles::kColumns; ++c)
                 rS[0][c] = head.pair(rS[0][c], rDP[0][c], query, n_first + Tiles::other_row(c)).d_product;
         }

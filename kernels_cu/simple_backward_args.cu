@@ -74,7 +74,7 @@ CF_DEVICE void add_shares(const ArgumentParams& p, const Head& head, double* sum
                 const int row = Tiles::own_row(r);
                 Acc of_row = 0;
                 int32_t place = 0;
-    CF_UNROLL
+                CF_UNROLL
                 for (int c = 0; c < Tiles::kColumns; ++c) {
                     const int column = Tiles::other_row(c);
                     const auto one = One::at(capped[0][c], head.sequence.batch, q_head, m_first + row,
@@ -111,7 +111,8 @@ CF_DEVICE void add_shares(const ArgumentParams& p, const Head& head, double* sum
                 add_owned<1, kBlockN, kPitch>(own, shares, places);
             }
         }
-        add_shares<kShare + 1, Tiles, kBlockM, kBlockN>(p, head, sums, q_head, m_first, n_first, capped, d_score, s);
+        add_shares<kShare + 1, Tiles, kBlockM, kBlockN>(p, head, sums, q_head, m_first, n_first, capped,
+                                                        d_score, s);
     }
 }
 
@@ -145,7 +146,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void sum(const ArgumentParams& par
                     rS[0][c] = head.score.apply_softcap(rS[0][c]);
                 }
             }
-            add_shares<0, Tiles, kBlockM, kBlockN>(params, head, sums, work.head, m_first, n_first, rS, rDP, s);
+            add_shares<0, Tiles, kBlockM, kBlockN>(params, head, sums, work.head, m_first, n_first, rS, rDP,
+                                                   s);
         }
     }
 }

@@ -71,7 +71,7 @@ CF_DEVICE void simple_forward(const ForwardParams& p) {
         for (int r = 0; r < kRows; ++r, Tiles::rotate_rows(rS)) {
             const int32_t query = m_first + Tiles::own_row(r);
             const Range row_keys = band.keys_of(query);
-    CF_UNROLL
+            CF_UNROLL
             for (int c = 0; c < kColumns; ++c) {
                 const int32_t key = n_first + Tiles::other_row(c);
                 const bool kept = contains(row_keys, key);

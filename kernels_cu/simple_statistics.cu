@@ -53,7 +53,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void by_query(const StatisticsPara
 #pragma unroll 1
         for (int r = 0; r < Tiles::kRows; ++r, Tiles::rotate_rows(rS), Tiles::rotate_rows(rEntropy)) {
             const int32_t query = m_first + Tiles::own_row(r);
-    CF_UNROLL
+            CF_UNROLL
             for (int c = 0; c < Tiles::kColumns; ++c) {
                 // [S.3] [S.5]
                 const Acc log_p = log_weight(head, rS[0][c], query, n_first + Tiles::other_row(c));
@@ -80,8 +80,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void by_key(const StatisticsParams
     auto& s = storage_of_pass<typename Tiles::Storage>();
 
     // [S.1]
-    const TileCoord work =
-        tile_coord(blockIdx.x, cdiv(p.call.shape.seqlen_k, kBlockN), p.call.shape.heads_q);
+    const TileCoord work = tile_coord(blockIdx.x, cdiv(p.call.shape.seqlen_k, kBlockN), p.call.shape.heads_q);
     const Head head(p.call, work.batch, work.head);
     const int32_t n_first = work.tile * kBlockN;
     if (n_first >= head.sequence.rows_k) return;

@@ -47,7 +47,7 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
 #pragma unroll 1
         for (int r = 0; r < kRows; ++r) {
             const int32_t query = m_first + Tiles::own_row(r);
-    CF_UNROLL
+            CF_UNROLL
             for (int c = 0; c < kColumns; ++c) {
                 const int32_t key = n_first + Tiles::other_row(c);
                 // [J.2]
@@ -55,7 +55,8 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
                 // [J.3]
                 const Acc slope = head.derivatives(weight.capped, query, key).slope;
                 const Acc tangent =
-                    weight.whole == 0 ? 0 : head.score_tangent(weight.capped, slope, rTangent[0][c], query, key);
+                    weight.whole == 0 ? 0
+                                      : head.score_tangent(weight.capped, slope, rTangent[0][c], query, key);
                 rMean[0][c] += weight.whole * tangent;    // [J.4]
                 rS[0][c] = weight.whole * weight.kept;
                 rTangent[0][c] = rS[0][c] * tangent;

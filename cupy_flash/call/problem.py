@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ..program.graph import Body
@@ -150,6 +151,27 @@ class Problem(NamedTuple):
     def sinks(self) -> bool:
         """Whether attention sinks are given."""
         return "sinks" in self.per_head
+
+    @property
+    def score_options(self) -> dict[str, object]:
+        """Options that change scores or weights beyond scale, band and sinks, by their names in messages.
+
+        why: a new option is a line here, and each kernel refuses it until its family lists it as read.
+        """
+        return {
+            "mask": self.mask,
+            "bias": self.bias,
+            "Spans": self.spans,
+            "BlockMask": self.blocks,
+            "score function": self.function,
+            "ALiBi": self.alibi,
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+        }
+
+    def unread(self, read: Collection[str]) -> list[str]:
+        """The given ones of `score_options` that are not in `read`."""
+        return [name for name, given in self.score_options.items() if given and name not in read]
 
     @property
     def extents(self) -> tuple[int, int, int, int]:

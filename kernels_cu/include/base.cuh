@@ -45,15 +45,9 @@ using size_t = decltype(sizeof(0));
 // CF_KERNEL(Params, threads, min_blocks, body) makes the entry point CF_ENTRY, which calls
 // body(const Params&) in every thread. On the host it makes simulate_<CF_ENTRY>, which runs the whole grid in
 // the simulator and returns 1 on success.
-// CF_CLUSTER_KERNEL is the same with clusters of kBlocks blocks along x, of which the grid is a multiple.
 #if defined(__CUDACC__)
 #define CF_KERNEL(Params, kThreads, kMinBlocks, body)                                                        \
     extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)                                       \
-        CF_ENTRY(const CF_GRID_CONSTANT Params p) {                                                          \
-        body(p);                                                                                             \
-    }
-#define CF_CLUSTER_KERNEL(Params, kThreads, kBlocks, body)                                                   \
-    extern "C" __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)                \
         CF_ENTRY(const CF_GRID_CONSTANT Params p) {                                                          \
         body(p);                                                                                             \
     }
@@ -62,11 +56,6 @@ using size_t = decltype(sizeof(0));
     extern "C" __attribute__((visibility("default"))) int CF_CONCAT(simulate_, CF_ENTRY)(                    \
         const uint32_t grid[3], const uint32_t block[3], uint64_t shared_bytes, const void* params) {        \
         return sim::launch_kernel<Params, body>(grid, block, shared_bytes, params, kThreads);                \
-    }
-#define CF_CLUSTER_KERNEL(Params, kThreads, kBlocks, body)                                                   \
-    extern "C" __attribute__((visibility("default"))) int CF_CONCAT(simulate_, CF_ENTRY)(                    \
-        const uint32_t grid[3], const uint32_t block[3], uint64_t shared_bytes, const void* params) {        \
-        return sim::launch_kernel<Params, body>(grid, block, shared_bytes, params, kThreads, kBlocks);       \
     }
 #endif
 
@@ -89,7 +78,6 @@ template <class T> CF_DEVICE constexpr T larger(T a, T b) { return a < b ? b : a
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // A tensor map as the driver encodes it; its 128 bytes mean nothing to a kernel.
 struct alignas(64) TensorMap {

@@ -11,7 +11,7 @@
 //               mad_wide opaque pin_schedule permute_bytes pack<T>(x, y) pack_e4m3 to_tf32 | bar_sync bar_arrive | elect_one
 //               setmaxnreg_inc<n> setmaxnreg_dec<n>
 //               ldmatrix_x1 _x2 _x4, ldmatrix_x1_trans _x2_trans _x4_trans | stmatrix_x1 ... _x4_trans
-//               mma_m16n8k16<T> mma_m16n8k8<T> mma_m16n8k8_tf32 mma_m16n8k32_e4m3 mma_m16n8k32_s8
+//               mma_m16n8k16<T> mma_m16n8k8<T> mma_m16n8k8_tf32 mma_m16n8k32_e4m3
 //               mma_m16n8k32_e4m3_scaled<byte, thread> mma_m16n8k8_f64 mma_m8n8k4_f64
 //   prim/copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global
 //               cp_async4 cp_async8 cp_async16 cp_async4_part cp_async16_part cp_async_commit
@@ -19,11 +19,9 @@
 //   prim/bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait
 //               fence_proxy_async fence_proxy_async_global | tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>, which serve the bulk_ stores too
-//   prim/cluster cluster_rank cluster_arrive cluster_wait cluster_addr mbar_arrive_cluster
-//               mbar_wait_cluster tma_load_multicast
 //   prim/semaphore take_ticket semaphore_wait semaphore_release
 //   prim/wgmma  matrix_descriptor | wgmma_fence wgmma_commit wgmma_wait<n> wgmma_fence_operand
-//               wgmma_m64k16<T, ...> wgmma_m64k8_tf32 wgmma_m64k32_e4m3
+//               wgmma_m64k16<T, ...> wgmma_m64k32_e4m3
 #pragma once
 #include "base.cuh"
 #include <cuda_bf16.h>
@@ -46,7 +44,6 @@ CF_DEVICE uint64_t matrix_descriptor(uint32_t addr, int leading, int stride, int
 #include "prim/warp.cuh"
 #include "prim/copy.cuh"
 #include "prim/bulk.cuh"
-#include "prim/cluster.cuh"
 #include "prim/semaphore.cuh"
 #include "prim/wgmma.cuh"
 #else

@@ -12,7 +12,7 @@ namespace sim {
 constexpr size_t kStackBytes = 256 * 1024;
 
 Block block;
-alignas(4096) unsigned char shared[kMostRanks * kWindow];
+alignas(4096) unsigned char shared[kSharedBytes];
 static uint64_t seed = 1;
 
 void set_seed(uint64_t s) { seed = s * 0x9e3779b97f4a7c15ull + 1; }
@@ -51,9 +51,8 @@ void set_ready(Thread& t) {
 }
 
 void show_thread(int id) {
-    auto x = unsigned(id % block.size);
+    auto x = unsigned(id);
     blockIdx = block.index;
-    blockIdx.x += unsigned(id / block.size);
     threadIdx = {x % blockDim.x, x / blockDim.x % blockDim.y, x / blockDim.x / blockDim.y};
 }
 
@@ -66,7 +65,7 @@ SIM_NEVER_RETURNS static void resume(Thread& next, bool last = false) {
 }
 
 void wake(const void* key) {
-    for (int i = 0; i < block.total(); i++)
+    for (int i = 0; i < block.size; i++)
         if (block.threads[i].key == key) set_ready(block.threads[i]);
 }
 
@@ -79,7 +78,7 @@ static void complete_in_flight(size_t index) {
 // Called when no thread can run: completes something that a thread waits for, so that every operation is as
 // late as it can be. False when that helps nobody.
 static bool progress() {
-    int n = block.total(), start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
+    int n = block.size, start = block.policy == Policy::random ? int(draw(uint32_t(n))) : 0;
     for (int i = 0; i < n; i++) {
         Thread& t = block.threads[(start + i) % n];
         if (t.done || !t.key) continue;
@@ -97,20 +96,20 @@ static bool progress() {
     return false;
 }
 
-void leave(Left why) {
-    block.left = why;
+void suspend_block(BlockState state) {
+    block.state = state;
     switch_context(me(), block.launcher);
 }
 
-// Called when nothing in the block can go on. False if no thread waits for another block, or none can run.
-static bool other_blocks_help() {
-    Thread *first = block.threads, *end = first + block.total();
-    auto waits = [](const Thread& t) { return t.for_blocks && t.key; };
+// Called when no thread of the block can run. False if none waits for another block, or no other block can run.
+static bool run_other_blocks() {
+    Thread *first = block.threads, *end = first + block.size;
+    auto waits = [](const Thread& t) { return t.waits_for_block && t.key; };
     if (std::none_of(first, end, waits)) return false;
-    leave(Left::waiting);
-    if (block.left == Left::waiting) return false;
+    suspend_block(BlockState::waiting);
+    if (block.state == BlockState::waiting) return false;
     for (Thread* t = first; t != end; t++)
-        if (waits(*t)) set_ready(*t);    // it looks again
+        if (waits(*t)) set_ready(*t);    // it tests its condition again
     return true;
 }
 
@@ -119,7 +118,7 @@ Thread& next_thread() {
     Block& b = block;
     if (time_is_up()) fail("still running after the time limit of %d s of processor time", time_limit());
     while (!b.warps)
-        if (!progress() && !other_blocks_help()) fail("deadlock: no thread can run and nothing is in flight");
+        if (!progress() && !run_other_blocks()) fail("deadlock: no thread can run and nothing is in flight");
     int warp = b.running->id / 32;
     if (!b.ready[warp]) {
         if (b.policy == Policy::random) {
@@ -152,7 +151,7 @@ void wait(Queue& queue, size_t newest_left, Site site, const char* what) {
     acquire(&queue);    // coarse: also of groups that are still in flight
 }
 
-void give_way() {
+void maybe_preempt() {
     if (block.policy != Policy::random || draw(4)) return;
     Thread& t = me();
     set_ready(t);
@@ -179,22 +178,21 @@ void meet(int lanes, void* args, Site site, const char* name, void (*work)(void*
     work(how, all);
     for (int i = 0; i < lanes; i++)
         if (first + i != t.id) set_ready(block.threads[first + i]);
-    give_way();
+    maybe_preempt();
 }
 
 unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site) {
-    if (addr >> 24) fail("%s:%d takes an address of the cluster for one of the block", site.file, site.line);
     if (addr % align)
         fail("shared address %u is not aligned to %zu at %s:%d", addr, align, site.file, site.line);
     if (addr + bytes > block.shared_bytes)
         fail("shared address %u + %zu is past the end (%zu) at %s:%d", addr, bytes, block.shared_bytes,
              site.file, site.line);
-    return my_shared() + addr;
+    return shared + addr;
 }
 
 void barrier(int id, int count, bool blocks, Site site) {
     if (id < 0 || id > 15) fail("barrier %d at %s:%d: there are 16", id, site.file, site.line);
-    Barrier& b = block.barriers[me().rank][id];
+    Barrier& b = block.barriers[id];
     if (count <= 0 || count > block.size || (count % 32 && count != block.size))
         fail("barrier %d of %d threads at %s:%d", id, count, site.file, site.line);
     if (b.arrived && b.expected != count)
@@ -208,55 +206,9 @@ void barrier(int id, int count, bool blocks, Site site) {
         b.arrived = 0;
         b.phase++;
         wake(&b);
-        if (block.policy == Policy::random) give_way();
+        if (block.policy == Policy::random) maybe_preempt();
     } else if (blocks) wait(&b, site, "barrier $a of $b", id, count);
     if (blocks) acquire(order);
-}
-
-// ---- clusters
-
-void check_alive(int rank, Site site) {
-    if (!block.alive[rank])
-        fail("%s:%d reaches into block %d of the cluster, which has exited", site.file, site.line, rank);
-}
-unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site) {
-    const int rank = addr >> 24 ? int(addr >> 24) - 1 : me().rank;
-    if (rank >= block.ranks)
-        fail("block %d of a cluster of %d at %s:%d", rank, block.ranks, site.file, site.line);
-    check_alive(rank, site);
-    auto* here = at(addr & 0xffffff, bytes, align, site);
-    return here - my_shared() + (shared + size_t(rank) * kWindow);
-}
-
-static void end_cluster_phase_if_complete() {
-    Barrier& b = block.cluster;
-    if (!b.arrived || b.arrived < block.live) return;
-    b.arrived = 0;
-    b.phase++;
-    wake(&b);
-}
-void cluster_arrive(Site site) {
-    Nothing none;
-    collective<32>(none, site, "barrier.cluster.arrive", [](auto&) {});
-    Thread& t = me();
-    if (t.in_cluster_barrier)
-        fail("barrier.cluster.arrive at %s:%d without a wait since the last", site.file, site.line);
-    Barrier& b = block.cluster;
-    t.in_cluster_barrier = true;
-    t.cluster_phase = b.phase;
-    release(&b.order[b.phase & 1]);
-    b.arrived++;
-    end_cluster_phase_if_complete();
-}
-void cluster_wait(Site site) {
-    Nothing none;
-    collective<32>(none, site, "barrier.cluster.wait", [](auto&) {});
-    Thread& t = me();
-    if (!t.in_cluster_barrier) fail("barrier.cluster.wait at %s:%d without an arrive", site.file, site.line);
-    Barrier& b = block.cluster;
-    while (b.phase == t.cluster_phase) wait(&b, site, "barrier.cluster");
-    t.in_cluster_barrier = false;
-    acquire(&b.order[t.cluster_phase & 1]);
 }
 
 // ---- the life of a thread
@@ -319,15 +271,12 @@ SIM_NEVER_RETURNS static void thread_main() {
     if (!t.copies.idle()) fail("exits with cp.async in flight");
     if (!t.stores.idle())
         fail("exits with bulk stores in flight: shared memory may be gone before they read it");
-    if (t.in_cluster_barrier) fail("exits between barrier.cluster.arrive and barrier.cluster.wait");
     t.done = true;
-    block.alive[t.rank]--;
     block.live--;
-    end_cluster_phase_if_complete();    // why: exited threads are not waited for
     if (block.live == 0) {
         if (!block.in_flight.empty()) fail("the block ends with bulk loads in flight that nobody waited for");
-        for (int i = 0; i < block.total(); i++) block.threads[i].additions.complete_all();
-        block.left = Left::ended;
+        for (int i = 0; i < block.size; i++) block.threads[i].additions.complete_all();
+        block.state = BlockState::ended;
         if (block.fibers) block.fibers->taken = false;
         switch_context(t, block.launcher, true);
     }
@@ -348,7 +297,7 @@ void start_launch() {
 
 void take_fibers() {
 #if defined(__SANITIZE_THREAD__)
-    block.fibers = free_set(size_t(block.total()));
+    block.fibers = free_set(size_t(block.size));
     if (block.fibers) block.fibers->taken = true;
 #endif
 }
@@ -363,7 +312,7 @@ void start_thread(Thread& t) {
     t.start(thread_main, t.id);
     t.done = false, t.queue = nullptr, t.what = "not started", t.site = {"", 0}, t.a = t.b = 0;
     t.copies.clear(), t.stores.clear(), t.additions.clear(), t.unfenced.clear();
-    t.for_blocks = t.in_cluster_barrier = false;
+    t.waits_for_block = false;
     set_ready(t);
 }
 

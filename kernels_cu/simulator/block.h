@@ -1,7 +1,9 @@
-// One thread block at a time, or the blocks of a cluster together, one fiber per CUDA thread, on one OS
-// thread; blocks that wait for others step aside, see semaphore.h. What the primitives build on.
-// why inline functions of these headers use few templates: each is instantiated in every kernel anew, used or not.
-// The .cpp files are compiled once, into the library that every simulated kernel links with.
+// What the primitives build on: the state of the running block, and the functions by which its threads wait.
+//
+// One thread block runs at a time, with one fiber per CUDA thread, on one OS thread.
+// A block that waits for others is suspended, see semaphore.h.
+// The .cpp files are compiled once, into the library that every simulated kernel links with. why few templates in these
+// headers: each is instantiated anew in every kernel, used or not.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -34,9 +36,10 @@ struct Call : Site {
 #define SIM_SITE const sim::Call& site = {{__builtin_FILE(), __builtin_LINE()}, {}}
 
 // When asynchronous operations take effect, and how far one warp may run ahead of another.
-//   late:   only when no thread can run, and then only what a blocked thread waits for; the lowest warp runs
-//   until it blocks early:  at issue; the highest warp runs first
-//   random: each operation early or late by coin, warps and preemption at random
+//   late:   only when no thread can run, and then only what a blocked thread waits for; the lowest warp runs until it
+//           blocks
+//   early:  at issue; the highest warp runs first
+//   random: each operation early or late by a coin; warps and preemption at random
 enum class Policy { early, late, random };
 
 // An asynchronous copy or matrix product between its issue and its completion.
@@ -63,8 +66,7 @@ struct SIM_API Queue {
 };
 
 struct Thread : Context {
-    int id = 0;      // in its cluster: those of the second block come after those of the first
-    int rank = 0;    // of its block in the cluster
+    int id = 0;
     bool done = false, ignoring = false;
     const void* key = nullptr;    // what it waits for; null when it can run
     const char* what = "";
@@ -72,13 +74,11 @@ struct Thread : Context {
     size_t left = 0;
     int a = 0, b = 0;    // shown in a report
     Site site{};
-    void* args = nullptr;               // of the collective operation it stands in
-    void* agent = nullptr;              // ThreadSanitizer's fiber of its asynchronous copies
-    Queue copies, stores;               // cp.async; bulk stores
-    Queue additions;                    // bulk reductions that have read shared memory and not yet added
-    bool for_blocks = false;            // it waits for what another block does
-    bool in_cluster_barrier = false;    // it has arrived and not yet waited
-    unsigned cluster_phase = 0;         // in which it has
+    void* args = nullptr;            // of the collective operation it stands in
+    void* agent = nullptr;           // ThreadSanitizer's fiber of its asynchronous copies
+    Queue copies, stores;            // cp.async; bulk stores
+    Queue additions;                 // bulk reductions that have read shared memory and not yet added
+    bool waits_for_block = false;    // its wait is for what another block does
     std::vector<uint32_t>
         unfenced;    // granules of shared memory that it wrote since its last fence.proxy.async
 };
@@ -94,8 +94,8 @@ struct Meeting {
     const char* name = nullptr;
     Site site{};
 };
-enum class Left { ended, passing, waiting };    // waiting: for another block
-struct Group {                                  // of four warps
+enum class BlockState { ended, ready, waiting };    // when it is not running; waiting: for another block
+struct Group {                                      // of four warps
     Meeting meeting;
     Queue products;           // wgmma
     bool fenced = false;      // its registers are ordered before its next product
@@ -109,31 +109,27 @@ struct Shadow {
 using Shadows = std::map<float*, Shadow>;    // by the registers of the first thread
 
 inline constexpr size_t kSharedCapacity = 232448;    // 227 KiB, the most a block may have on any GPU
-inline constexpr int kMaxThreads = 1024;             // of a block, and here of a cluster
-inline constexpr int kMostRanks = 2;                 // blocks of a cluster
-inline constexpr size_t kWindow = 1 << 18;    // bytes from the shared memory of a block to that of the next
+inline constexpr int kMaxThreads = 1024;             // of a block
+inline constexpr size_t kSharedBytes = 1 << 18;      // of the buffer that it is in
 
-// Everything about a block, or the blocks of a cluster, but their shared memory.
+// Everything about a block but its shared memory.
 // why no member may point into the object itself: a block that does not run is kept elsewhere, byte for byte.
 struct Block {
     Thread threads[kMaxThreads];
-    int size = 0, ranks = 1;            // threads of a block; blocks of the cluster
-    int live = 0, alive[kMostRanks];    // threads that have not exited: of all, of a block
-    size_t shared_bytes = 0;            // of a block
-    int total() const { return size * ranks; }
+    int size = 0, live = 0;    // threads; those that have not exited
+    size_t shared_bytes = 0;
     uint32_t ready[kMaxThreads / 32] = {}, warps = 0;    // ready lanes of every warp; warps with any
-    Barrier barriers[kMostRanks][16];
-    Barrier cluster;    // barrier.cluster
+    Barrier barriers[16];
     Meeting meetings[kMaxThreads / 32];
     Group groups[kMaxThreads / 128];
     std::vector<std::unique_ptr<Operation>> in_flight;    // bulk loads: they complete on their own
     std::unique_ptr<Shadows> shadows;
     // Which thread (plus 1) wrote a 16-byte granule of shared memory and has not called fence.proxy.async since.
-    int dirty[kMostRanks * kWindow / 16] = {};
+    int dirty[kSharedBytes / 16] = {};
     std::vector<void*> unfenced_barriers;    // mbarriers, until mbar_init_fence
-    int votes[kMostRanks][2] = {};           // of this and of the next __syncthreads_count
-    uint3 index = {};                        // blockIdx of the first block
-    Left left = Left::ended;                 // why it gave way to the launcher
+    int votes[2] = {};                       // of this and of the next __syncthreads_count
+    uint3 index = {};                        // blockIdx
+    BlockState state = BlockState::ended;    // when it returned to the launcher
     Context launcher;
     struct Fibers* fibers = nullptr;    // ThreadSanitizer's; null: each thread has its own
     Thread* running = nullptr;
@@ -151,25 +147,18 @@ SIM_API uint32_t draw(uint32_t n);    // a random number below n
 SIM_API void wake(const void* key);
 SIM_API void wait(const void* key, Site site, const char* what, int a = 0, int b = 0);
 SIM_API void wait(Queue& queue, size_t newest_left, Site site, const char* what);
-SIM_API void give_way();         // lets other warps go first now and then
-SIM_API void leave(Left why);    // lets other blocks run, and comes back
+SIM_API void maybe_preempt();                    // under `random` runs another warp now and then
+SIM_API void suspend_block(BlockState state);    // lets other blocks run; returns when this one is resumed
 SIM_API void set_ready(Thread& t);
 SIM_API void barrier(int id, int count, bool blocks, Site site);
-SIM_API void cluster_arrive(Site site);
-SIM_API void cluster_wait(Site site);
 SIM_API int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t block[3],
-                   uint64_t shared_bytes, const void* params, uint64_t max_threads, int ranks = 1);
+                   uint64_t shared_bytes, const void* params, uint64_t max_threads);
 
 inline Thread& me() { return *block.running; }
 inline Group& my_group() { return block.groups[me().id / 128]; }
 
-// Where the shared memory of the running thread's block is.
-inline unsigned char* my_shared() { return shared + size_t(me().rank) * kWindow; }
-// Checked address of it.
+// Checked address of shared memory.
 SIM_API unsigned char* at(uint32_t addr, size_t bytes, size_t align, Site site);
-// ---- clusters. An address in the shared memory of a cluster says whose, above where; 0: the block's own.
-inline uint32_t cluster_address(uint32_t addr, int rank) { return addr | uint32_t(rank + 1) << 24; }
-SIM_API unsigned char* at_cluster(uint32_t addr, size_t bytes, size_t align, Site site);
 
 // All `lanes` threads of a warp or warpgroup meet; the last to arrive does the work for all of them, in place:
 // every fiber's stack is alive meanwhile, so it reads and writes the others' registers through `args`.
@@ -212,11 +201,11 @@ std::unique_ptr<Operation> issue(Poison poison, Run run, Queue* before = nullptr
 // Runs a grid; 1 on success. The parameters are copied to where their alignment is right.
 template <class Params, void (*body)(const Params&)>
 int launch_kernel(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,
-                  const void* params, uint64_t max_threads, int ranks = 1) {
+                  const void* params, uint64_t max_threads) {
     Params copy;
     memcpy(static_cast<void*>(&copy), params, sizeof copy);
     auto call = [](const void* p) { body(*static_cast<const Params*>(p)); };
-    return launch(call, grid, threads, shared_bytes, &copy, max_threads, ranks);
+    return launch(call, grid, threads, shared_bytes, &copy, max_threads);
 }
 
 }    // namespace sim

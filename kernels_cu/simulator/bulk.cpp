@@ -36,7 +36,6 @@ Mbar& barrier_of_load(unsigned char* p, Site site) {
              site.line);
     return b;
 }
-// May be before they are expected, where another block of the cluster has sent them.
 void come(Mbar& b, int bytes) {
     if (b.bytes - bytes < -kMostBytes) fail("an mbarrier got %d bytes more than it may", bytes);
     b.bytes -= bytes;
@@ -53,12 +52,8 @@ void mbar_init(uint64_t& bar, int count, Site site) {
     block.unfenced_barriers.push_back(&b);
 }
 void mbar_fence() {
-    auto mine = [](void* b) {
-        return (static_cast<unsigned char*>(b) - shared) / kWindow == size_t(me().rank);
-    };
-    for (void* b : block.unfenced_barriers)
-        if (mine(b)) static_cast<Mbar*>(b)->magic = 2;
-    std::erase_if(block.unfenced_barriers, mine);
+    for (void* b : block.unfenced_barriers) static_cast<Mbar*>(b)->magic = 2;
+    block.unfenced_barriers.clear();
 }
 static void arrive(Mbar& b, int arrivals, int bytes, Site site) {
     if (bytes < 0 || b.bytes + bytes > kMostBytes)
@@ -73,9 +68,6 @@ static void arrive(Mbar& b, int arrivals, int bytes, Site site) {
 }
 void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site) {
     arrive(state_of(bar, site), arrivals, bytes, site);
-}
-void mbar_arrive_cluster(uint32_t address, Site site) {
-    arrive(checked(at_cluster(address, 8, 8, site), site), 1, 0, site);
 }
 void mbar_wait(uint64_t& bar, int parity, Site site) {
     Mbar& b = state_of(bar, site);
@@ -170,41 +162,30 @@ unsigned char* box_in_shared(const void* p, const Map& m, Site site) {
 }
 }    // namespace
 
-void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site, uint32_t blocks) {
+void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site) {
     Map m = read_map(map, c, site);
     check_corner(m, c, false, site);
-    const auto place = uint32_t(box_in_shared(dst, m, site) - my_shared());
+    auto* to = box_in_shared(dst, m, site);
+    auto addr = uint32_t(to - shared);
     int bytes = int(m.total());
-    count(&Cost::bulk_load_bytes, uint64_t(bytes));    // once, wherever it goes
-    if (blocks >> block.ranks)
-        fail("bulk load at %s:%d goes to blocks %x of a cluster of %d", site.file, site.line, blocks,
-             block.ranks);
-    if (!blocks) blocks = 1u << me().rank;
-    for (int rank = 0; rank < block.ranks; rank++) {
-        if (!(blocks >> rank & 1)) continue;
-        auto* to = at_cluster(cluster_address(place, rank), size_t(bytes), 1, site);
-        auto addr = uint32_t(to - shared);
-        Mbar& b = barrier_of_load(at_cluster(cluster_address(smem_addr(&bar), rank), 8, 8, site), site);
-        as_agent(me().agent, &b, [&] {
-            writes(to, size_t(bytes));
-            each_run(m, addr, c, [&](unsigned char*, const unsigned char* g, unsigned n) {
-                if (g) reads(g, n);
-            });
+    count(&Cost::bulk_load_bytes, uint64_t(bytes));
+    Mbar& b = barrier_of_load(at(smem_addr(&bar), 8, 8, site), site);
+    as_agent(me().agent, &b, [&] {
+        writes(to, size_t(bytes));
+        each_run(m, addr, c, [&](unsigned char*, const unsigned char* g, unsigned n) {
+            if (g) reads(g, n);
         });
-        // why one for each block: nothing says that they come together.
-        auto operation =
-            issue([=] { memset(to, 0xff, size_t(bytes)); },
-                  [=, &b] {
-                      check_alive(rank, site);
-                      each_run(m, addr, c, [](unsigned char* s, const unsigned char* g, unsigned n) {
-                          if (g) memcpy(s, g, n);
-                          else memset(s, 0, n);
-                      });
-                      come(b, bytes);
-                  },
-                  nullptr, &b);
-        if (operation) block.in_flight.push_back(std::move(operation));
-    }
+    });
+    auto operation = issue([=] { memset(to, 0xff, size_t(bytes)); },
+                           [=, &b] {
+                               each_run(m, addr, c, [](unsigned char* s, const unsigned char* g, unsigned n) {
+                                   if (g) memcpy(s, g, n);
+                                   else memset(s, 0, n);
+                               });
+                               come(b, bytes);
+                           },
+                           nullptr, &b);
+    if (operation) block.in_flight.push_back(std::move(operation));
 }
 
 void tma_store(const TensorMap& map, const void* src, Coordinates c, Site site) {

@@ -7,16 +7,13 @@ SIM_API void mbar_init(uint64_t& bar, int count, Site site);
 SIM_API void mbar_fence();
 SIM_API void mbar_arrive(uint64_t& bar, int arrivals, int bytes, Site site);
 SIM_API void mbar_wait(uint64_t& bar, int parity, Site site);
-SIM_API void mbar_arrive_cluster(uint32_t cluster_address, Site site);
 SIM_API void fence_proxy_async();
 
 struct Coordinates {
     int rank;
     int at[5];
 };
-// blocks: of the cluster, a bit each, to which it goes, to the same places; 0: to its own.
-SIM_API void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site,
-                      uint32_t blocks = 0);
+SIM_API void tma_load(void* dst, const TensorMap& map, uint64_t& bar, Coordinates c, Site site);
 SIM_API void tma_store(const TensorMap& map, const void* src, Coordinates c, Site site);
 SIM_API void bulk_load(void* dst, const void* src, int bytes, uint64_t& bar, Site site);
 SIM_API void bulk_store(void* dst, const void* src, int bytes, bool add, Site site);

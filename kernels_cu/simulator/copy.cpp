@@ -16,7 +16,7 @@ void check_clean(const unsigned char* p, size_t bytes, const char* what, Site si
     for (size_t g = size_t(p - shared) / 16; g < (size_t(p - shared) + bytes + 15) / 16; g++)
         if (block.dirty[g])
             fail("%s at %s:%d reads shared address %zu, which thread %d wrote without fence.proxy.async",
-                 what, site.file, site.line, g * 16 % kWindow, (block.dirty[g] - 1) % block.size);
+                 what, site.file, site.line, g * 16, block.dirty[g] - 1);
 }
 
 void check_global(const void* p, size_t align, Site site) {

@@ -13,7 +13,6 @@ Thread& next_thread();
 void start_launch();
 void take_fibers();    // ThreadSanitizer's, of a block's threads
 void start_thread(Thread& t);
-void check_alive(int rank, Site site);    // a block of the cluster
 
 void clear_report();
 void report(const char* text);    // for failures outside a thread

@@ -23,7 +23,7 @@ struct Cost {
     uint64_t global_load_bytes;                     // ld_global and cp.async: what is asked for
     uint64_t global_load_sectors;                   // and the sectors of 32 bytes that each warp touches
     uint64_t global_store_bytes, global_store_sectors;
-    // TMA; what goes to several blocks of a cluster counts once, as it is read
+    // TMA
     uint64_t bulk_load_bytes, bulk_store_bytes, bulk_reduce_bytes;
 };
 extern SIM_API Cost cost;

@@ -9,57 +9,47 @@
 
 namespace sim {
 
-// Of the blocks of a cluster, so many bytes each.
-static void poison_shared(size_t bytes, int ranks) {
+// Fills the shared memory of a block with NaN.
+static void poison_shared(size_t bytes) {
 #if defined(__SANITIZE_THREAD__)
-    mmap(shared, kMostRanks * kWindow, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
-         0);
+    mmap(shared, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #endif
-    for (int rank = 0; rank < ranks; rank++) {
-        unsigned char* window = shared + size_t(rank) * kWindow;
 #if defined(__SANITIZE_ADDRESS__)
-        ASAN_UNPOISON_MEMORY_REGION(window, bytes);
-        ASAN_POISON_MEMORY_REGION(window + bytes, kWindow - bytes);
+    ASAN_UNPOISON_MEMORY_REGION(shared, bytes);
+    ASAN_POISON_MEMORY_REGION(shared + bytes, kSharedBytes - bytes);
 #endif
-        memset(window, 0xff, bytes);    // NaN in every format
-    }
+    memset(shared, 0xff, bytes);    // NaN in every format
 }
 
-static void start_block(uint3 index, size_t shared_bytes, int ranks) {
+static void start_block(uint3 index, size_t shared_bytes) {
     Block& b = block;
     blockIdx = b.index = index;
     b.size = int(blockDim.x * blockDim.y * blockDim.z);
-    b.ranks = ranks;
-    b.live = b.total();
-    for (int& threads : b.alive) threads = b.size;
+    b.live = b.size;
     b.shared_bytes = shared_bytes;
-    poison_shared(shared_bytes, ranks);
+    poison_shared(shared_bytes);
     memset(b.ready, 0, sizeof b.ready);
     b.warps = 0;
-    for (auto& of_block : b.barriers)
-        for (auto& x : of_block) x = {};
-    b.cluster = {};
+    for (auto& x : b.barriers) x = {};
     for (auto& x : b.meetings) x = {};
     for (auto& x : b.groups) x.meeting = {}, x.products.clear(), x.fenced = false;
     b.in_flight.clear();
     b.shadows = std::make_unique<Shadows>();
-    for (int rank = 0; rank < ranks; rank++)
-        memset(b.dirty + size_t(rank) * kWindow / 16, 0, (shared_bytes + 15) / 16 * sizeof b.dirty[0]);
+    memset(b.dirty, 0, (shared_bytes + 15) / 16 * sizeof b.dirty[0]);
     b.unfenced_barriers.clear();
     take_fibers();
-    for (int i = 0; i < b.total(); i++) {
+    for (int i = 0; i < b.size; i++) {
         b.threads[i].id = i;
-        b.threads[i].rank = i / b.size;
         start_thread(b.threads[i]);
     }
     Thread start;    // stands for the launcher until the first thread runs
-    start.id = b.policy == Policy::early ? b.total() - 1 : 0;
+    start.id = b.policy == Policy::early ? b.size - 1 : 0;
     b.running = &start;
     b.running = &next_thread();
 }
 
-// Until the block ends, fails or gives way.
-static void go_on() {
+// Runs the block until it ends, fails or is suspended.
+static void run_block() {
     show_thread(block.running->id);
 #if defined(__SANITIZE_THREAD__)
     block.launcher.tsan = __tsan_get_current_fiber();
@@ -67,21 +57,21 @@ static void go_on() {
     switch_context(block.launcher, *block.running);
 }
 
-// ---- blocks that step aside for others
+// ---- blocks that wait for others
 
 static uint64_t turns_ended;    // by all blocks of the launch
 
-void let_blocks_pass() {
+void maybe_yield_block() {
     if (block.policy == Policy::late || block.counting) return;
-    if (block.policy == Policy::early || draw(2)) leave(Left::passing);
+    if (block.policy == Policy::early || draw(2)) suspend_block(BlockState::ready);
 }
 void semaphore_wait(const uint32_t* turns, uint32_t turn, Site site) {
     check_global(turns, sizeof *turns, site);
-    if (block.policy == Policy::random && !block.counting && draw(4) == 0) leave(Left::passing);
+    if (block.policy == Policy::random && !block.counting && draw(4) == 0) suspend_block(BlockState::ready);
     Thread& t = me();
-    t.for_blocks = true;
+    t.waits_for_block = true;
     while (__atomic_load_n(turns, __ATOMIC_RELAXED) < turn) wait(turns, site, "turn $a of blocks", int(turn));
-    t.for_blocks = false;
+    t.waits_for_block = false;
     acquire(turns);
 }
 void semaphore_release(uint32_t* turns, Site site) {
@@ -89,34 +79,27 @@ void semaphore_release(uint32_t* turns, Site site) {
     release(turns);
     __atomic_fetch_add(turns, 1, __ATOMIC_RELAXED);
     turns_ended++;
-    if (block.policy == Policy::random) let_blocks_pass();
+    if (block.policy == Policy::random) maybe_yield_block();
 }
 
 namespace {
-// A block that stepped aside, or an empty one.
-struct Aside {
-    std::unique_ptr<Block> state = std::make_unique<Block>();
+// Where a suspended block is kept.
+struct SuspendedBlock {
+    std::unique_ptr<Block> kept = std::make_unique<Block>();
     std::vector<unsigned char> shared_memory;
-    uint64_t seen = 0;    // turns that had ended when it began to wait
+    uint64_t turns_seen = 0;    // turns that had ended when it was suspended
 
-    bool can_run() const { return state->left == Left::passing || seen != turns_ended; }
-    // Takes the place of the block that runs. Both are empty, or pointers into them are to where blocks run.
-    void exchange() {
+    bool can_run() const { return kept->state == BlockState::ready || turns_seen != turns_ended; }
+    // Swaps places with `block`. why pointers into a block stay valid: they point to where it runs, not to where it is kept.
+    void swap_with_running() {
         const Block& b = block;
-        Block& other = *state;
+        Block& other = *kept;
         other.policy = b.policy, other.counting = b.counting, other.body = b.body, other.params = b.params;
-        seen = turns_ended;
+        turns_seen = turns_ended;
         std::swap(reinterpret_cast<Bytes&>(block), reinterpret_cast<Bytes&>(other));
-        // why only what is used: between the windows of a cluster nobody may look.
-        std::vector<unsigned char> before;
-        for (int rank = 0; rank < other.ranks; rank++) {
-            const unsigned char* window = shared + size_t(rank) * kWindow;
-            before.insert(before.end(), window, window + other.shared_bytes);
-        }
-        poison_shared(b.shared_bytes, b.ranks);
-        for (size_t rank = 0; rank * b.shared_bytes < shared_memory.size(); rank++)
-            std::copy_n(shared_memory.begin() + std::ptrdiff_t(rank * b.shared_bytes), b.shared_bytes,
-                        shared + rank * kWindow);
+        std::vector<unsigned char> before(shared, shared + other.shared_bytes);
+        poison_shared(b.shared_bytes);
+        std::copy(shared_memory.begin(), shared_memory.end(), shared);
         shared_memory = std::move(before);
     }
 
@@ -124,46 +107,47 @@ struct Aside {
     using Bytes = unsigned char[sizeof(Block)];
 };
 
-// The blocks of a launch that have started, and which of them runs next.
-class Resident {
+// The blocks of a launch that have started and not ended, and which of them runs next.
+class ResidentBlocks {
   public:
-    // why so few: a block that waits for one that starts later than it must find out.
-    bool full() const { return aside.size() >= (block.policy == Policy::late ? 1 : 3); }
-    bool none() const { return aside.empty(); }
-    void put_aside() {
-        if (spare.empty()) spare.push_back(std::make_unique<Aside>());
-        aside.push_back(std::move(spare.back()));
+    // why so few: then a block that waits for one that starts after it is a deadlock, as it may be on a GPU.
+    bool full() const { return suspended.size() >= (block.policy == Policy::late ? 1 : 3); }
+    bool none() const { return suspended.empty(); }
+    // Keeps the block that has just run.
+    void suspend() {
+        if (spare.empty()) spare.push_back(std::make_unique<SuspendedBlock>());
+        suspended.push_back(std::move(spare.back()));
         spare.pop_back();
-        aside.back()->exchange();
+        suspended.back()->swap_with_running();
     }
-    // Makes one of them the block that runs; false if a new one should.
-    bool take_back(bool may_start) {
+    // Makes one of them the running block; false if a new one should start instead.
+    bool resume(bool may_start) {
         std::vector<size_t> able;
-        for (size_t i = 0; i < aside.size(); i++)
-            if (aside[i]->can_run()) able.push_back(i);
+        for (size_t i = 0; i < suspended.size(); i++)
+            if (suspended[i]->can_run()) able.push_back(i);
         if (may_start && (block.policy == Policy::early || able.empty())) return false;
         if (may_start && block.policy == Policy::random && draw(uint32_t(able.size() + 1)) == 0) return false;
         size_t chosen = 0;
         if (!able.empty())
             chosen = block.policy == Policy::random ? able[draw(uint32_t(able.size()))] : able.back();
-        aside[chosen]->exchange();
-        if (!able.empty()) block.left = Left::passing;    // else it learns that nobody can help
-        spare.push_back(std::move(aside[chosen]));
-        aside.erase(aside.begin() + std::ptrdiff_t(chosen));
+        suspended[chosen]->swap_with_running();
+        if (!able.empty()) block.state = BlockState::ready;    // else run_other_blocks returns false
+        spare.push_back(std::move(suspended[chosen]));
+        suspended.erase(suspended.begin() + std::ptrdiff_t(chosen));
         return true;
     }
-    ~Resident() {
-        for (auto& one : aside) spare.push_back(std::move(one));
+    ~ResidentBlocks() {
+        for (auto& one : suspended) spare.push_back(std::move(one));
     }
 
   private:
-    std::vector<std::unique_ptr<Aside>> aside;
-    static inline std::vector<std::unique_ptr<Aside>> spare;
+    std::vector<std::unique_ptr<SuspendedBlock>> suspended;
+    static inline std::vector<std::unique_ptr<SuspendedBlock>> spare;
 };
 }    // namespace
 
 static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64_t shared_bytes,
-                       uint64_t max_threads, int ranks) {
+                       uint64_t max_threads) {
     char text[200] = "";
     uint64_t n = uint64_t(threads[0]) * threads[1] * threads[2];
     if (!grid[0] || !grid[1] || !grid[2] || grid[0] > 0x7fffffff || grid[1] > 65535 || grid[2] > 65535)
@@ -173,10 +157,6 @@ static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64
         snprintf(text, sizeof text,
                  "a block of %u x %u x %u threads cannot be launched; the kernel takes up to %llu\n",
                  threads[0], threads[1], threads[2], (unsigned long long)max_threads);
-    else if (grid[0] % uint32_t(ranks) || n * uint64_t(ranks) > uint64_t(kMaxThreads) ||
-             (ranks > 1 && n % 128))
-        snprintf(text, sizeof text, "a grid of %u blocks of %llu threads has no clusters of %d\n", grid[0],
-                 (unsigned long long)n, ranks);
     else if (shared_bytes > kSharedCapacity)
         snprintf(text, sizeof text, "%llu bytes of shared memory are more than the %zu of a block\n",
                  (unsigned long long)shared_bytes, kSharedCapacity);
@@ -185,12 +165,12 @@ static bool acceptable(const uint32_t grid[3], const uint32_t threads[3], uint64
 }
 
 int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t threads[3],
-           uint64_t shared_bytes, const void* params, uint64_t max_threads, int ranks) {
+           uint64_t shared_bytes, const void* params, uint64_t max_threads) {
     IgnoreAccesses ignoring;
     Block& b = block;
     clear_report();
     start_launch();
-    if (!acceptable(grid, threads, shared_bytes, max_threads, ranks)) return 0;
+    if (!acceptable(grid, threads, shared_bytes, max_threads)) return 0;
     b.body = body;
     b.params = params;
     gridDim = {grid[0], grid[1], grid[2]};
@@ -198,20 +178,20 @@ int launch(void (*body)(const void*), const uint32_t grid[3], const uint32_t thr
     Guard guard;
     release(&b.launcher);    // blocks see what came before the launch, not each other
     turns_ended = 0;
-    Resident resident;
+    ResidentBlocks resident;
     const uint64_t blocks = uint64_t(grid[0]) * grid[1] * grid[2];
     for (uint64_t next = 0; next < blocks || !resident.none();) {
         const bool may_start = next < blocks && !resident.full();
-        if (resident.none() || !resident.take_back(may_start)) {
+        if (resident.none() || !resident.resume(may_start)) {
             const uint64_t row = next / grid[0];
             start_block({uint32_t(next % grid[0]), uint32_t(row % grid[1]), uint32_t(row / grid[1])},
-                        shared_bytes, ranks);
-            next += uint64_t(ranks);
+                        shared_bytes);
+            next++;
         }
-        go_on();
+        run_block();
         if (b.failed) return 0;
-        if (b.left == Left::ended) end_of_block();
-        else resident.put_aside();
+        if (b.state == BlockState::ended) end_of_block();
+        else resident.suspend();
     }
     acquire(&b.body);
     return 1;

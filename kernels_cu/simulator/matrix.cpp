@@ -136,10 +136,6 @@ void mma_scaled(float (&d)[4], const uint32_t* a, const uint32_t* b, const Scale
     const auto unpack = [](uint32_t r, int i) { return e4m3_values[r >> 8 * i & 255]; };
     multiply_fragments<32, 4>(d, a, 4, b, site, "mma.m16n8k32.e4m3.block_scale", unpack, &scales);
 }
-void mma_s8(int (&d)[4], const uint32_t* a, const uint32_t* b, Site site) {
-    multiply_fragments<32, 4>(d, a, 4, b, site, "mma.m16n8k32.s8",
-                              [](uint32_t r, int i) { return int(int8_t(r >> 8 * i)); });
-}
 void mma_f64(double* d, const double* a, const double* b, int halves, Site site, const char* name) {
     struct Args {
         double* d;

@@ -15,7 +15,6 @@ struct Scales {
     int byte_a, thread_a, byte_b, thread_b;
 };
 SIM_API void mma_scaled(float (&d)[4], const uint32_t* a, const uint32_t* b, const Scales& scales, Site site);
-SIM_API void mma_s8(int (&d)[4], const uint32_t* a, const uint32_t* b, Site site);
 // Of doubles, 8 halves rows and k = 4 halves: halves^2 elements of `a` a lane, halves of `b`, twice as many of `d`.
 SIM_API void mma_f64(double* d, const double* a, const double* b, int halves, Site site, const char* name);
 
@@ -69,10 +68,6 @@ template <class T> void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIM_SITE) {
     const uint32_t b[2] = {b0, b1};
     sim::mma(d, a, 4, b, sim::Format::tf32, site, "mma.m16n8k8.tf32");
-}
-inline void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIM_SITE) {
-    const uint32_t b[2] = {b0, b1};
-    sim::mma_s8(d, a, b, site);
 }
 inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, SIM_SITE) {
     const uint32_t b[2] = {b0, b1};

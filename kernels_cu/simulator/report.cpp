@@ -64,27 +64,24 @@ static std::string names_of(const std::vector<int>& ids) {
 }
 
 static std::string describe_waits() {
-    std::map<std::pair<std::string, std::string>, std::vector<int>> waits;    // by block and reason
-    for (int i = 0; i < block.total(); i++) {
+    std::map<std::string, std::vector<int>> waits;    // by reason
+    for (int i = 0; i < block.size; i++) {
         Thread& t = block.threads[i];
         if (t.done) continue;
         std::string s = t.what;
         for (size_t p; (p = s.find("$a")) != s.npos;) s.replace(p, 2, std::to_string(t.a));
         for (size_t p; (p = s.find("$b")) != s.npos;) s.replace(p, 2, std::to_string(t.b));
         s += std::string(" at ") + t.site.file + ":" + std::to_string(t.site.line);
-        const std::string where = t.rank ? " of the other block of the cluster" : "";
-        waits[{where, t.key ? s : &t == block.running ? "" : "can run"}].push_back(t.id);
+        waits[t.key ? s : &t == block.running ? "" : "can run"].push_back(t.id);
     }
     std::string out;
-    for (auto& [place, ids] : waits) {
-        const auto& [where, what] = place;
+    for (auto& [what, ids] : waits) {
         if (what.empty()) continue;
         const std::string chain = what == "can run" ? "" : chain_of_blocked(block.threads[ids[0]]);
-        for (int& id : ids) id %= block.size;
-        out += "  thread" + std::string(ids.size() > 1 ? "s " : " ") + names_of(ids) + where + ": " + what +
-               chain + "\n";
+        out += "  thread" + std::string(ids.size() > 1 ? "s " : " ") + names_of(ids) + ": " + what + chain +
+               "\n";
     }
-    int exited = block.total() - block.live;
+    int exited = block.size - block.live;
     if (exited) out += "  " + std::to_string(exited) + " threads have exited\n";
     return out;
 }

@@ -1,10 +1,10 @@
-// The host side of prim/semaphore.cuh: blocks that wait for each other. Such a block steps aside where it stands, and
-// others go on.
+// The host side of prim/semaphore.cuh: blocks that wait for each other. A block that waits is suspended where it stands,
+// and others run.
 #pragma once
 
 namespace sim {
 
-SIM_API void let_blocks_pass();
+SIM_API void maybe_yield_block();
 SIM_API uint32_t take_ticket(uint32_t* numbers, Site site);
 SIM_API void semaphore_wait(const uint32_t* turns, uint32_t turn, Site site);
 SIM_API void semaphore_release(uint32_t* turns, Site site);

@@ -8,6 +8,5 @@
 #include "copy.h"
 #include "matrix.h"
 #include "bulk.h"
-#include "cluster.h"
 #include "semaphore.h"
 #include "wgmma.h"

@@ -48,8 +48,8 @@ __attribute__((optimize("O3", "no-trapping-math"))) void multiply_add(float* d, 
 }
 
 int barrier_vote(bool predicate, Site site) {
-    const Barrier& b = block.barriers[me().rank][0];
-    int& mine = block.votes[me().rank][b.phase & 1];
+    const Barrier& b = block.barriers[0];
+    int& mine = block.votes[b.phase & 1];
     if (b.arrived == 0) mine = 0;
     mine += predicate;
     barrier(0, block.size, true, site);

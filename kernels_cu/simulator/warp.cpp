@@ -53,7 +53,7 @@ void exchange(const void* in, void* out, size_t bytes, int x, Site site, const c
 uint32_t take_ticket(uint32_t* numbers, Site site) {
     check_global(numbers, sizeof *numbers, site);
     const uint32_t number = atomicAdd(numbers, 1u);
-    let_blocks_pass();
+    maybe_yield_block();
     return number;
 }
 

@@ -9,10 +9,10 @@ template <class T> T& shared_memory() {
     if (sizeof(T) > sim::block.shared_bytes)
         sim::fail("the shared memory struct has %zu bytes, the launch %zu", sizeof(T),
                   sim::block.shared_bytes);
-    return *reinterpret_cast<T*>(sim::my_shared());
+    return *reinterpret_cast<T*>(sim::shared);
 }
 inline uint32_t smem_addr(const void* p) {
-    auto offset = static_cast<const unsigned char*>(p) - sim::my_shared();
+    auto offset = static_cast<const unsigned char*>(p) - sim::shared;
     if (offset < 0 || size_t(offset) > sim::block.shared_bytes)
         sim::fail("%p is no shared memory address", p);
     return uint32_t(offset);
@@ -50,7 +50,7 @@ inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
 
 // ---- plain CUDA: barriers, votes, shuffles
 inline void __syncthreads(SIM_SITE) {
-    if (sim::block.alive[sim::me().rank] < sim::block.size)
+    if (sim::block.live < sim::block.size)
         sim::fail("__syncthreads at %s:%d after threads have exited", site.file, site.line);
     sim::barrier(0, sim::block.size, true, site);
 }

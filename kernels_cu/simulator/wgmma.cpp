@@ -5,13 +5,13 @@
 
 namespace sim {
 
-// A matrix operand in shared memory; addresses are those of the whole cluster.
+// A matrix operand in shared memory.
 class Tile {
   public:
-    Tile(uint64_t descriptor, int element_bytes, bool trans, int rank, Site site)
-        : start(uint32_t(descriptor & 0x3fff) << 4), window(uint32_t(rank) * uint32_t(kWindow)),
-          leading(uint32_t(descriptor >> 16 & 0x3fff) << 4), stride(uint32_t(descriptor >> 32 & 0x3fff) << 4),
-          bits(uint32_t(4 - (descriptor >> 62)) % 4), bytes(uint32_t(element_bytes)), contiguous_mn(trans) {
+    Tile(uint64_t descriptor, int element_bytes, bool trans, Site site)
+        : start(uint32_t(descriptor & 0x3fff) << 4), leading(uint32_t(descriptor >> 16 & 0x3fff) << 4),
+          stride(uint32_t(descriptor >> 32 & 0x3fff) << 4), bits(uint32_t(4 - (descriptor >> 62)) % 4),
+          bytes(uint32_t(element_bytes)), contiguous_mn(trans) {
         if (trans && bits == 0)
             fail("wgmma at %s:%d: columns without swizzle are not simulated", site.file, site.line);
     }
@@ -24,11 +24,11 @@ class Tile {
                                          k % 8 * width
                                    : start + i / 8 * stride + i % 8 * width +
                                          (bits ? k * bytes : k * bytes / 16 * leading + k * bytes % 16);
-        return window + (a ^ (a >> 7 & ((1u << bits) - 1)) << 4);
+        return a ^ (a >> 7 & ((1u << bits) - 1)) << 4;
     }
 
   private:
-    uint32_t start, window, leading, stride, bits, bytes;
+    uint32_t start, leading, stride, bits, bytes;
     bool contiguous_mn;
 };
 
@@ -38,12 +38,10 @@ struct Shape {
     int k, pack, bytes;    // depth; elements in a register; bytes of an element
 };
 Shape shape_of(Format f) {
-    if (f == Format::tf32) return {8, 1, 4};
     if (f == Format::e4m3) return {32, 4, 1};
     return {16, 2, 2};
 }
 float value(Format f, uint32_t r, int i) {
-    if (f == Format::tf32) return as_tf32(r);
     if (f == Format::e4m3) return e4m3_values[r >> 8 * i & 255];
     uint32_t bits = r >> 16 * i & 0xffff;
     return (f == Format::f16 ? f16_values : bf16_values)[bits];
@@ -52,7 +50,6 @@ float value(Format f, uint32_t r, int i) {
 struct Registers {
     float* d[128];
     const uint32_t* a[128];
-    int rank;    // of their block
 };
 
 // Fills x[row][column] of `rows` x k (k_first: of k x rows) from shared memory.
@@ -62,9 +59,9 @@ void read_operand(float* x, const Tile& tile, const Wgmma& w, int rows, bool k_f
         for (int i = 0; i < rows; i++) {
             uint32_t addr = tile.address(uint32_t(i), uint32_t(k)), r = 0;
             auto* p = shared + addr;
-            if (addr % kWindow + uint32_t(s.bytes) > block.shared_bytes)
+            if (addr + uint32_t(s.bytes) > block.shared_bytes)
                 fail("wgmma at %s:%d reads shared address %zu, past the end (%zu)", site.file, site.line,
-                     addr % kWindow, block.shared_bytes);
+                     size_t(addr), block.shared_bytes);
             if (block.dirty[addr / 16]) check_clean(p, 1, "wgmma", site);
             memcpy(&r, p, size_t(s.bytes));
             (k_first ? x[k * rows + i] : x[i * s.k + k]) = value(w.format, r, 0);
@@ -84,9 +81,9 @@ void complete(const Wgmma& w, const Registers& r, Site site) {
     static float A[64 * 32], B[32 * 256], D[64 * 256];
     Shape s = shape_of(w.format);
     int n = w.n, per_thread = n / 2;
-    read_operand(B, Tile(w.desc_b, s.bytes, w.trans_b, r.rank, site), w, n, true, site);
+    read_operand(B, Tile(w.desc_b, s.bytes, w.trans_b, site), w, n, true, site);
     if (w.a) read_registers(A, r, w.format);
-    else read_operand(A, Tile(w.desc_a, s.bytes, w.trans_a, r.rank, site), w, 64, false, site);
+    else read_operand(A, Tile(w.desc_a, s.bytes, w.trans_a, site), w, 64, false, site);
     Shadow& shadow = (*block.shadows)[r.d[0]];
     auto place = [&](int t, int i) {
         return (t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + t % 4 * 2 + i % 2;
@@ -115,7 +112,6 @@ void announce_reads(const Tile& tile, int rows, int depth, int element_bytes, bo
 void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
     Group& g = my_group();
     Registers r;
-    r.rank = me().rank;
     for (int t = 0; t < 128; t++) {
         r.d[t] = all[t]->d, r.a[t] = all[t]->a;
         if (all[t]->desc_b != w.desc_b || all[t]->desc_a != w.desc_a || all[t]->accumulate != w.accumulate)
@@ -123,7 +119,7 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
     }
     if (!g.fenced) fail("wgmma at %s:%d without wgmma_fence since the last wait", site.file, site.line);
     Shape s = shape_of(w.format);
-    Tile tile_b(w.desc_b, s.bytes, w.trans_b, r.rank, site);
+    Tile tile_b(w.desc_b, s.bytes, w.trans_b, site);
     size_t per_thread = size_t(w.n / 2);
     Shadow& shadow = (*block.shadows)[r.d[0]];
     if (shadow.users++ == 0) {
@@ -135,8 +131,7 @@ void issue_product(const Wgmma& w, Wgmma* (&all)[128], Site site) {
     count(&Cost::product_bytes, uint64_t(w.n + (w.a ? 0 : 64)) * uint64_t(s.k * s.bytes));
     as_agent(g.agent, &g.products, [&] {
         announce_reads(tile_b, w.n, s.k, s.bytes, w.trans_b);
-        if (!w.a)
-            announce_reads(Tile(w.desc_a, s.bytes, w.trans_a, r.rank, site), 64, s.k, s.bytes, w.trans_a);
+        if (!w.a) announce_reads(Tile(w.desc_a, s.bytes, w.trans_a, site), 64, s.k, s.bytes, w.trans_a);
     });
     g.products.add(issue(
         [&] {

@@ -32,13 +32,6 @@ template <class T, bool kTransB, int n>
 void wgmma_m64k16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate, SIM_SITE) {
     sim::wgmma({d, a, 0, b, accumulate, sim::format_of<T>(), 2 * n, false, kTransB}, site);
 }
-template <int n> void wgmma_m64k8_tf32(float (&d)[n], uint64_t a, uint64_t b, bool accumulate, SIM_SITE) {
-    sim::wgmma({d, nullptr, a, b, accumulate, sim::Format::tf32, 2 * n, false, false}, site);
-}
-template <int n> void wgmma_m64k8_tf32(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate,
-                                       SIM_SITE) {
-    sim::wgmma({d, a, 0, b, accumulate, sim::Format::tf32, 2 * n, false, false}, site);
-}
 template <int n> void wgmma_m64k32_e4m3(float (&d)[n], uint64_t a, uint64_t b, bool accumulate, SIM_SITE) {
     sim::wgmma({d, nullptr, a, b, accumulate, sim::Format::e4m3, 2 * n, false, false}, site);
 }

@@ -465,3 +465,22 @@ def test_paths(page):
     roots = (ROOT, ROOT / "kernels_cu", ROOT / "kernels_cu/include") if KERNELS.search(str(page)) else (ROOT,)
     gone = [path for path in paths if not any((root / path).exists() for root in roots)]
     assert [path for path in gone if not path.startswith(built)] == []
+
+
+# Names in the notes on kernels that are no names of ours: metrics and warnings of NVIDIA's tools.
+FOREIGN_NAMES = {"stall_wait", "C75xx"}
+
+
+def test_notes_on_kernels_name_what_exists():
+    notes = [*ROOT.glob("docs/kernels/*.md"), ROOT / "kernels_cu/README.md"]
+    folders = ("kernels_cu", "cupy_flash", "bench", "tests")
+    files = [
+        x
+        for folder in folders
+        for kind in ("cu", "cuh", "h", "py")
+        for x in (ROOT / folder).rglob(f"*.{kind}")
+    ]
+    sources = "\n".join(x.read_text() for x in files)
+    for page in notes:
+        named = {*re.findall(r"`([A-Za-z_]\w{3,})(?:\(\))?`", page.read_text())} - FOREIGN_NAMES
+        assert [name for name in named if name not in sources] == [], page.name

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from cupy_flash import UnsupportedError
+from cupy_flash.call.problem import Problem
+from cupy_flash.cpu.core import family as cpu_core
 from cupy_flash.plan import catalog, families
 from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import decode
@@ -140,3 +142,37 @@ def test_cost_of_splits():
 def test_a_tile_that_was_not_built_is_refused_with_those_that_were():
     with pytest.raises(UnsupportedError, match=r"tile \(17, 19\) is not built \(built: "):
         choose(BASE._replace(tile=(17, 19)), "sm_80")
+
+
+class _WithNewOption(Problem):
+    """A problem with an option of scores that no kernel has heard of."""
+
+    @property
+    def score_options(self):
+        return super().score_options | {"shade": True}
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "sm_120"])
+def test_a_new_option_is_refused_until_a_family_reads_it(arch):
+    """A kernel that ignores an option gives wrong numbers."""
+    for problem in CASES.values():
+        of_core = cpu_core.refusals(_WithNewOption(*problem))
+        assert "does not read shade" in of_core, problem.summary()
+        with pytest.raises(UnsupportedError):
+            choose.__wrapped__(_WithNewOption(*problem), arch)
+
+
+# Fields of a problem that neither change scores nor weights, or that every kernel reads.
+NOT_OF_SCORES = {
+    "direction", "dtype", "precision", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
+    "head_dim_v", "scale", "offset", "left", "right", "offset_from_end", "learned_elements", "bias_dtype",
+    "per_head", "seed", "want_lse", "want_dbias", "deterministic", "packed", "tile", "rows_q", "rows_k",
+    "sequence", "in_rows", "aligned", "boxes", "cache", "of_float8", "reproducible", "used_q", "ragged_mask",
+    "unrounded", "wanted",
+}  # fmt: skip
+
+
+def test_every_field_that_changes_scores_is_an_option_of_them():
+    fields = {*Problem._fields} - NOT_OF_SCORES
+    given = [BASE._replace(**{name: 1.0}, per_head=("alibi_slopes",)).unread(()) for name in fields]
+    assert all(len(names) == 2 for names in given), (fields, given)

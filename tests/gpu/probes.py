@@ -16,7 +16,7 @@ from cupy_flash.store import write_atomically
 from tests.paths import ROOT
 from tests.simulator.units import KERNELS
 
-UNITS = ("boxes", "clusters", "copies", "matrices", "products", "products_f64", "same_bits", "turns",
+UNITS = ("boxes", "copies", "matrices", "products", "products_f64", "same_bits", "turns",
          "warp", "warpgroup_products")  # fmt: skip
 
 

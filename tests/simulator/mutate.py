@@ -525,7 +525,6 @@ _NAMES = (
     "fence_proxy_async", "tma_store_commit", "tma_store_wait_read", "tma_store_wait",
     "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global",
     "semaphore_wait", "semaphore_release",
-    "cluster_arrive", "cluster_wait", "mbar_wait_cluster", "mbar_arrive_cluster",
 )  # fmt: skip
 _ARGUMENTS = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _PLANTED = re.compile(r"#if defined\(FAULT_\w+\)\n.*?#(?:else|endif)", re.DOTALL)

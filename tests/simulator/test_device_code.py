@@ -54,7 +54,6 @@ def test_every_width_of_wgmma_compiles(n: int) -> None:
     [
         "ampere_forward",
         "boxes",
-        "clusters",
         "hopper_forward",
         "matrices",
         "products",

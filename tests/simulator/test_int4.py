@@ -217,7 +217,7 @@ def test_cost_is_the_theory() -> None:
     ((_, cost),) = counted
     # Beside codes: a scale and a zero of each 32 features, which two of them share; Q; the length.
     assert cost["global_load_bytes"] == 2 * keys * (64 + 2 * 8) + 2 * 4 * 128 + 4 * 128
-    # Beside both products: zeros with sums of spans of Q, and with weights; the sums, in each of four warps.
+    # Beside both products: zeros with sums of segments of Q, and with weights; the sums, in four warps.
     product = 2 * 16 * 16 * 8
     assert cost["mma_flops"] == 2 * 16 * keys * 256 + keys // 16 * 3 * product + 4 * 8 * product
     for unit, cycles in (

@@ -14,7 +14,7 @@ from tests.simulator.units import SIMULATED, aligned, pack, unit
 pytestmark = SIMULATED
 
 # What products compute does not depend on a schedule.
-SCHEDULED = ("test_warp", "test_copies", "test_matrices", "test_boxes", "test_bulk_copies", "test_clusters",
+SCHEDULED = ("test_warp", "test_copies", "test_matrices", "test_boxes", "test_bulk_copies",
              "test_turns")  # fmt: skip
 
 
@@ -56,55 +56,6 @@ def test_a_block_that_waits_for_later_ones_is_reported(policy: str) -> None:
     report = r"(?s)deadlock.*turn \d of blocks at \S*turns.cu:\d+"
     with simulator.schedule(policy), pytest.raises(simulator.KernelFailed, match=report):
         kernel.launch((8, 1, 1), (1, 1, 1), 16, params.tobytes(), 0)
-
-
-def run_clusters(*mistakes: str, blocks: int = 4) -> None:
-    """The kernel of `test_clusters` with these macros; AssertionError if a tile is not what it should be."""
-    x = np.arange(2 * 80 * 32, dtype=np.float32).reshape(2, 80, 32)
-    held = aligned(x.shape, np.float32)
-    held[...] = x
-    out = aligned((4, 80, 32), np.float32, np.nan)
-    described = Map(held, "float32", (32, 80, 2, 1), (128, 128 * 80, x.nbytes), (32, 8, 1, 1), 0)
-    params = pack(map=_encode(described), out=out, steps=5).tobytes()
-    kernel = simulator.load(unit("clusters", *mistakes))
-    kernel.launch((blocks, 1, 1), (128, 1, 1), 5120, params + bytes(-len(params) % 64), 0)
-    np.testing.assert_array_equal(out, np.repeat(x, 2, 0))
-
-
-@pytest.mark.parametrize("policy", ["late", "early", "random"])
-@pytest.mark.parametrize(
-    ("mistakes", "report"),
-    [
-        (("RELEASE_OWN",), r"(?s)deadlock.*mbarrier at \d+, parity 0 at \S*clusters.cu:\d+"),
-        (("NO_END",), r"clusters.cu:\d+ reaches into block \d of the cluster, which has exited"),
-        (("NO_WAIT",), "exits between barrier.cluster.arrive and barrier.cluster.wait"),
-        (("NO_ARRIVE",), r"barrier.cluster.wait at \S*clusters.cu:\d+ without an arrive"),
-        (("RANK=2",), r"block 2 of a cluster of 2 at \S*clusters.cu:\d+"),
-        (("COLUMN=2",), r"bulk load at \S*clusters.cu:\d+ of a box at \(2, \d+, \d, 0\).* 16 bytes"),
-    ],
-)
-def test_mistakes_of_clusters_are_reported(mistakes: tuple[str, ...], report: str, policy: str) -> None:
-    with simulator.schedule(policy, seed=2), pytest.raises(simulator.KernelFailed, match=report):
-        run_clusters(*mistakes)
-
-
-@pytest.mark.parametrize("policy", ["late", "early"])
-def test_a_cluster_that_does_not_begin_together_is_reported(policy: str) -> None:
-    with simulator.schedule(policy), pytest.raises(simulator.KernelFailed, match="not initialised"):
-        run_clusters("NO_START")
-
-
-@pytest.mark.parametrize("policy", ["late", "early", "random"])
-@pytest.mark.parametrize("mistakes", [("RELEASE_OWN", "WAITERS=1"), ("LOCAL_ADDRESS",)], ids=" ".join)
-def test_slots_that_one_block_still_reads_show(mistakes: tuple[str, ...], policy: str) -> None:
-    """A slot was overwritten before the consumers of both blocks had released it."""
-    with simulator.schedule(policy, seed=2), pytest.raises(AssertionError):
-        run_clusters(*mistakes)
-
-
-def test_a_grid_of_parts_of_clusters_is_refused() -> None:
-    with pytest.raises(simulator.KernelFailed, match="3 blocks of 128 threads has no clusters of 2"):
-        run_clusters(blocks=3)
 
 
 def copy_part(corner: tuple[int, ...], dtype: type, swizzle: int, store: bool) -> None:

@@ -27,6 +27,8 @@ from .worker_thread import run_in_worker
 __all__ = ["NAME", "Core", "decodes", "fills_tiles", "needs_float32", "notes", "refusals", "workers"]
 
 NAME = "core"
+# The options of scores that it reads.
+READ = ("mask", "bias", "Spans", "BlockMask", "score function", "ALiBi", "softcap", "dropout")
 PANEL_KEYS, TILE_KEYS = 144, 192  # keys of a block; with AMX
 FEW_ROWS = 12  # rows of a key head, from which on a call does not count as decode
 _PRODUCTS = {BFLOAT16: "pairs of bfloat16", AMX: "tiles of bfloat16, by AMX"}
@@ -45,7 +47,8 @@ def refusals(problem: Problem) -> list[str]:
     p = problem
     if p.empty or not p.heads_k:
         return ["there is nothing to compute"]
-    reasons = [f"does not read {name}" for name in p.per_head if name not in TENSORS]
+    unread = [name for name in p.per_head if name not in TENSORS] + p.unread(READ)
+    reasons = [f"does not read {name}" for name in unread]
     if p.tile is not None:
         reasons.append(f"chooses its own tiles, and {p.tile} is asked for")
     if p.cache is not None and p.cache.codes and p.accumulator == "float64":

@@ -221,6 +221,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     wide = is_wide(p)
     if not wide and (p.cache.page % STEP_KEYS or p.cache.page & p.cache.page - 1):
         reasons.append(f"needs pages of a power of two of at least {STEP_KEYS} keys, not {p.cache.page}")
+    reasons += [f"does not read {name}" for name in p.unread(("mask", "Spans", "ALiBi", "softcap"))]
     if p.mask or p.cache.leftpad:
         reasons.append("does not support a boolean mask or cache_leftpad")
     if p.cache.unrotated:

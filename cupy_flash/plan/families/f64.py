@@ -91,17 +91,6 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         most = max(_FORWARD[arch.capability][1] if p.direction == "forward" else _BACKWARD)[0]
         of = "float64" if p.direction == "forward" else "gradients of float64"
         reasons.append(f"head_dim {max(p.head_dim, p.head_dim_v)} is above {most}, of {of}")
-    options = {
-        "mask": p.mask,
-        "bias": p.bias,
-        "Spans": p.spans,
-        "BlockMask": p.blocks,
-        "score function": p.function,
-        "ALiBi": p.alibi,
-        "softcap": p.softcap,
-        "dropout": p.dropout,
-        PROMISED: p.reproducible,
-    }
-    if unknown := [name for name, given in options.items() if given]:
+    if unknown := [*p.unread(()), *[PROMISED] * bool(p.reproducible)]:
         reasons.append(f"its kernel of float64 has no {' or '.join(unknown)}")
     return reasons

@@ -264,8 +264,7 @@ def _mask(problem: Problem) -> str:
     p = problem
     if p.reproducible:
         return "any"
-    plain = not (p.mask or p.bias or p.spans or p.blocks or p.function or p.alibi or p.softcap or p.dropout)
-    return "band" if plain and p.scale > 0 else "any"
+    return "band" if p.scale > 0 and not p.unread(()) else "any"
 
 
 def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
@@ -285,6 +284,7 @@ def refusals_but_strides(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("gradients with Spans or a BlockMask need sm_80")
     if p.blocks and p.dtype == "float32":
         reasons.append("does not support a BlockMask in float32: there are too few registers")
+    reasons += [f"does not read {name}" for name in p.unread(simple.READ)]
     reasons += simple.function_refusals(p)
     if p.second_order and p.function is not None:
         reasons.append("does not support second derivatives of score functions")
@@ -308,10 +308,8 @@ def _hessian_refusals(problem: Problem) -> list[str]:
         reasons.append(
             f"does not support second derivatives of {p.dtype} with head_dim {widest}, above {most}"
         )
-    met = [name for name in ("mask", "bias", "spans", "dropout") if getattr(p, name)]
-    if met:
-        named = " or ".join("Spans" if name == "spans" else name for name in met)
-        reasons.append(f"does not support second derivatives with {named}")
+    if unread := p.unread(("score function", "ALiBi", "softcap")):
+        reasons.append(f"does not support second derivatives with {' or '.join(unread)}")
     return reasons
 
 

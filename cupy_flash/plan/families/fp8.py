@@ -87,15 +87,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append("multiplies on tensor cores, whose order of sums depends on the architecture")
     elif p.reproducible:
         reasons.append(f"the order of sums of {FLOAT8} is not guaranteed")
-    inside = {
-        "mask": p.mask,
-        "bias": p.bias,
-        "Spans": p.spans,
-        "BlockMask": p.blocks,
-        "score function": p.function,
-        "dropout": p.dropout,
-    }
-    if unknown := [name for name, given in inside.items() if given]:
+    if unknown := p.unread(("ALiBi", "softcap")):
         reasons.append(f"its inner loop has no {' or '.join(unknown)}")
     if not p.in_rows:
         reasons.append("the last axis of every tensor must be contiguous, its rows less than 2 GiB apart")

@@ -382,15 +382,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         hides = _classes(_BACKWARD_SPANS, p) is not None
         if hides and p.deterministic:
             reasons.append("sums dQ with Spans or a BlockMask in any order")
-    inside = {
-        "mask": p.mask,
-        "bias": p.bias,
-        "Spans": p.spans and not hides,
-        "BlockMask": p.blocks and not hides,
-        "score function": p.function,
-        "dropout": p.dropout,
-    }
-    if unknown := [name for name, given in inside.items() if given]:
+    if unknown := p.unread(("ALiBi", "softcap", *("Spans", "BlockMask") * bool(hides))):
         reasons.append(f"its inner loop has no {' or '.join(unknown)}")
     if not p.aligned:
         reasons.append("rows of every tensor must be contiguous and start on 16-byte boundaries")

@@ -14,6 +14,7 @@ from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
 __all__ = [
     "HEAD_DIMS",
     "NAME",
+    "READ",
     "ZEROED",
     "argument_gradients",
     "argument_sums",
@@ -32,6 +33,8 @@ NAME = "simple"
 
 _THREADS = 256
 ZEROED = ("argument_sums",)
+# The options of scores that these kernels and those of the flash family read.
+READ = ("mask", "bias", "Spans", "BlockMask", "score function", "ALiBi", "softcap", "dropout")
 HEAD_DIMS = (64, 128, 256, 512)
 _SAME_BITS = (
     "bits      are those of every GPU and of the simulator: IEEE operations in one order, no tensor cores"
@@ -217,6 +220,7 @@ def refusals(problem: Problem, _arch: Arch) -> list[str]:
         reasons.append(f"head_dim {widest} is above {HEAD_DIMS[-1]}")
     if problem.reproducible == "device":
         reasons += _same_bits_refusals(problem)
+    reasons += [f"does not read {name}" for name in problem.unread(READ)]
     reasons += function_refusals(problem)
     if problem.precision in ("tf32", "tf32x3"):
         reasons.append(f"computes in IEEE float32, not {problem.precision}")

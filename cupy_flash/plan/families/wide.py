@@ -125,23 +125,17 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
     if p.dtype not in taken or _classes_of(p, arch) is None:
         return [head_dim_refusal(p, max(wide) if wide and p.dtype in taken else None)]
+    forward = p.direction == "forward"
     inside = {
         # why a mask of keys is supported: gathering a cache with pages or padding makes one
-        "mask": p.mask and p.direction != "forward",
-        "mask that differs from query to query": p.mask and p.direction == "forward" and p.mask[2] > 1,
-        "bias": p.bias,
-        "Spans": p.spans,
-        "BlockMask": p.blocks,
-        "score function": p.function,
-        "ALiBi": p.alibi and p.direction != "forward",
-        "softcap": p.softcap and p.direction != "forward",
-        "dropout": p.dropout,
-        "scale <= 0": p.scale <= 0 and p.direction == "forward",
+        "mask that differs from query to query": forward and p.mask and p.mask[2] > 1,
+        "scale <= 0": forward and p.scale <= 0,
         # why: the kernel divides softcap and ALiBi by the scale, in float32
         f"softcap or ALiBi with a scale of {p.scale}": (
-            (p.softcap or p.alibi) and p.direction == "forward" and not _LEAST <= abs(p.scale) <= 1 / _LEAST
+            forward and (p.softcap or p.alibi) and not _LEAST <= abs(p.scale) <= 1 / _LEAST
         ),
         PROMISED: p.reproducible,
     }
-    unknown = [name for name, given in inside.items() if given]
+    unknown = p.unread(("mask", "ALiBi", "softcap") if forward else ())
+    unknown += [name for name, given in inside.items() if given]
     return [option_refusal(p, unknown)] if unknown else []

@@ -27,7 +27,7 @@ struct HeadBlocks {
         if (!table) return true;
         const int32_t log_q = rule.block_log_queries, log_k = rule.block_log_keys;
         const int32_t which = code(query >> log_q, key >> log_k);
-        // why unsigned: it is one comparison, of numbers below 2, too.
+        // why unsigned: codes below 2 wrap, so that one comparison serves for both ends.
         const uint32_t n = static_cast<uint32_t>(which) - 2;
         if (n >= static_cast<uint32_t>(rule.block_count)) return which == 1;
         const int32_t row = query & ((1 << log_q) - 1), column = key & ((1 << log_k) - 1);
@@ -42,7 +42,7 @@ struct HeadBlocks {
         const int32_t m_last = (smaller(query_end, seqlen_q) - 1) >> log_q;
         const int32_t n_last = (smaller(key_end, seqlen_k) - 1) >> log_k;
         bool any = false;
-        // why lanes along keys only: dividing a lane into two numbers would take registers that kernels have not.
+        // why lanes along keys only: lanes along both would take two more registers, which kernels do not have.
 #pragma unroll 1
         for (int32_t m = query_first >> log_q; m <= m_last; ++m) {
 #pragma unroll 1

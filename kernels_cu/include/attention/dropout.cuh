@@ -32,8 +32,8 @@ struct Dropout {
 
     CF_DEVICE Dropout(const Score& score, int32_t of_batch, int32_t of_head)
         : key_low(static_cast<uint32_t>(score.dropout_seed)),
-          key_high(static_cast<uint32_t>(score.dropout_seed >> 32)),
-          threshold(score.dropout_threshold), head(of_head), batch(of_batch) {}
+          key_high(static_cast<uint32_t>(score.dropout_seed >> 32)), threshold(score.dropout_threshold),
+          head(of_head), batch(of_batch) {}
 
     CF_DEVICE bool active() const { return threshold != 0; }
     // The words of keys 4 * quad to 4 * quad + 3.

@@ -54,11 +54,11 @@ CF_DEVICE TileCoord section_tile_coord(uint32_t block, int32_t tiles, uint32_t h
 }
 
 // Tiles of queries, the longest work first: from the last tile to the first.
-// why: under a causal mask the last tiles see the most keys, and what starts last should be short. Doing so
-// for all heads at once would stream every K and V through the L2 cache once per tile, so heads are taken in
-// sections of section_elements of K and V.
-// heads_of_batch: heads of q, or of k where a tile is of all heads of q that share one. batch, seqlen_k: those of
-// shape, or 1 and the sequence's own, of tiles of one sequence.
+// why: under a causal mask the last tiles see the most keys, and what starts last should be short. All heads at
+// once would stream every K and V through the L2 cache once per tile. So heads are taken in sections, whose K and V
+// have section_elements.
+// heads_of_batch: heads of q; or of k, if a tile holds all heads of q that share one. batch, seqlen_k: those of shape;
+// or 1 and the sequence's own, if the tiles are of one sequence.
 CF_DEVICE TileCoord lpt_query_tile(uint32_t block, int32_t tiles, const Shape& shape, int32_t heads_of_batch,
                                    uint32_t section_elements, int32_t batch, int32_t seqlen_k) {
     const uint32_t heads = static_cast<uint32_t>(heads_of_batch) * static_cast<uint32_t>(batch);

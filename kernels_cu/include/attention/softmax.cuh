@@ -19,7 +19,7 @@ template <int kLanes, class Acc> CF_DEVICE Acc sum_over_lanes(Acc x) {
 
 // What a row came to.
 template <class Acc> struct FinalRow {
-    Acc lse;           // natural-log; of a row without keys that of its sink, or -inf, NaN for one whose scores are NaN
+    Acc lse;    // natural-log; of a row without keys that of its sink, or -inf, NaN for one whose scores are NaN
     Acc normaliser;    // factor on the row of o; 0 for a row without keys
 };
 // A sink is a key with this score and no value; -inf if there is none.

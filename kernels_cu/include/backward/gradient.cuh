@@ -65,9 +65,9 @@ struct ScoreGradient {
             delta[m][half] = ld_shared<float>(address + 4 * (16 * m + 8 * half + threadIdx.x % 32 / 4));
         });
     }
-    // s becomes P, times what softcap makes of a gradient, negative where dropout drops it (of a score function,
-    // whose slope has any sign: with a last bit of 1). put(left, right, m, n, half) gets what of P multiplies dO,
-    // elements 2 half and 2 half + 1 of [m][n]; dropout_scale is left to the sum.
+    // s becomes P times the slope of softcap and score function, which compute_ds needs. Where dropout drops a weight it is
+    // negative; with a score function, whose slope may have any sign, its last bit is 1 there. put(left, right, m, n, half)
+    // gets dropout(P), elements 2 half and 2 half + 1 of [m][n], without dropout_scale, which is applied to the sum.
     template <int kN, class Put>
     CF_DEVICE void recompute_p(float (&s)[kM][kN][4], const Positions<false>& at, bool whole, Put put) const {
         if constexpr (!kAny) {

@@ -42,13 +42,15 @@ CF_DEVICE void store_tile(const GlobalRows<typename T::Element>& to, uint32_t ti
 
 // The whole gradient as floats, through the place of a tile T, T::kRows rows at a time.
 template <class T, int kThreads, int kRowGroups, int kColumnGroups, int kM, int kN>
-CF_DEVICE void store_float_gradient(const GlobalRows<float>& to, uint32_t tile_address, const float (&x)[kM][kN][4],
-                                    float factor, int row_group, int column_group) {
+CF_DEVICE void store_float_gradient(const GlobalRows<float>& to, uint32_t tile_address,
+                                    const float (&x)[kM][kN][4], float factor, int row_group,
+                                    int column_group) {
     CF_UNROLL
     for (int first_row = 0; first_row < 16 * kM * kRowGroups; first_row += T::kRows) {
         // sync: all are done with what was there.
         __syncthreads();
-        stage_gradient<T, kRowGroups, kColumnGroups>(tile_address, x, factor, row_group, column_group, first_row);
+        stage_gradient<T, kRowGroups, kColumnGroups>(tile_address, x, factor, row_group, column_group,
+                                                     first_row);
         // sync: the staged tile is complete before any thread stores it.
         __syncthreads();
         store_tile<T, kThreads>(to.of_rows(first_row), tile_address);

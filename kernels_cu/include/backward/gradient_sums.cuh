@@ -76,7 +76,8 @@ struct GradientSums {
     // The 8 sums of row `row`, columns 8 n8 .. 8 n8 + 7: two times four neighbouring lanes.
     CF_DEVICE static void load(float (&x)[8], const float* from, int row, int n8) {
         if constexpr (kTransposed) {
-            const float* first = from + transposed(8 * n8, row / 8) + row % 8 / 2 * 4 + 2 * (n8 % 2) + row % 2;
+            const float* first =
+                from + transposed(8 * n8, row / 8) + row % 8 / 2 * 4 + 2 * (n8 % 2) + row % 2;
             CF_UNROLL
             for (int i = 0; i < 8; i++) x[i] = ld_global(first + 16 * i);
             return;

@@ -2,12 +2,11 @@
 // of a block.
 // Design note: docs/kernels/backward.md.
 //
-// layout: a warp that takes part `group` of kGroups of the columns of a tile takes the 16-column blocks
-// group, group + kGroups, ... Neighbouring blocks then belong to different warps, and because kGroups is a
-// power of two the place of a block is the place of the warp's first one, an exclusive or with a constant,
-// and a constant: see BlockReader::address. Rows are taken in one piece. Registers of an operand: as the
-// table in mma.cuh says. 32-bit columns: ldmatrix moves 32-bit elements but cannot transpose them, so they
-// come by single loads.
+// layout: columns are divided in blocks of 16: part `group` of kGroups has the blocks group, group + kGroups, ... So
+// neighbouring blocks belong to different warps. kGroups is a power of two, so an address is that of the warp's first
+// block, with one constant by exclusive or and another one added: see BlockReader::address. Rows are divided in one piece
+// each. Registers of an operand are those of the table in mma.cuh. Columns of 32-bit elements come by single loads:
+// ldmatrix moves such elements, but does not transpose them.
 #pragma once
 #include "tile/mma.cuh"
 
@@ -132,8 +131,9 @@ struct NoWork {
 // order, so that work overlaps with products if it stands between them; but it takes registers.
 template <class Math, int kSteps, int kM, int kN, class A, class B, class Interleaved>
 CF_DEVICE void multiply_together(float (&d)[kM][kN][4], const A& a, const B& b, Interleaved interleaved) {
-    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs, kAhead = smaller(kBlocks, kSame<Interleaved, NoWork> ? 2 : 1);
-    const auto load_b = [&](uint32_t(&r)[4], int i) {
+    constexpr int kPairs = cdiv(kN, 2), kBlocks = kSteps * kPairs,
+                  kAhead = smaller(kBlocks, kSame<Interleaved, NoWork> ? 2 : 1);
+    const auto load_b = [&](uint32_t (&r)[4], int i) {
         b.load(r, i % kPairs, i / kPairs, 2 * (i % kPairs) + 1 < kN);
     };
     uint32_t a_blocks[kSteps][kM][4], b_blocks[kBlocks][4];
@@ -207,7 +207,8 @@ struct AccumulatorWriter {
     // the writer's.
     CF_DEVICE void store(float left, float right, int m, int n, int half, uint32_t bytes) const {
         const int chunk = n * kChunkStep;
-        const uint32_t to = (lane_address ^ (chunk % T::kSwizzledChunks * 16)) + (16 * m + 8 * half) * T::kPitch + bytes +
+        const uint32_t to = (lane_address ^ (chunk % T::kSwizzledChunks * 16)) +
+                            (16 * m + 8 * half) * T::kPitch + bytes +
                             chunk / T::kSwizzledChunks * T::kSwizzledChunks * 16;
         if constexpr (sizeof(Element) == 4) st_shared(to, float2{left, right});
         else st_shared(to, pack<Element>(left, right));

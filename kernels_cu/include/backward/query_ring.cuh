@@ -24,7 +24,7 @@ struct QueryRing {
     DOLoader d_o;
     uint32_t q_slots, d_o_slots;             // shared addresses
     int64_t q_head, d_o_head;                // elements from head to head
-    int32_t first, end, tile, heads_left;    // the tile that is sent for next
+    int32_t first, end, tile, heads_left;    // tile: whose copy starts next
     uint32_t parity = 1;                     // of the tile that is read
     uint4 q_waiting[kSlots == Slots::registers ? QLoader::kCopies : 1];
     uint4 d_o_waiting[kSlots == Slots::registers ? DOLoader::kCopies : 1];
@@ -97,8 +97,8 @@ struct QueryRing {
 
 // The same with two slots each, and with LSE and delta of the rows, whose tiles come at different times. A step is
 //   next(), reads of Q, of dO; a barrier of the block; fill_q(); the last reads of dO; complete(); more of Q.
-// why: copies and all else that keeps shared memory in order then take two barriers of a step, of which the second
-// is behind the products of dV, under which dS is computed.
+// why: a step then has two barriers for everything in shared memory, copies included. The second stands behind the
+// products of dV, under which dS is computed.
 template <class QTile, class DOTile, int kThreads>
 struct StaggeredQueryRing {
     enum : int { kRows = QTile::kRows };

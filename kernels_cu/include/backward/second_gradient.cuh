@@ -12,7 +12,8 @@ CF_DEVICE RowNumbers row_numbers(float lse, float mean, float delta, float delta
     return {exists && lse != -kInfinity ? lse * kLog2e : kInfinity, mean, delta, delta_dot};
 }
 
-// The score of one head: options that only scale, cap or shift a score by its position, tested at run time.
+// The scores of one head and their second derivatives, with the options that only scale, cap or shift a score: softcap,
+// ALiBi, band. Each is tested at run time.
 template <class Math>
 struct SecondGradient {
     TileScore<Math> score;
@@ -23,9 +24,10 @@ struct SecondGradient {
         : score(of, sequence, head), band(of_band),
           curve(score.head.softcap == 0 ? 0.0f : -2.0f / (score.head.softcap * score.head.softcap)) {}
 
-    // Four pairs of an n8 column, as in mma.cuh: from Q K^T, its tangent, dP and dotdP to dotP (in s), the gradient of
-    // scale * q k^T in the direction (in dp), and that gradient itself (in dp_dot). Rows of queries: of the
-    // thread's rows, or of its columns where keys are rows.
+    // Four pairs of an n8 column, as in mma.cuh.
+    //   in:   s = Q K^T, tangent = its tangent, dp = dP, dp_dot = dotdP
+    //   out:  s = dotP, dp = the tangent of the gradient of scale * q k^T, dp_dot = that gradient
+    // rows: the numbers of the thread's two queries, which are its rows, or its columns where keys are rows.
     template <bool kKeysInRows>
     CF_DEVICE void compute_ds(float (&s)[4], const float (&tangent)[4], float (&dp)[4], float (&dp_dot)[4],
                               const RowNumbers (&rows)[2], const Positions<kKeysInRows>& at,
@@ -33,7 +35,8 @@ struct SecondGradient {
         float x[1][1][4] = {{{s[0], s[1], s[2], s[3]}}}, slope[4], curvature[4];
         score.apply_softcap(x);
         CF_UNROLL
-        for (int e = 0; e < 4; e++) slope[e] = score.head.softcap_slope(x[0][0][e]), curvature[e] = curve * x[0][0][e];
+        for (int e = 0; e < 4; e++)
+            slope[e] = score.head.softcap_slope(x[0][0][e]), curvature[e] = curve * x[0][0][e];
         score.add_alibi(x, at);
         if (!whole) mask_band(x, at, band);
         CF_UNROLL

@@ -2,13 +2,12 @@
 // zero[f / group]; of NVFP4, scale[f / 16] * E2M1.
 // Design note: docs/kernels/decode.md.
 //
-// layout: a byte is two codes, feature 2i its lower half. A span is 32 features, 16 bytes: those of a span have one
-// scale and one zero, for groups are 32, 64 or 128, or two scales of E2M1. Codes become operands of a product in
-// registers (integers.cuh, e2m1.cuh); they never lie in shared memory as such, whose bandwidth would be what decode
-// waits for.
-//   K, whose rows are columns of B: a lane (g, t) gets word t of the span of key g. Nibbles j of its two
+// layout: a byte is two codes, feature 2i its lower half. A segment is 32 features, 16 bytes, with one scale and one zero
+// (groups are of 32, 64 or 128 features), or with two scales of E2M1. Units are the scales and zeros of a step of keys.
+// Codes become operands in registers (integers.cuh, e2m1.cuh). why not in shared memory: its bandwidth would bound decode.
+//   K, whose rows are columns of B: a lane (g, t) gets word t of the segment of key g. Nibbles j of its two
 //   halves are features 8t + j and 8t + 4 + j, a register of B; two steps of depth 16 take the four.
-//   V, whose rows are k of B: transposed, a lane gets 16 bits g of the span of keys 2t and 2t + 1. Nibble j
+//   V, whose rows are k of B: transposed, a lane gets 16 bits g of the segment of keys 2t and 2t + 1. Nibble j
 //   is feature 4g + j of both keys, b0 or b1 of n8 product j.
 // So features change places, in Q (read_for_codes) and in O (store_for_codes).
 #pragma once
@@ -16,7 +15,11 @@
 #include "cache/stored.cuh"
 #include "tile/mma.cuh"
 
-constexpr int kSpan = 32;
+constexpr int kSegment = 32;
+
+// Whether lanes keep their shared memory addresses in registers. why: the compiler would compute them again in every step,
+// ten instructions of a loop that is bound by issue. why not of 8 segments: there are too few registers.
+constexpr bool addresses_in_registers(int segments) { return segments < 8; }
 
 // What a feature is: one number by one thread; of E2M1 without the scale of its head.
 template <Stored kStored, class Acc> struct CodedRow {
@@ -44,10 +47,10 @@ template <Stored kStored, class Acc> struct CodedRow {
 };
 
 // A chunk of a row of Q in the order of features that multiply_by_rows wants: chunk 4 c + 2 s + h of a
-// row holds, in its elements 2t and 2t + 1, features 8t + 2s + h and 4 more of span c.
+// row holds, in its elements 2t and 2t + 1, features 8t + 2s + h and 4 more of segment c.
 template <class Element> CF_DEVICE uint4 read_for_codes(const Element* row, int chunk, int columns) {
     alignas(16) Element part[8];
-    const int first = chunk / 4 * kSpan + chunk % 4;
+    const int first = chunk / 4 * kSegment + chunk % 4;
     CF_UNROLL
     for (int i = 0; i < 8; i++) part[i] = first < columns ? ld_global_nc(row + first + 4 * i) : Element(0.0f);
     return reinterpret_cast<const uint4&>(part);
@@ -56,12 +59,12 @@ template <class Element> CF_DEVICE uint4 read_for_codes(const Element* row, int 
 // One of the two rows of a thread of such a product, into floats in the order of features; `half` is which.
 template <int kN> CF_DEVICE void store_for_codes(uint32_t row, const float (&d)[kN][4], int half) {
     CF_UNROLL
-    for (int span = 0; span < kN / 4; span++) {
+    for (int segment = 0; segment < kN / 4; segment++) {
         CF_UNROLL
         for (int i = 0; i < 2; i++) {
-            const int e = 2 * half + i, feature = span * kSpan + threadIdx.x % 4 * 8 + 4 * i;
-            st_shared(row + 4 * feature, float4{d[4 * span][e], d[4 * span + 1][e], d[4 * span + 2][e],
-                                                d[4 * span + 3][e]});
+            const int e = 2 * half + i, feature = segment * kSegment + threadIdx.x % 4 * 8 + 4 * i;
+            st_shared(row + 4 * feature, float4{d[4 * segment][e], d[4 * segment + 1][e],
+                                                d[4 * segment + 2][e], d[4 * segment + 3][e]});
         }
     }
 }
@@ -80,28 +83,28 @@ struct UnitRing<false, kStages, kKeyBytes, kValueBytes, kKept> {
     enum : int { kOfKeys = 0, kUnitBytes = 0, kRingBytes = 0 };
 };
 
-// The scores of a step become P, and O follows the maxima of its rows, if one has risen. why: of codes a step has few
-// bytes, and instructions are what it may wait for; a maximum seldom rises.
+// The scores of a step become P, and O is rescaled if the maximum of a row has risen. why the test: a step over codes is
+// bound by issue, not by memory, and a maximum seldom rises.
 template <class Tiles, class Softmax, class ValueUnits, int kN>
 CF_DEVICE void softmax_rescale_o(Tiles& tiles, Softmax& softmax, float (&rS)[1][2][4], float (&rO)[1][kN][4],
                                  const ValueUnits& v_units, int32_t step) {
     const float rescale[2] = {softmax.softmax_row(rS, 0, 0, kLog2e), softmax.softmax_row(rS, 0, 1, kLog2e)};
-    const bool lowered = v_units.lowers(step);
-    if (__any_sync(0xffffffffu, lowered || rescale[0] != 1.0f || rescale[1] != 1.0f))
-        tiles.rescale_o(rO, rescale, lowered);
+    const bool drop_factor = v_units.drops_factor(step);
+    if (__any_sync(0xffffffffu, drop_factor || rescale[0] != 1.0f || rescale[1] != 1.0f))
+        tiles.rescale_o(rO, rescale, drop_factor);
 }
 
 // ---- appending: a row by one warp, which is whole; at(f) is feature f
 
 // Integers: code 0 is the lowest feature of a group, 15 the highest, by scale and zero as they are stored.
 template <class Acc, class Feature>
-CF_DEVICE void store_integers(uint8_t* codes, int64_t column, const Units& units, int64_t first, int32_t columns,
-                              Feature at) {
+CF_DEVICE void store_integers(uint8_t* codes, int64_t column, const Units& units, int64_t first,
+                              int32_t columns, Feature at) {
     const int32_t lane = threadIdx.x % 32;
     const int32_t group = 1 << units.group_bits;
     for (int32_t begin = 0; begin < columns; begin += group) {
         Acc low = at(begin + lane), high = low;
-        for (int32_t i = kSpan; i < group; i += kSpan) {
+        for (int32_t i = kSegment; i < group; i += kSegment) {
             const Acc x = at(begin + i + lane);
             low = x < low ? x : low, high = x > high ? x : high;
         }
@@ -117,7 +120,7 @@ CF_DEVICE void store_integers(uint8_t* codes, int64_t column, const Units& units
             static_cast<__half*>(units.scale)[first + (begin >> units.group_bits)] = scale;
         }
         const Acc by = Acc(widen(scale)), start = Acc(widen(zero));
-        for (int32_t i = 0; i < group; i += kSpan) {
+        for (int32_t i = 0; i < group; i += kSegment) {
             const float x = by > 0 ? rintf(static_cast<float>((at(begin + i + lane) - start) / by)) : 0.0f;
             const uint32_t code = static_cast<uint32_t>(fminf(fmaxf(x, 0.0f), 15.0f));
             const uint32_t next = __shfl_xor_sync(0xffffffffu, code, 1);
@@ -132,7 +135,7 @@ template <class Acc, class Feature>
 CF_DEVICE void store_e2m1(uint8_t* codes, int64_t column, const Units& units, int64_t first, int32_t columns,
                           Feature at) {
     const int32_t lane = threadIdx.x % 32;
-    for (int32_t begin = 0; begin < columns; begin += kSpan) {
+    for (int32_t begin = 0; begin < columns; begin += kSegment) {
         const int32_t feature = begin + lane;
         const Acc x = feature < columns ? at(feature) : Acc(0), size = x < 0 ? -x : x;
         Acc largest = size;
@@ -154,8 +157,8 @@ CF_DEVICE void store_e2m1(uint8_t* codes, int64_t column, const Units& units, in
 template <Stored kStored, class Acc, class Feature>
 CF_DEVICE void store_codes(const Tensor& cache, const Units& units, int32_t slot, int32_t head, int32_t row,
                            int32_t columns, Feature at) {
-    uint8_t* codes = static_cast<uint8_t*>(cache.data) + slot * cache.batch + head * cache.head +
-                     row * cache.row;
+    uint8_t* codes =
+        static_cast<uint8_t*>(cache.data) + slot * cache.batch + head * cache.head + row * cache.row;
     const int64_t first = slot * units.slot + head * units.head + row * units.row;
     if constexpr (kStored == Stored::nvfp4) store_e2m1<Acc>(codes, cache.column, units, first, columns, at);
     else store_integers<Acc>(codes, cache.column, units, first, columns, at);

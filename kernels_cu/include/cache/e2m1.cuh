@@ -1,7 +1,7 @@
 // Codes of NVFP4 as operands of products: elements of Q's type in units of kUnit, exact.
 // Design note: docs/kernels/decode.md.
 //
-// layout: words of units lie as [span][key], two scales each: the lower half is that of features 0 to 15 of the span.
+// layout: words of units lie as [segment][key], two scales each: the lower half is that of features 0 to 15 of the segment.
 #pragma once
 #include "cache/codes.cuh"
 
@@ -57,35 +57,35 @@ template <class Element> struct E2m1Pairs {
 //
 // why registers: a row may have one scale, a byte, and cp.async copies 4 that are aligned. They are loaded with
 // the codes of their step, and stored when the next step's are loaded.
-// layout: lane l has key l % 16 of spans l / 16 + 2i.
-template <class Element, int kSpans> struct E2m1Units {
-    enum : int { kPairs = kSpans / 2, kBytes = 4 * kSpans * kStepKeys };
-    // Whether addresses wait in registers. why not of 8 spans: sm_120 has none to spare.
-    static constexpr bool kReady = kSpans < 8;
+// layout: lane l has key l % 16 of segments l / 16 + 2i.
+template <class Element, int kSegments> struct E2m1Units {
+    enum : int { kPairs = kSegments / 2, kBytes = 4 * kSegments * kStepKeys };
+    static constexpr bool kAddressesInRegisters = addresses_in_registers(kSegments);
     int64_t first;    // address of the first scale of this lane's key in row 0 of slot 0
     uint8_t lower[kPairs], upper[kPairs];
 
     CF_DEVICE E2m1Units(const Units& units, int32_t head, int32_t) {
-        first = kReady ? of_head(units, head) : 0;
+        first = kAddressesInRegisters ? of_head(units, head) : 0;
     }
     CF_DEVICE static int64_t of_head(const Units& units, int32_t head) {
-        const int32_t key = threadIdx.x % 16, span = threadIdx.x % 32 / 16;
-        return reinterpret_cast<int64_t>(units.scale) + (head * units.head + key * units.row + 2 * span);
+        const int32_t key = threadIdx.x % 16, segment = threadIdx.x % 32 / 16;
+        return reinterpret_cast<int64_t>(units.scale) + (head * units.head + key * units.row + 2 * segment);
     }
     CF_DEVICE void load(const Units& units, int32_t slot, int32_t head, int32_t row, int32_t rows,
                         int32_t columns) {
-        const int32_t key = threadIdx.x % 16, span = threadIdx.x % 32 / 16;
-        const int64_t at = (kReady ? first : of_head(units, head)) + (slot * units.slot + row * units.row);
+        const int32_t key = threadIdx.x % 16, segment = threadIdx.x % 32 / 16;
+        const int64_t at =
+            (kAddressesInRegisters ? first : of_head(units, head)) + (slot * units.slot + row * units.row);
         CF_UNROLL
         for (int i = 0; i < kPairs; i++) {
-            const int32_t feature = (span + 2 * i) * kSpan;
+            const int32_t feature = (segment + 2 * i) * kSegment;
             const bool exists = key < rows && feature < columns;
-            const bool both = exists && feature + kSpan / 2 < columns;
+            const bool both = exists && feature + kSegment / 2 < columns;
             lower[i] = exists ? ld_global_nc(reinterpret_cast<const uint8_t*>(at + 4 * i)) : 0;
             upper[i] = both ? ld_global_nc(reinterpret_cast<const uint8_t*>(at + 4 * i + 1)) : 0;
         }
     }
-    CF_DEVICE static bool lowers(int32_t) { return false; }
+    CF_DEVICE static bool drops_factor(int32_t) { return false; }
     CF_DEVICE void store(uint32_t to, int32_t) const {
         CF_UNROLL
         for (int i = 0; i < kPairs; i++) {
@@ -97,9 +97,9 @@ template <class Element, int kSpans> struct E2m1Units {
 
 // Tiles of codes of 16 keys as B, for a warp. Codes is the tile as it is stored.
 template <class Math, class Codes> struct E2m1Tiles {
-    enum : int { kSpans = Codes::kPitch / 16 };
+    enum : int { kSegments = Codes::kPitch / 16 };
     using Pairs = E2m1Pairs<typename Math::Element>;
-    using KeyUnits = E2m1Units<typename Math::Element, kSpans>;
+    using KeyUnits = E2m1Units<typename Math::Element, kSegments>;
     using ValueUnits = KeyUnits;
     enum : int { kKeptBytes = 0 };
 
@@ -110,23 +110,24 @@ template <class Math, class Codes> struct E2m1Tiles {
         const BlockReader<Codes, Order::chunks_first> b(codes);
         const uint32_t unit = units + threadIdx.x % 32 / 4 * 4;    // of key g
         CF_UNROLL
-        for (int block = 0; block < kSpans / 2; block++) {
-            uint32_t words[4];    // spans 2 block and 2 block + 1 of keys 0 to 7, then of 8 to 15
+        for (int block = 0; block < kSegments / 2; block++) {
+            uint32_t words[4];    // segments 2 block and 2 block + 1 of keys 0 to 7, then of 8 to 15
             b.load(words, 0, block);
             CF_UNROLL
             for (int i = 0; i < 2; i++) {
-                const int span = 2 * block + i;
+                const int segment = 2 * block + i;
                 uint32_t value[2][4];
                 CF_UNROLL
                 for (int n = 0; n < 2; n++) {
-                    const auto of = Pairs::of_key(ld_shared<uint32_t>(unit + span * 4 * kStepKeys + n * 32));
+                    const auto of =
+                        Pairs::of_key(ld_shared<uint32_t>(unit + segment * 4 * kStepKeys + n * 32));
                     CF_UNROLL
                     for (int j = 0; j < 4; j++) value[n][j] = of.at(words[2 * n + i], j);
                 }
                 CF_UNROLL
                 for (int s = 0; s < 2; s++) {
                     uint32_t a_block[4];
-                    a.load(a_block, 0, 2 * span + s);
+                    a.load(a_block, 0, 2 * segment + s);
                     const auto a_step = Math::prepare(a_block);
                     const typename Math::Fragment b_step = {
                         {{value[0][2 * s], value[0][2 * s + 1], value[1][2 * s], value[1][2 * s + 1]}}};
@@ -146,23 +147,24 @@ template <class Math, class Codes> struct E2m1Tiles {
         const auto a_step = Math::from_accumulator(a[0], 0);
         const uint32_t unit = units + threadIdx.x % 4 * 8;    // of keys 2t and 2t + 1
         CF_UNROLL
-        for (int block = 0; block < kSpans / 2; block++) {
-            uint32_t words[4];    // of span 2 block keys 0 to 7 and 8 to 15, then of 2 block + 1
+        for (int block = 0; block < kSegments / 2; block++) {
+            uint32_t words[4];    // of segment 2 block keys 0 to 7 and 8 to 15, then of 2 block + 1
             ldmatrix_x4_trans(words, b.address(0, block));
             CF_UNROLL
             for (int i = 0; i < 2; i++) {
-                const int span = 2 * block + i;
+                const int segment = 2 * block + i;
                 uint32_t value[2][4];
                 CF_UNROLL
                 for (int half = 0; half < 2; half++) {
-                    const auto of = Pairs::of_keys(ld_shared<uint2>(unit + span * 4 * kStepKeys + half * 32));
+                    const auto of =
+                        Pairs::of_keys(ld_shared<uint2>(unit + segment * 4 * kStepKeys + half * 32));
                     CF_UNROLL
                     for (int j = 0; j < 4; j++) value[half][j] = of.at(words[2 * i + half], j);
                 }
                 CF_UNROLL
                 for (int j = 0; j < 4; j++) {
                     const typename Math::Fragment b_step = {{{value[0][j], value[1][j], 0, 0}}};
-                    Math::multiply(d[0][4 * span + j], a_step, b_step, 0);
+                    Math::multiply(d[0][4 * segment + j], a_step, b_step, 0);
                 }
             }
         }

@@ -13,7 +13,7 @@ struct NoUnits {
     CF_DEVICE NoUnits(const Units&, int32_t, int32_t) {}
     CF_DEVICE static void load(const Units&, int32_t, int32_t, int32_t, int32_t, int32_t) {}
     CF_DEVICE static void store(uint32_t, int32_t) {}
-    CF_DEVICE static bool lowers(int32_t) { return false; }
+    CF_DEVICE static bool drops_factor(int32_t) { return false; }
 };
 
 template <class Math, class T> struct ElementTiles {

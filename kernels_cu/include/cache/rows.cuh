@@ -84,7 +84,8 @@ CF_DEVICE void mask_drafts(float (&s)[1][kN][4], const Score& score, const Seque
         for (int i = 0; i < 2 * kN; i++) {
             const int32_t draft = first + i / 2 * 8 + i % 2;
             const bool is_draft = draft >= 0 && draft < sequence.seqlen_q;
-            if (is_draft && !spans.meets(draft, row.query, row.query + 1)) s[0][i / 2][2 * half + i % 2] = -kInfinity;
+            if (is_draft && !spans.meets(draft, row.query, row.query + 1))
+                s[0][i / 2][2 * half + i % 2] = -kInfinity;
         }
     }
 }

@@ -131,6 +131,8 @@ CF_DEVICE uint8_t narrow_e4m3(float x) {
 }
 // The place of the nearest size of E2M1: from 2 on its steps are 1, from 4 on 2, below 0.5.
 CF_DEVICE uint32_t narrow_e2m1(float size) {
-    const float code = size < 2 ? rintf(size * 2) : size < 4 ? rintf(size) + 2 : rintf(fminf(size, 6.0f) / 2) + 4;
+    const float code = size < 2   ? rintf(size * 2)
+                       : size < 4 ? rintf(size) + 2
+                                  : rintf(fminf(size, 6.0f) / 2) + 4;
     return static_cast<uint32_t>(code);
 }

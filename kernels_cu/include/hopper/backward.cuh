@@ -3,13 +3,14 @@
 //   Element, kAny                    as in TransposedGradient
 //   kHeadDim, kHeadDimV              the largest head dims of q and k, and of v
 //   kBlockM, kBlockN                 queries and keys of a block
-//   kSpanOfK                         bytes of a block of columns of K, see SwizzledTile
-//   kSumsDQ                          dQ of each step is added to sums in global memory
-//   kDOStages                        of dO
-//   kSubtracted                      LSE and delta are subtracted by products: one stage, free when dO is. Else they
-//                                    have kStages, and are free when dO is, or if it has one, when Q is
-//   kPairTiles                       tiles of keys by queries
-//   kSpans                           spans and blocks: tiles are skipped as flash_reach says, see SeenStep
+//   kSwizzleOfK                      the swizzle of K, see SwizzledTile
+//   kSumsDQ                          whether dQ of each step is added to sums in global memory
+//   kDOStages                        stages of dO: kStages, or 1
+//   kSubtracted                      whether the products subtract LSE and delta. Then these have one stage, which is
+//                                    free when dO is. Else they have kStages, which are free when dO is, or if dO has
+//                                    one stage, when Q is
+//   kPairTiles                       tiles of keys by queries (of P, dS) that the kernel keeps in shared memory
+//   kSpans                           kind spans: whether tiles are skipped as flash_reach says, see SeenStep
 // Design note: docs/kernels/backward_sm90.md.
 #pragma once
 #include "attention/reach.cuh"
@@ -32,7 +33,7 @@ struct WorkTile {
     Range tiles, whole;    // tiles of queries that see a key of the block; in which every pair counts
     DqOrder order;         // over them
 };
-// Words of a partial tile, of kernels that have such; other kernels' storage begins with nothing.
+// The bits of a partial tile, in kernels of kind spans only. why a base: in others it takes no bytes.
 template <bool kSpans, int kQueries, int kKeys> struct KeptStorage {};
 template <int kQueries, int kKeys> struct KeptStorage<true, kQueries, kKeys> {
     KeptPairs<kStages, kQueries, kKeys> kept;
@@ -47,7 +48,7 @@ template <class Kernel> struct HopperBackward {
     using Product = Math<Element, 1, false>;
     using QTile = SwizzledTile<Element, kBlockM, kHeadDim>;
     using DOTile = SwizzledTile<Element, kBlockM, kHeadDimV>;
-    using KTile = SwizzledTile<Element, kBlockN, kHeadDim, Kernel::kSpanOfK>;
+    using KTile = SwizzledTile<Element, kBlockN, kHeadDim, Kernel::kSwizzleOfK>;
     using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
     // Of P and dS: rows are keys, or queries where these are no whole blocks of columns.
     static constexpr bool kQueryRows = kBlockM % 64 != 0;
@@ -57,7 +58,7 @@ template <class Kernel> struct HopperBackward {
     static constexpr bool kSpans = Kernel::kSpans;
     using Gradient = TransposedGradient<Product, Kernel::kAny, kBlockM, Kernel::kSubtracted, !kSpans>;
 
-    // The pairs of a head and a tile of queries, in the order in which all roles go through them.
+    // A query head and a tile of its queries, and where their stages are: all roles take these steps in one order.
     struct BandStep {
         const WorkTile& work;
         int32_t head, tile;
@@ -78,13 +79,15 @@ template <class Kernel> struct HopperBackward {
             if constexpr (kSingleDO) of_single.advance();
         }
     };
-    // The same of kind spans: those tiles that reach the block, 32 to a word. Of a range that is not empty.
-    // why by every role: the first to read a word brings it into L1 for the others, and none waits for another.
+    // The same of kind spans: only tiles that reach the block, which words of flash_reach list, 32 tiles to a word. There is
+    // one at least.
+    // why every role reads the words: the first to do so brings them into L1 for the others, and none waits for another.
     struct SeenStep {
         const BackwardParams& call;
         const WorkTile& work;
         int32_t head, tile;
-        uint32_t left = 0;    // of the tile's word, those that are to come, this one included
+        uint32_t left =
+            0;    // bits of the word that holds `tile`: this tile and those that are still to come
         typename StageRing<kStages>::Cursor at;
 
         CF_DEVICE SeenStep(const BackwardParams& params, const WorkTile& of)
@@ -95,12 +98,12 @@ template <class Kernel> struct HopperBackward {
         CF_DEVICE const auto& do_at() const { return at; }
         CF_DEVICE bool exists() const { return head < work.end_head; }
         // Some pairs of the tile do not count.
-        // why opaque: what is computed on the way would wait in registers for the next word.
+        // why opaque: the compiler would keep the address in registers for `find`.
         CF_DEVICE bool partial() const {
-            const uint32_t at_hand = opaque(static_cast<uint32_t>(tile));
-            const auto of = static_cast<int32_t>(opaque(static_cast<uint32_t>(head)));
-            const Reach* words = reach_of(call, work.batch, of, work.first_key / kBlockN);
-            return words[at_hand / 32].partial >> at_hand % 32 & 1;
+            const uint32_t own_tile = opaque(static_cast<uint32_t>(tile));
+            const auto own_head = static_cast<int32_t>(opaque(static_cast<uint32_t>(head)));
+            const Reach* words = reach_of(call, work.batch, own_head, work.first_key / kBlockN);
+            return words[own_tile / 32].partial >> own_tile % 32 & 1;
         }
         CF_DEVICE void advance() {
             left ^= 1u << tile % 32;
@@ -116,7 +119,7 @@ template <class Kernel> struct HopperBackward {
         CF_DEVICE void find() {
 #pragma unroll 1
             while (left == 0) {
-                // A tile of the word before.
+                // No tile of this word is left: go to the word before, or to the last one of the next head.
                 tile = tile / 32 * 32 - 1;
                 if (tile < work.tiles.first / 32 * 32) {
                     if (++head == work.end_head) return;
@@ -179,7 +182,7 @@ template <class Kernel> struct HopperBackward {
     template <class Storage> CF_DEVICE static void wait_for_place(Storage& s, const Step& step) {
         const int stage = step.at.stage, phase = step.at.phase;
         // sync: they have released the dO of the step before, after S and dP were in registers. Before the first step
-        // none had to, and the wait for the other parity of a fresh barrier passes.
+        // nothing has to be released: a wait for the other parity of a fresh barrier passes.
         if constexpr (Kernel::kSubtracted) mbar_wait(s.do_ring.empty[stage ^ 1], phase ^ stage ^ 1);
         // sync: or the Q or dO of the step before that.
         else mbar_wait(kSingleDO ? s.q_ring.empty[stage] : s.do_ring.empty[stage], phase ^ 1);
@@ -193,7 +196,7 @@ template <class Kernel> struct HopperBackward {
         constexpr int kEach = cdiv(kBlockM, 32);
         if (is_lse) s.terms.end();
         const float missing = is_lse ? Terms::kWithoutKeys : 0.0f;
-        // why opaque: helpers of kind spans have no registers for what stays the same.
+        // why opaque: helpers of kind spans have no register for a thread index that stays the same.
         const auto thread = [] {
             if constexpr (kSpans) return opaque(threadIdx.x);
             else return threadIdx.x;
@@ -216,7 +219,7 @@ template <class Kernel> struct HopperBackward {
             const int32_t lane = thread() % 32, first = step.tile * kBlockM + lane;
             const int32_t end = smaller(work.sequence.seqlen_q - step.tile * kBlockM, kBlockM) - lane;
             const float* from = head_rows<float>(rows, work.batch, step.head, work.sequence.first_q + first);
-        CF_UNROLL
+            CF_UNROLL
             for (int i = 0; i < kEach; i++) {
                 terms[i] = 32 * i < end ? ld_global(from) : -kInfinity;
                 from += 32 * rows.row;
@@ -236,7 +239,8 @@ template <class Kernel> struct HopperBackward {
     }
 
     // S of pairs of a partial tile that do not count, of a warp whose first key is `warp_key` of the block.
-    template <int n> CF_DEVICE static void apply_mask(const SharedStorage& s, float (&rS)[n], int stage, int warp_key) {
+    template <int n> CF_DEVICE static void apply_mask(const SharedStorage& s, float (&rS)[n], int stage,
+                                                      int warp_key) {
         if constexpr (kSpans)
             if (ld_shared<uint32_t>(smem_addr(s.partial + stage))) s.kept.apply(rS, stage, warp_key);
     }
@@ -244,20 +248,21 @@ template <class Kernel> struct HopperBackward {
     CF_DEVICE static void add_dq(const HopperBackwardParams& p, SharedStorage& s, const WorkTile& work) {
 #pragma unroll 1
         for (Step step(p.call, work); step.exists(); step.advance()) {
-            const int64_t number =
-                Sums::number(p.call.shape, work.sequence, step.tile, step.head) * DqOrder::chains(p.call.dq_wave) +
-                work.order.chain(step.tile);
+            const int64_t number = Sums::number(p.call.shape, work.sequence, step.tile, step.head) *
+                                       DqOrder::chains(p.call.dq_wave) +
+                                   work.order.chain(step.tile);
             // sync: every consumer warp has stored its share.
             mbar_wait(s.dq_full, step.at.stage);
             float* sums = Sums::tile(p.call.dq_accumulator, number);
             uint32_t turn = 1;
             if (p.call.dq_turns) {
                 const int32_t first = step.tile * kBlockM, queries = work.sequence.seqlen_q;
-                const Range seen = blocks_seen(work.band, {first, smaller(first + kBlockM, queries)}, kBlockN);
+                const Range seen =
+                    blocks_seen(work.band, {first, smaller(first + kBlockM, queries)}, kBlockN);
                 turn = work.order.before(step.tile, seen, cdiv(queries, kBlockM));
             }
             if (turn == 0) {
-                // why: so no kernel has to write zeros, which the sums would begin with.
+                // why: the first block stores instead of adding, so no kernel has to zero the sums.
                 bulk_store(sums, s.dq, sizeof s.dq);
             } else {
                 if (p.call.dq_turns) {
@@ -281,10 +286,11 @@ template <class Kernel> struct HopperBackward {
 
     // The work of the block with this number, without keys if they begin past the end of their sequence. item: bytes of
     // an element of Q and dO.
-    CF_DEVICE static WorkTile work_of(const BackwardParams& call, uint32_t block, uint32_t item = sizeof(Element)) {
+    CF_DEVICE static WorkTile work_of(const BackwardParams& call, uint32_t block,
+                                      uint32_t item = sizeof(Element)) {
         const Shape& shape = call.shape;
-        const TileCoord mine = lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape,
-                                                kL2SectionBytes / item);
+        const TileCoord mine =
+            lpt_key_tile(block, cdiv(shape.seqlen_k, kBlockN), shape, kL2SectionBytes / item);
         const Sequence sequence = sequence_of(shape, mine.batch);
         const Band band(call.score, sequence);
         DqOrder order(mine.tile, cdiv(shape.seqlen_k, kBlockN), call.dq_wave, band);

@@ -10,7 +10,7 @@ template <class Math> struct CappedScore {
         : cap(head.softcap * kLog2e), inverse_cap(cap == 0 ? 0.0f : rcp(cap)), scale(head.scale * kLog2e) {}
     template <int n> CF_DEVICE void apply(float (&s)[n]) const {
         if (cap == 0) {
-        CF_UNROLL
+            CF_UNROLL
             for (float& x : s) x *= scale;
         } else {
             CF_UNROLL

@@ -2,9 +2,9 @@
 // block waits for its turn at the semaphore of a tile (prim/semaphore.cuh).
 // Design note: docs/kernels/backward_sm90.md.
 //
-// A block need not wait if it reaches a tile right after the block with the turn before. So the blocks of a head that run
-// at once, a wave, visit tiles one behind the other, and the next wave adds to sums of its own, as it would otherwise wait
-// for the last block of this one. Two chains of sums are enough:
+// A block need not wait if it reaches a tile right after the block with the turn before. A wave is the blocks of a head
+// that run at once: they visit tiles one behind the other. The next wave would wait for the last block of this one, so it
+// adds to sums of its own. Two such chains of sums are enough:
 //
 //   causal, waves 0, 2, ..: blocks of the last keys first. Each begins on the diagonal, where those before it have been
 //     and those after it come later, and goes towards the last queries. Chain 0.

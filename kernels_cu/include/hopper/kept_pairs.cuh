@@ -5,9 +5,9 @@
 // layout: bit i of words[stage][h][key] is query 32 h + i of the tile. Consumers have keys as rows and read a word for
 // each of their two. Helpers make 32 words at a time, a part of 32 x 32 pairs, one lane per key. Where intervals or bits are
 // by query, one lane per query: its word has 32 bits along the keys, and the bits of a warp are then transposed.
-// why by helpers: in a thread of the consumers dK, dV, S and dP leave no registers for this, and helpers cost them no time
-// as long as they take less than a step.
-// why by rows of parts: the limits of a key or a query are read once and cut to the tile; a part is then a few shifts.
+// why helpers do it: in consumers dK, dV, S and dP leave no registers, and helpers cost no time while they take less than
+// a step.
+// why a row of parts at a time: the limits of a key or a query are then read and cut to the tile once for all parts.
 #pragma once
 #include "attention/mask.cuh"
 #include "tile/score_tile.cuh"
@@ -59,7 +59,8 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
     template <bool kOfQueries>
     CF_DEVICE void make_of(const Score& rule, const Sequence& sequence, const NarrowBand& band, int32_t head,
                            int32_t tile, const int32_t& first_key, int stage, int warp) {
-        constexpr int kRows = kOfQueries ? kQueryWords : kKeyWords, kParts = kOfQueries ? kKeyWords : kQueryWords;
+        constexpr int kRows = kOfQueries ? kQueryWords : kKeyWords,
+                      kParts = kOfQueries ? kKeyWords : kQueryWords;
         constexpr uint32_t kNextPart = kOfQueries ? 32 * sizeof(uint32_t) : sizeof words[0][0];
         const auto lane = [] { return static_cast<int32_t>(opaque(threadIdx.x) % 32); };
         // Words of blocks are there already: those of a warp's own queries, by its own lanes.
@@ -142,7 +143,8 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
                                      int32_t key) {
         if (key >= sequence.seqlen_k) return 0;
         return HeadBlocks(rule, sequence, head)
-            .code(smaller(query, sequence.seqlen_q - 1) >> rule.block_log_queries, key >> rule.block_log_keys);
+            .code(smaller(query, sequence.seqlen_q - 1) >> rule.block_log_queries,
+                  key >> rule.block_log_keys);
     }
     // Of a query: which of the keys from `key` on are kept by a block with such a code, 16 if it has no more, else 32.
     CF_DEVICE static uint32_t in_block(const Score& rule, int32_t code, int32_t query, int32_t key) {
@@ -168,7 +170,8 @@ template <int kStages, int kQueries, int kKeys> struct KeptPairs {
         for (int distance = 16; distance > 0; distance /= 2) {
             const uint32_t low = ~0u / ((1u << distance) + 1);    // bits whose number lacks `distance`
             const uint32_t other = __shfl_xor_sync(0xffffffffu, x, distance);
-            x = lane() & distance ? (x & ~low) | (other >> distance & low) : (x & low) | (other & low) << distance;
+            x = lane() & distance ? (x & ~low) | (other >> distance & low)
+                                  : (x & low) | (other & low) << distance;
         }
         return x;
     }

@@ -101,7 +101,8 @@ template <int kKeys> struct MaskedPairs {
             const uint32_t rows = seen_of(first, smaller(key + k, last), from);
             seen[0] = permute_bytes(seen[0], rows, 0x4321), seen[1] = permute_bytes(seen[1], rows, 0x5321);
         }
-        if (kEach == 3) seen[0] = permute_bytes(seen[0], 0, 0x0321), seen[1] = permute_bytes(seen[1], 0, 0x0321);
+        if (kEach == 3)
+            seen[0] = permute_bytes(seen[0], 0, 0x0321), seen[1] = permute_bytes(seen[1], 0, 0x0321);
         // why: of the warps of a tile that is seen in part most see all of it, or nothing.
         if (__all_sync(0xffffffffu, (seen[0] & seen[1]) == ~0u)) return;
         CF_UNROLL

@@ -58,7 +58,8 @@ template <class K> struct MaskedSoftmax {
     }
     // Kind spans, a partial block: -inf where band, spans or blocks mask a pair.
     // why the band is computed again: no register holds it while blocks are full.
-    CF_DEVICE void mask_partial(float (&rS)[K::kBlockN / 2], const Score& rule, const WorkTile<K>& work, SparseBlock block) const {
+    CF_DEVICE void mask_partial(float (&rS)[K::kBlockN / 2], const Score& rule, const WorkTile<K>& work,
+                                SparseBlock block) const {
         const int32_t first = block.number() * K::kBlockN, query = row & ~15;
         MaskedPairs<K::kBlockN>{rule, work.sequence, work.group, query, first}.apply(as_tile(rS));
         // why first: beside spans most calls have no band, and ask for the end of the keys alone. An offset is below 2^40.
@@ -89,7 +90,8 @@ template <class K> struct MaskedSoftmax {
         if constexpr (!kSpans) {
             if (block < whole_first || block >= whole_end) mask(s, band, key);
         }
-        if constexpr (K::Softmax::kRescaleThreshold > 0) return online.softmax_rows(s, 0, unit_log2, rescale_threshold);
+        if constexpr (K::Softmax::kRescaleThreshold > 0)
+            return online.softmax_rows(s, 0, unit_log2, rescale_threshold);
         else {
             const float upper = online.softmax_row(s, 0, 0, unit_log2);
             return {true, {upper, online.softmax_row(s, 0, 1, unit_log2)}};

@@ -62,7 +62,8 @@ template <class K> struct Producer {
         tiles++;
     }
     template <class T>
-    CF_DEVICE void load(T& tile, const TensorMap& map, uint64_t& full, const WorkTile<K>& work, int32_t block) {
+    CF_DEVICE void load(T& tile, const TensorMap& map, uint64_t& full, const WorkTile<K>& work,
+                        int32_t block) {
         load_tile(tile, map, full, key_row(work, block), work.kv_head, batch(work));
     }
     CF_DEVICE void load_k(const WorkTile<K>& work, int32_t block) {

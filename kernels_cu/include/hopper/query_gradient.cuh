@@ -44,7 +44,8 @@ template <class Math, bool kAny, int kKeys> struct QueryGradient {
             capped.apply(rS);
             mask(rS, block);
             // layout: of the thread's first pair; the |offset + query - key| of others is constants away.
-            const int in_warp = static_cast<int>(threadIdx.x) % 32 / 4 - static_cast<int>(threadIdx.x) % 4 * 2;
+            const int in_warp =
+                static_cast<int>(threadIdx.x) % 32 / 4 - static_cast<int>(threadIdx.x) % 4 * 2;
             const float distance = static_cast<float>(score.head.offset + warp_query - first_key + in_warp);
             const float alibi = -kLog2e * score.head.slope;
             each([&](int i, int n, int e) {

@@ -77,7 +77,8 @@ template <class Element_, int kQueries> struct SubtractedTerms {
         using Element = Element_;
         static constexpr bool kTrans = false;
         static constexpr int kExtent = kQueries, kSteps = 1;
-        CF_DEVICE explicit Rows(const Element (&first)[8]) : Operand(matrix_descriptor(smem_addr(first), 128, 128, 16)) {}
+        CF_DEVICE explicit Rows(const Element (&first)[8])
+            : Operand(matrix_descriptor(smem_addr(first), 128, 128, 16)) {}
         CF_DEVICE uint64_t step(int) const { return descriptor; }
     };
     // d -= LSE / scale, or delta, as one more of the products that d is made of.

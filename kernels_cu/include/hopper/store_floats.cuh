@@ -12,12 +12,14 @@ CF_DEVICE void store_floats(const ForwardParams& call, const WorkTile<K>& work, 
     for (int half = 0; half < 2; half++) {
         const int32_t row = first_row + 8 * half + g;
         if (!work.exists(row)) continue;
-        float* to = head_rows<float>(call.o, work.batch, work.head(row), work.sequence.first_q + work.rows.query(row));
+        float* to = head_rows<float>(call.o, work.batch, work.head(row),
+                                     work.sequence.first_q + work.rows.query(row));
         CF_UNROLL
         for (int n = 0; n < kValues / 4; n++) {
             const int32_t column = first_column + 8 * n + 2 * t;
             if (column < call.shape.head_dim_v)
-                st_global(reinterpret_cast<float2*>(to + column), float2{rO[4 * n + 2 * half], rO[4 * n + 2 * half + 1]});
+                st_global(reinterpret_cast<float2*>(to + column),
+                          float2{rO[4 * n + 2 * half], rO[4 * n + 2 * half + 1]});
         }
     }
 }

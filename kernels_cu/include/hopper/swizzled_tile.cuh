@@ -1,42 +1,42 @@
 // Tiles of matrices in shared memory as bulk copies write and wgmma reads them.
 // Design note: docs/kernels/forward_sm90.md.
 //
-// layout: a tile is cut into blocks of columns, kSpan bytes wide, one after the other; a block is kRows rows
-// of kSpan bytes. Chunk c (16 bytes) of a row stands at c ^ (row % 8) of its block where kSpan is 128, at c ^
-// (row / 2 % 4) where it is 64: the swizzle of tensor maps and of matrix descriptors.
-//   kSpan 128   rows of a multiple of 128 bytes
-//   kSpan 64    rows of an odd multiple of 64 (head dim 96 of 16-bit elements, 64 of 8-bit ones), and tiles
-//               that ask for it, whose products begin at any 64 bytes
+// layout: a tile is cut into blocks of columns, kSwizzle bytes wide, one after the other; a block is kRows rows
+// of kSwizzle bytes. Within its row of a block chunk c (16 bytes) stands at c ^ (row % 8) where kSwizzle is 128, at
+// c ^ (row / 2 % 4) where it is 64: the swizzle of tensor maps and of matrix descriptors.
+//   kSwizzle 128   where a row is a multiple of 128 bytes
+//   kSwizzle 64    where it is an odd multiple of 64 (head dim 96 of 16-bit elements, 64 of 8-bit ones), and for
+//                  tiles that ask for it, because products begin at any 64 bytes
 // One layout serves as A or B of any product, see warpgroup.cuh.
 #pragma once
 #include "prim.cuh"
 
 template <class Element_, int kRows_, int kColumns_,
-          int kSpan_ = kColumns_ * int(sizeof(Element_)) % 128 == 0 ? 128 : 64>
+          int kSwizzle_ = kColumns_ * int(sizeof(Element_)) % 128 == 0 ? 128 : 64>
 struct SwizzledTile {
     using Element = Element_;
-    static constexpr int kRows = kRows_, kColumns = kColumns_, kSpan = kSpan_;
+    static constexpr int kRows = kRows_, kColumns = kColumns_, kSwizzle = kSwizzle_;
     static constexpr int kItem = int(sizeof(Element));
-    static constexpr int kBlockColumns = kSpan / kItem, kBlocks = kColumns / kBlockColumns;
+    static constexpr int kBlockColumns = kSwizzle / kItem, kBlocks = kColumns / kBlockColumns;
     static constexpr int kChunks = kColumns * kItem / 16;    // of a row
-    static constexpr int kBlockBytes = kRows * kSpan, kBytes = kBlocks * kBlockBytes;
-    static_assert(kItem <= 2 && kColumns * kItem % kSpan == 0 && kRows % 16 == 0 && kRows <= 256,
+    static constexpr int kBlockBytes = kRows * kSwizzle, kBytes = kBlocks * kBlockBytes;
+    static_assert(kItem <= 2 && kColumns * kItem % kSwizzle == 0 && kRows % 16 == 0 && kRows <= 256,
                   "a block is one box of a tensor map");
-    static_assert(kSpan == 128 || kSpan == 64);
+    static_assert(kSwizzle == 128 || kSwizzle == 64);
 
     alignas(1024) Element data[kRows * kColumns];
 
     // Bytes from the start of the tile to chunk `chunk` of row `row`.
     CF_DEVICE static constexpr int offset(int row, int chunk) {
-        constexpr int kPerBlock = kSpan / 16;
-        const int swizzle = kSpan == 128 ? row & 7 : row >> 1 & 3;
-        return chunk / kPerBlock * kBlockBytes + row * kSpan + ((chunk % kPerBlock) ^ swizzle) * 16;
+        constexpr int kPerBlock = kSwizzle / 16;
+        const int swizzle = kSwizzle == 128 ? row & 7 : row >> 1 & 3;
+        return chunk / kPerBlock * kBlockBytes + row * kSwizzle + ((chunk % kPerBlock) ^ swizzle) * 16;
     }
 };
 
 // Starts the copy of rows row .. row + kRows - 1 of one head into a tile, T::kBytes in all, zeros where the
 // tensor ends. By one thread. The map is (columns, rows, heads, batches) with boxes of (T::kBlockColumns,
-// T::kRows, 1, 1) and a swizzle of T::kSpan bytes.
+// T::kRows, 1, 1) and a swizzle of T::kSwizzle bytes.
 template <class T>
 CF_DEVICE void load_tile(T& tile, const TensorMap& map, uint64_t& bar, int row, int head, int batch) {
     CF_UNROLL
@@ -88,6 +88,7 @@ CF_DEVICE void copy_rows(Place place, const T& tile, int rows, int columns) {
         const int row = i / kChunks, chunk = i % kChunks;
         auto* to = place(row);
         if (to && 8 * chunk < columns)
-            st_global(reinterpret_cast<uint4*>(to + 8 * chunk), ld_shared<uint4>(base + T::offset(row, chunk)));
+            st_global(reinterpret_cast<uint4*>(to + 8 * chunk),
+                      ld_shared<uint4>(base + T::offset(row, chunk)));
     }
 }

@@ -63,7 +63,7 @@ struct TransposedGradient {
             each_column(lse_log2, [&](int n, float2 row_lse) {
                 auto& s = column(rS, n);
                 float p[4];
-            CF_UNROLL
+                CF_UNROLL
                 for (int e = 0; e < 4; e++) {
                     using At = Positions<true>;
                     const float step = static_cast<float>(At::column_step(n, e) - At::row_step(0, e));
@@ -86,8 +86,7 @@ struct TransposedGradient {
     CF_DEVICE static void compute_ds(Accumulator& rDP, const Accumulator& rP, uint32_t delta) {
         each_column(delta, [&](int n, float2 row_delta) {
             CF_UNROLL
-            for (int e = 0; e < 4; e++)
-                rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - of(row_delta, e));
+            for (int e = 0; e < 4; e++) rDP[4 * n + e] = rP[4 * n + e] * (rDP[4 * n + e] - of(row_delta, e));
         });
     }
     // The same of dP that is counted in `unit`.
@@ -101,7 +100,7 @@ struct TransposedGradient {
     // The same with rounded factors, fragments of to_fragments. For dS a rounding more, for the thread half the
     // registers.
     CF_DEVICE static void compute_ds(Accumulator& rDP, const uint32_t (&rFactors)[kQueries / 16][4],
-                                        uint32_t delta) {
+                                     uint32_t delta) {
         each_column(delta, [&](int n, float2 row_delta) {
             CF_UNROLL
             for (int e = 0; e < 4; e++) {
@@ -115,7 +114,7 @@ struct TransposedGradient {
   private:
     // The thread's elements of 8 queries.
     CF_DEVICE static float (&column(Accumulator& x, int n))[4] {
-        return reinterpret_cast<float(&)[4]>(x[4 * n]);
+        return reinterpret_cast<float (&)[4]>(x[4 * n]);
     }
     CF_DEVICE void mask(Accumulator& rS, int32_t tile) const {
         if (!kMasks || contains(whole, tile)) return;
@@ -136,7 +135,6 @@ struct TransposedGradient {
     CF_DEVICE static void pack_column(uint32_t (&rP)[kQueries / 16][4], const float (&x)[4], int n) {
         CF_UNROLL
         for (int half = 0; half < 2; half++)
-            rP[n / 2][n % 2 * 2 + half] =
-                pack<typename Math::Element>(x[2 * half], x[2 * half + 1]);
+            rP[n / 2][n % 2 * 2 + half] = pack<typename Math::Element>(x[2 * half], x[2 * half + 1]);
     }
 };

@@ -39,7 +39,7 @@ CF_DEVICE void transpose_values(To& to, const From& from, int warp, int warps) {
 #pragma unroll 1
     for (; kAtOnce > 1 && unit + (kAtOnce - 1) * warps < kUnits; unit += kAtOnce * warps) {
         uint32_t r[kAtOnce][4];
-    CF_UNROLL
+        CF_UNROLL
         for (int i = 0; i < kAtOnce; i++) load(r[i], unit + i * warps);
         CF_UNROLL
         for (int i = 0; i < kAtOnce; i++) store(r[i], unit + i * warps);

@@ -52,11 +52,11 @@ template <class T> struct ByRows : Operand {
 
     // From a row of the tile on, a multiple of 8.
     CF_DEVICE explicit ByRows(const T& tile, int first_row = 0)
-        : Operand(matrix_descriptor(smem_addr(tile.data) + first_row * T::kSpan, 0, 8 * T::kSpan, T::kSpan)) {
-    }
+        : Operand(matrix_descriptor(smem_addr(tile.data) + first_row * T::kSwizzle, 0, 8 * T::kSwizzle,
+                                    T::kSwizzle)) {}
     // layout: kDepth columns are 32 bytes within the block, then comes the next block.
     CF_DEVICE uint64_t step(int k) const {
-        constexpr int kPerBlock = T::kSpan / 32;
+        constexpr int kPerBlock = T::kSwizzle / 32;
         return descriptor + (k / kPerBlock * T::kBlockBytes + k % kPerBlock * 32) / 16;
     }
     // A copy whose value the compiler cannot see, so that it derives descriptors from it where they are used.
@@ -83,8 +83,8 @@ template <class T, int kEvery = 1> struct ByColumns : Operand {
     // From a column of the tile on, a multiple of T::kBlockColumns.
     CF_DEVICE explicit ByColumns(const T& tile, int first_column = 0)
         : Operand(matrix_descriptor(smem_addr(tile.data) + first_column / T::kBlockColumns * T::kBlockBytes,
-                                    kEvery * T::kBlockBytes, 8 * T::kSpan, T::kSpan)) {}
-    CF_DEVICE uint64_t step(int k) const { return descriptor + k * (16 * T::kSpan / 16); }
+                                    kEvery * T::kBlockBytes, 8 * T::kSwizzle, T::kSwizzle)) {}
+    CF_DEVICE uint64_t step(int k) const { return descriptor + k * (16 * T::kSwizzle / 16); }
     CF_DEVICE ByColumns of_tile(int index) const {
         ByColumns other = *this;
         other.descriptor = this->template after<int(sizeof(T))>(index);
@@ -113,8 +113,7 @@ CF_DEVICE void multiply(float (&d)[n], const uint32_t (&a)[kSteps][4], const B& 
     for (int k = 0; k < kSteps; k++) {
         if constexpr (sizeof(typename B::Element) == 1)
             wgmma_m64k32_e4m3(d, a[k], b.step(k), accumulate || k > 0);
-        else
-            wgmma_m64k16<typename B::Element, B::kTrans>(d, a[k], b.step(k), accumulate || k > 0);
+        else wgmma_m64k16<typename B::Element, B::kTrans>(d, a[k], b.step(k), accumulate || k > 0);
     }
 }
 
@@ -148,7 +147,7 @@ template <int kSteps, int n> CF_DEVICE void to_e4m3_fragments(uint32_t (&a)[kSte
 
 // An accumulator as the fragments of mma.cuh: 16 rows of a warp by n / 4 groups of 8 columns.
 template <int n> CF_DEVICE float (&as_tile(float (&d)[n]))[1][n / 4][4] {
-    return reinterpret_cast<float(&)[1][n / 4][4]>(d);
+    return reinterpret_cast<float (&)[1][n / 4][4]>(d);
 }
 
 // The 16 rows of a warp, fragments of to_fragments, into rows first_row .. and columns first_column .. of a

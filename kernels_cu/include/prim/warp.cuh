@@ -164,10 +164,10 @@ CF_STMATRIX(_trans, ".trans")
 // k16: a0 a1 rows g and g + 8 at k = 2t, 2t + 1; a2 a3 the same at k + 8; b0 k = 2t, 2t + 1 of column g, b1
 // at k + 8.
 
-#define CF_MMA(shape, d_type, a_type, b_type, constraint)                                                    \
-    asm volatile("mma.sync.aligned." shape ".row.col." d_type "." a_type "." b_type "." d_type               \
-                 " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                    \
-                 : constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3])                    \
+#define CF_MMA(shape, type)                                                                                  \
+    asm volatile("mma.sync.aligned." shape ".row.col.f32." type "." type                                     \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 #define CF_MMA_K8(a_type)                                                                                    \
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." a_type "." a_type                                   \
@@ -192,24 +192,20 @@ template <class T> CF_DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)
 template <class T> CF_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                                uint32_t b1) {
     if constexpr (kSame<T, __half>) {
-        CF_MMA("m16n8k16", "f32", "f16", "f16", "+f");
+        CF_MMA("m16n8k16", "f16");
     } else {
         static_assert(kSame<T, __nv_bfloat16>);
-        CF_MMA("m16n8k16", "f32", "bf16", "bf16", "+f");
+        CF_MMA("m16n8k16", "bf16");
     }
 }
 // layout: a0 a1 rows g and g + 8 at k = t, a2 a3 the same at k = t + 4; b0 k = t of column g, b1 k = t + 4.
 CF_DEVICE void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    CF_MMA("m16n8k8", "f32", "tf32", "tf32", "+f");
+    CF_MMA("m16n8k8", "tf32");
 }
-// layout: a0 a1 rows g and g + 8 at k = 4t .. 4t + 3, a2 a3 the same at k + 16; b0 k = 4t .. 4t + 3 of column
-// g, b1 at k + 16.
-CF_DEVICE void mma_m16n8k32_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    CF_MMA("m16n8k32", "s32", "s8", "s8", "+r");
-}
-// layout: as mma_m16n8k32_s8 (sm_89). Data-center GPUs from Hopper on convert to 16 bits and multiply those.
+// layout (sm_89): a0 a1 rows g and g + 8 at k = 4t .. 4t + 3, a2 a3 the same at k + 16; b0 k = 4t .. 4t + 3 of column
+// g, b1 at k + 16. Data-center GPUs from Hopper on convert to 16 bits and multiply those.
 CF_DEVICE void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    CF_MMA("m16n8k32", "f32", "e4m3", "e4m3", "+f");
+    CF_MMA("m16n8k32", "e4m3");
 }
 #undef CF_MMA
 #undef CF_MMA_K8

@@ -6,7 +6,7 @@
 // Until the wait neither d nor registers of a may be touched, and the shared memory may not be overwritten.
 // wgmma_fence_operand(d) before the fence and after the wait keeps the compiler from moving accesses to d across them.
 // layout: lane l of warp w, g = l / 4, t = l % 4: d[i] is row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2
-// t + i % 2; registers of a as for mma_m16n8k16 (k16), mma_m16n8k8_tf32 (k8), mma_m16n8k32_e4m3 (k32), rows
+// t + i % 2; registers of a as for mma_m16n8k16 (k16), mma_m16n8k32_e4m3 (k32), rows
 // counted from 16 w.
 #pragma once
 
@@ -95,11 +95,14 @@ template <int n> CF_DEVICE void wgmma_fence_operand(float (&d)[n]) {
 
 template <int n> struct WarpgroupProduct;    // n = N / 2 accumulators per thread
 
+// clang-format off
 #define CF_WGMMA(shape, types, n, operands, accumulate, flags, ...)                                          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate ", 0;\n"                                   \
-                 "wgmma.mma_async.sync.aligned.m64" shape "." types " {" CF_R##n "}, " operands ", p, 1, 1" flags ";\n}" \
+                 "wgmma.mma_async.sync.aligned.m64" shape "." types                                          \
+                 " {" CF_R##n "}, " operands ", p, 1, 1" flags ";\n}"                                        \
                  : CF_D##n                                                                                   \
                  : __VA_ARGS__)
+// clang-format on
 // Operands of a in shared memory and in registers: their places in the text, and what stands there.
 #define CF_SS_TEXT(p0, p1) "%" #p0 ", %" #p1
 #define CF_RS_TEXT(p0, p1, p2, p3, p4) "{%" #p0 ",%" #p1 ",%" #p2 ",%" #p3 "}, %" #p4
@@ -115,24 +118,20 @@ template <int n> struct WarpgroupProduct;    // n = N / 2 accumulators per threa
         template <class T, int kTransA, int kTransB>                                                         \
         CF_DEVICE static void k16(float (&d)[n], uint64_t a, uint64_t b, int add) {                          \
             if constexpr (kSame<T, __half>)                                                                  \
-                CF_WGMMA_SS(N, "k16", "f32.f16.f16", n, ", %" #p3 ", %" #p4, p0, p1, p2, CF_SS, "n"(kTransA), \
-                            "n"(kTransB));                                                                   \
+                CF_WGMMA_SS(N, "k16", "f32.f16.f16", n, ", %" #p3 ", %" #p4, p0, p1, p2, CF_SS,              \
+                            "n"(kTransA), "n"(kTransB));                                                     \
             else                                                                                             \
-                CF_WGMMA_SS(N, "k16", "f32.bf16.bf16", n, ", %" #p3 ", %" #p4, p0, p1, p2, CF_SS, "n"(kTransA), \
-                            "n"(kTransB));                                                                   \
+                CF_WGMMA_SS(N, "k16", "f32.bf16.bf16", n, ", %" #p3 ", %" #p4, p0, p1, p2, CF_SS,            \
+                            "n"(kTransA), "n"(kTransB));                                                     \
         }                                                                                                    \
         template <class T, int kTransB>                                                                      \
         CF_DEVICE static void k16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) {              \
             if constexpr (kSame<T, __half>)                                                                  \
-                CF_WGMMA_RS(N, "k16", "f32.f16.f16", n, ", %" #p6, p0, p1, p2, p3, p4, p5, CF_RS, "n"(kTransB)); \
+                CF_WGMMA_RS(N, "k16", "f32.f16.f16", n, ", %" #p6, p0, p1, p2, p3, p4, p5, CF_RS,            \
+                            "n"(kTransB));                                                                   \
             else                                                                                             \
-                CF_WGMMA_RS(N, "k16", "f32.bf16.bf16", n, ", %" #p6, p0, p1, p2, p3, p4, p5, CF_RS, "n"(kTransB)); \
-        }                                                                                                    \
-        CF_DEVICE static void k8_tf32(float (&d)[n], uint64_t a, uint64_t b, int add) {                      \
-            CF_WGMMA_SS(N, "k8", "f32.tf32.tf32", n, "", p0, p1, p2, CF_SS);                                 \
-        }                                                                                                    \
-        CF_DEVICE static void k8_tf32(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int add) {          \
-            CF_WGMMA_RS(N, "k8", "f32.tf32.tf32", n, "", p0, p1, p2, p3, p4, p5, CF_RS);                     \
+                CF_WGMMA_RS(N, "k16", "f32.bf16.bf16", n, ", %" #p6, p0, p1, p2, p3, p4, p5, CF_RS,          \
+                            "n"(kTransB));                                                                   \
         }                                                                                                    \
         CF_DEVICE static void k32_e4m3(float (&d)[n], uint64_t a, uint64_t b, int add) {                     \
             CF_WGMMA_SS(N, "k32", "f32.e4m3.e4m3", n, "", p0, p1, p2, CF_SS);                                \
@@ -191,17 +190,12 @@ CF_DEVICE void wgmma_m64k16(float (&d)[n], const uint32_t (&a)[4], uint64_t b, b
     static_assert(kSame<T, __half> || kSame<T, __nv_bfloat16>);
     WarpgroupProduct<n>::template k16<T, kTransB>(d, a, b, accumulate);
 }
-// tf32, k = 8, and e4m3, k = 32: operands in shared memory are contiguous along k.
-template <int n> CF_DEVICE void wgmma_m64k8_tf32(float (&d)[n], uint64_t a, uint64_t b, bool accumulate) {
-    WarpgroupProduct<n>::k8_tf32(d, a, b, accumulate);
-}
-template <int n> CF_DEVICE void wgmma_m64k8_tf32(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    WarpgroupProduct<n>::k8_tf32(d, a, b, accumulate);
-}
+// e4m3, k = 32: operands in shared memory are contiguous along k.
 template <int n> CF_DEVICE void wgmma_m64k32_e4m3(float (&d)[n], uint64_t a, uint64_t b, bool accumulate) {
     WarpgroupProduct<n>::k32_e4m3(d, a, b, accumulate);
 }
-template <int n> CF_DEVICE void wgmma_m64k32_e4m3(float (&d)[n], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+template <int n> CF_DEVICE void wgmma_m64k32_e4m3(float (&d)[n], const uint32_t (&a)[4], uint64_t b,
+                                                  bool accumulate) {
     WarpgroupProduct<n>::k32_e4m3(d, a, b, accumulate);
 }
 

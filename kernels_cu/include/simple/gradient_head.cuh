@@ -96,7 +96,7 @@ template <class Element> struct GradientHead {
 #pragma unroll 1
         for (int r = 0; r < Tiles::kRows; ++r) {
             const int32_t query = m_first + Tiles::own_row(r);
-        CF_UNROLL
+            CF_UNROLL
             for (int c = 0; c < Tiles::kColumns; ++c)
                 sum[0][c] += pair(rS[0][c], rDP[0][c], query, n_first + Tiles::other_row(c)).d_score;
             Tiles::rotate_rows(rS), Tiles::rotate_rows(rDP), Tiles::rotate_rows(sum);

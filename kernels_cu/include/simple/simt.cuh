@@ -90,9 +90,10 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
     using Product = Acc[kRows][kColumns];
     CF_DEVICE static void clear(Product& product) {
         CF_UNROLL
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kRows; ++r) {
             CF_UNROLL
             for (int c = 0; c < kColumns; ++c) product[r][c] = 0;
+        }
     }
 
     // product[r][c] = own row . other row
@@ -121,10 +122,11 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
                 for (int r = 0; r < kRows; ++r) {
                     const Vector<Acc> a = vector_at(&s.slices.own[own_row(r)][d]);
                     CF_UNROLL
-                    for (int c = 0; c < kColumns; ++c)
+                    for (int c = 0; c < kColumns; ++c) {
                         CF_UNROLL
                         for (int e = 0; e < kVector; ++e)
                             product[r][c] = multiply_add(a.x[e], b[c].x[e], product[r][c]);
+                    }
                 }
             }
         }
@@ -146,9 +148,10 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
     // Leaves a score tile in s.weights for add_weighted_rows, whose first barrier makes it visible.
     CF_DEVICE static void put_weights(const Acc (&weights)[kRows][kColumns], Storage& s) {
         CF_UNROLL
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kRows; ++r) {
             CF_UNROLL
             for (int c = 0; c < kColumns; ++c) s.weights[own_row(r)][other_row(c)] = weights[r][c];
+        }
     }
 
     // sum[r] += weights[own row] . rows of `other`
@@ -166,16 +169,18 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
                 CF_UNROLL
                 for (int r = 0; r < kRows; ++r) weight[r] = vector_at(&s.weights[own_row(r)][first + n]);
                 CF_UNROLL
-                for (int e = 0; e < kVector; ++e)
+                for (int e = 0; e < kVector; ++e) {
                     CF_UNROLL
                     for (int c = 0; c < kWideColumns; c += kVector) {
                         const Vector<Acc> row = vector_at(&s.wide[n + e][wide_column(c)]);
                         CF_UNROLL
-                        for (int r = 0; r < kRows; ++r)
+                        for (int r = 0; r < kRows; ++r) {
                             CF_UNROLL
                             for (int i = 0; i < kVector; ++i)
                                 sum[r][c + i] = multiply_add(weight[r].x[e], row.x[i], sum[r][c + i]);
+                        }
                     }
+                }
             }
         }
     }
@@ -202,7 +207,7 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
         }
     }
 
-private:
+  private:
     CF_DEVICE static const Vector<Acc>& vector_at(const Acc* p) {
         return *reinterpret_cast<const Vector<Acc>*>(p);
     }

@@ -105,13 +105,13 @@ template <class Element> struct TangentHead : GradientHead<Element> {
 #pragma unroll 1
         for (int r = 0; r < Tiles::kRows; ++r) {
             const int own = Tiles::own_row(r);
-        CF_UNROLL
+            CF_UNROLL
             for (int c = 0; c < Tiles::kColumns; ++c) {
                 const int other = Tiles::other_row(c);
                 const int32_t query = m_first + (own_keys ? other : own);
                 const int32_t key = n_first + (own_keys ? own : other);
-                const Second x = second(t.weight[0][c], t.d_product[0][c], t.d_score[0][c], t.of_first[0][c],
-                                        query, key);
+                const Second x =
+                    second(t.weight[0][c], t.d_product[0][c], t.d_score[0][c], t.of_first[0][c], query, key);
                 t.weight[0][c] = x.weight, t.d_score[0][c] = x.d_score;
                 t.d_product[0][c] = x.d_product, t.of_first[0][c] = x.of_first;
             }
@@ -127,9 +127,10 @@ template <class Element> struct TangentHead : GradientHead<Element> {
         SecondTiles<Tiles> t;
         second_tiles<Tiles, false>(t, m_first, n_first, s);
         CF_UNROLL
-        for (int r = 0; r < Tiles::kRows; ++r)
+        for (int r = 0; r < Tiles::kRows; ++r) {
             CF_UNROLL
             for (int c = 0; c < Tiles::kColumns; ++c) sum[r][c] += t.d_score[r][c];
+        }
     }
     CF_DEVICE Acc d_sink(int32_t head, int32_t query) const {
         const auto* dots = static_cast<const Acc*>(p.sinks_dot);

@@ -40,7 +40,8 @@ struct MergeFactors {
 CF_DEVICE MergeFactors merge(SoftmaxState& all, const SoftmaxState& chunk) {
     const float highest = fmaxf(all.row_max, chunk.row_max);
     const float reference = highest == -kInfinity ? 0.0f : highest;
-    const MergeFactors factors{ex2((all.row_max - reference) * kLog2e), ex2((chunk.row_max - reference) * kLog2e)};
+    const MergeFactors factors{ex2((all.row_max - reference) * kLog2e),
+                               ex2((chunk.row_max - reference) * kLog2e)};
     all = {highest, factors(all.row_sum, chunk.row_sum)};
     return factors;
 }

@@ -75,7 +75,7 @@ CF_DEVICE void multiply_by_columns(double (&d)[kN][4], const double (&weights)[k
                                    const DoubleColumnReader<T>& columns) {
     CF_UNROLL
     for (int k = 0; k < kK; k++) {
-        const double(&w)[4] = weights[k];
+        const double (&w)[4] = weights[k];
         CF_UNROLL
         for (int n = 0; n < kN; n += 2) {
             const double2 even = columns.load(8 * k, n / 2, 0), odd = columns.load(8 * k, n / 2, 1);
@@ -91,14 +91,15 @@ CF_DEVICE int output_chunk(int n, int i) { return 4 * n + pair_chunk(threadIdx.x
 // Rows of a warp, d * factor[0] of the first 8 and d * factor[1] of the others, to `global`, whose row 0 is its first.
 // layout: a quad stores four whole sectors at once.
 template <int kN>
-CF_DEVICE void store_rows(const double (&d)[kN][4], const double (&factor)[2], const GlobalRows<double>& global) {
+CF_DEVICE void store_rows(const double (&d)[kN][4], const double (&factor)[2],
+                          const GlobalRows<double>& global) {
     CF_UNROLL
     for (int half = 0; half < 2; half++) {
         const int row = 8 * half + threadIdx.x % 32 / 4;
         if (row >= global.rows) continue;
-    CF_UNROLL
+        CF_UNROLL
         for (int n = 0; n < kN; n += 2) {
-    CF_UNROLL
+            CF_UNROLL
             for (int i = 0; i < 2; i++) {
                 const int e = 2 * half + i;
                 const double2 x{d[n][e] * factor[half], d[n + 1][e] * factor[half]};

@@ -14,7 +14,7 @@ CF_DEVICE void store_chunk(Element* row, int chunk, int columns, uint4 value) {
         st_global(reinterpret_cast<uint4*>(to), value);
     } else {
         const Element(&element)[kChunkElements] = reinterpret_cast<const Element(&)[kChunkElements]>(value);
-    CF_UNROLL
+        CF_UNROLL
         for (int i = 0; i < kChunkElements; i++)
             if (i < left) to[i] = element[i];
     }
@@ -29,7 +29,7 @@ CF_DEVICE void copy_staged_rows(uint32_t staging, const GlobalRows<typename Stag
     for (int row_first = 0; row_first < Staging::kRows; row_first += kRowStep) {
         const int row = row_first + lane / kLane;
         if (row >= global.rows) continue;
-    CF_UNROLL
+        CF_UNROLL
         for (int chunk_first = 0; chunk_first < Staging::kChunks; chunk_first += kLane) {
             const int chunk = chunk_first + lane % kLane;
             if (chunk * Staging::kChunkElements < global.columns)
@@ -56,7 +56,8 @@ CF_DEVICE void store_floats(const GlobalRows<typename T::Element>& to, uint32_t 
 // Rows of a result from column `first_column` on. floats: it is of floats, each of which takes two elements here.
 template <class Element>
 CF_DEVICE GlobalRows<Element> rows_of_result(const Tensor& t, int32_t batch, int32_t head, int64_t first,
-                                             int32_t rows, int32_t columns, int32_t first_column, bool floats) {
+                                             int32_t rows, int32_t columns, int32_t first_column,
+                                             bool floats) {
     const int32_t width = floats ? 2 : 1;
     Element* data = static_cast<Element*>(t.data);
     data += (batch * t.batch + head * t.head + first * t.row + first_column) * width;

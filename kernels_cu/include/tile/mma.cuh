@@ -73,16 +73,16 @@ struct Math {
             Fragment f;
             CF_UNROLL
             for (int i = 0; i < 4; i++) {
-                const float(&left)[4] = d[4 * step + i / 2 * 2];
-                const float(&right)[4] = d[4 * step + i / 2 * 2 + 1];
+                const float (&left)[4] = d[4 * step + i / 2 * 2];
+                const float (&right)[4] = d[4 * step + i / 2 * 2 + 1];
                 const int row = i % 2 * 2;
                 f.part[0][i] = pack_e4m3(left[row], left[row + 1]) |
                                uint32_t(pack_e4m3(right[row], right[row + 1])) << 16;
             }
             return f;
         } else {
-            const float(&left)[4] = d[2 * step];
-            const float(&right)[4] = d[2 * step + 1];
+            const float (&left)[4] = d[2 * step];
+            const float (&right)[4] = d[2 * step + 1];
             return {{{pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
                       pack<Element>(right[0], right[1]), pack<Element>(right[2], right[3])}}};
         }

@@ -38,8 +38,7 @@ struct OnlineSoftmax {
         CF_UNROLL
         for (int m = 0; m < kM; m++) {
             CF_UNROLL
-            for (int half = 0; half < 2; half++)
-                rescale_row(o, m, half, softmax_row(s, m, half, factor));
+            for (int half = 0; half < 2; half++) rescale_row(o, m, half, softmax_row(s, m, half, factor));
         }
     }
     // The same for one row, without o. Returns the factor that its row of o is waiting for.
@@ -47,7 +46,8 @@ struct OnlineSoftmax {
     CF_DEVICE float softmax_row(float (&s)[kM][kN][4], int m, int half, float factor) {
         static_assert(kRescaleThresholdLog2 == 0);
         const MaxUpdate to = update_max(m, half, row_max_of(s, m, half), factor);
-        row_sum[m][half] = fmaf(row_sum[m][half], to.rescale, scale_apply_exp2(s, m, half, factor, to.reference));
+        row_sum[m][half] =
+            fmaf(row_sum[m][half], to.rescale, scale_apply_exp2(s, m, half, factor, to.reference));
         return to.rescale;
     }
     // Its parts, where others hold more of a row: first the highest of its scores here and before,
@@ -73,7 +73,8 @@ struct OnlineSoftmax {
     }
     // then scores become weights, of which this is the sum, in the order of `sum_of`.
     template <int kN>
-    CF_DEVICE static float scale_apply_exp2(float (&s)[kM][kN][4], int m, int half, float factor, float reference) {
+    CF_DEVICE static float scale_apply_exp2(float (&s)[kM][kN][4], int m, int half, float factor,
+                                            float reference) {
         return exponentiate(s, m, half, factor, reference, -reference * factor);
     }
     template <int kN> CF_DEVICE static float sum_of(const float (&weights)[kM][kN][4], int m, int half) {
@@ -94,7 +95,8 @@ struct OnlineSoftmax {
         const bool stay = highest[0] - threshold <= row_max[m][0] && highest[1] - threshold <= row_max[m][1];
         if (__ballot_sync(0xffffffffu, !stay))
             rescale = {true,
-                    {update_max_if_above(m, 0, highest[0], factor, threshold), update_max_if_above(m, 1, highest[1], factor, threshold)}};
+                       {update_max_if_above(m, 0, highest[0], factor, threshold),
+                        update_max_if_above(m, 1, highest[1], factor, threshold)}};
         CF_UNROLL
         for (int half = 0; half < 2; half++)
             row_sum[m][half] += exponentiate(s, m, half, factor, 0.0f, -max_scaled[m][half]);
@@ -113,7 +115,8 @@ struct OnlineSoftmax {
             rescale_row(o, m, 1, rescale.y);
         }
     }
-    template <int kNO> CF_DEVICE static void rescale_o(float (&o)[kM][kNO][4], int m, const Rescale& rescale) {
+    template <int kNO> CF_DEVICE static void rescale_o(float (&o)[kM][kNO][4], int m,
+                                                       const Rescale& rescale) {
         if (!rescale.any) return;
         rescale_row(o, m, 0, rescale.factor.x);
         rescale_row(o, m, 1, rescale.factor.y);
@@ -143,7 +146,8 @@ struct OnlineSoftmax {
     CF_DEVICE float update_max_if_above(int m, int half, float highest, float factor, float threshold) {
         if (highest - threshold <= row_max[m][half]) return 1.0f;
         // why: the first key of a row finds sums of zeros.
-        const float rescale = ex2(row_max[m][half] == -kInfinity ? 0.0f : (row_max[m][half] - highest) * factor);
+        const float rescale =
+            ex2(row_max[m][half] == -kInfinity ? 0.0f : (row_max[m][half] - highest) * factor);
         row_max[m][half] = highest;
         max_scaled[m][half] = highest * factor;
         row_sum[m][half] *= rescale;

@@ -42,7 +42,7 @@ struct KeyValueRing {
         if constexpr (kRegisters) {
             fetch<Stream::key>(step, place);
         } else {
-        CF_UNROLL
+            CF_UNROLL
             for (int tile = 0; tile < kAhead; tile++) {
                 if (tile % 2 == 0) start<Stream::key>(step - tile / 2, place, tile * kSlotBytes);
                 else start<Stream::value>(step - tile / 2, place, tile * kSlotBytes);

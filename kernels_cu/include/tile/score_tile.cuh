@@ -1,4 +1,5 @@
-// Scale, softcap, score functions, biases and masks on scores, between q k^T and the softmax, for the fragments of a tile that one thread holds.
+// What happens to scores between q k^T and the softmax: scale, softcap, score function, ALiBi, bias and masks, for the
+// fragments of a tile that one thread holds.
 // Design note: docs/kernels/forward.md.
 //
 // layout: s[m][n][e] as in mma.cuh. With kKeysInRows false (S) rows are queries and columns keys; with true
@@ -32,8 +33,8 @@ struct Positions {
 };
 
 // Calls act(x, n) for each n8 column, given as float x[kM][1][4].
-// why: what is long and seldom asked for is then there once, and the columns take turns in it, at a move per
-// element.
+// why not unrolled: act is long code that few calls need. So it is compiled once, for column 0, and each column is moved
+// there in turn, at one move per element.
 template <int kM, int kN, class Act>
 CF_DEVICE void column_by_column(float (&s)[kM][kN][4], Act act) {
     if constexpr (kN == 1) {
@@ -42,7 +43,7 @@ CF_DEVICE void column_by_column(float (&s)[kM][kN][4], Act act) {
 #pragma unroll 1
         for (int n = 0; n < kN; n++) {
             float x[kM][1][4];
-    CF_UNROLL
+            CF_UNROLL
             for (int m = 0; m < kM; m++) {
                 CF_UNROLL
                 for (int e = 0; e < 4; e++) x[m][0][e] = s[m][0][e];
@@ -111,7 +112,8 @@ CF_DEVICE void mask_band(Acc (&s)[kM][kN][4], const Positions<kKeysInRows>& at, 
 
 // -inf where a mask of keys, the same for all queries, forbids one. first: the key of the thread's first column.
 template <int kM, int kN>
-CF_DEVICE void mask_keys(float (&s)[kM][kN][4], const uint8_t* attend, int64_t stride, int32_t first, int32_t last) {
+CF_DEVICE void mask_keys(float (&s)[kM][kN][4], const uint8_t* attend, int64_t stride, int32_t first,
+                         int32_t last) {
     CF_UNROLL
     for (int n = 0; n < kN; n++) {
         CF_UNROLL
@@ -146,9 +148,8 @@ struct TileScore {
     int32_t last_query, last_key;    // why: positions are clamped, no load leaves the mask or the bias
 
     CF_DEVICE TileScore(const Score& score, const Sequence& sequence, int32_t of_head)
-        : head(score, sequence, of_head),
-          last_query(sequence.seqlen_q - 1),
-          last_key(sequence.seqlen_k - 1) {}
+        : head(score, sequence, of_head), last_query(sequence.seqlen_q - 1), last_key(sequence.seqlen_k - 1) {
+    }
 
     // As of HeadScore.
     CF_DEVICE bool reach(int32_t query_first, int32_t query_end, int32_t key_first, int32_t key_end) const {
@@ -248,7 +249,8 @@ struct TileScore {
   private:
     // -inf where `list` does not keep a pair.
     template <class List, int kM, int kN, bool kKeysInRows>
-    CF_DEVICE void mask_unless(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at, const List& list) const {
+    CF_DEVICE void mask_unless(float (&s)[kM][kN][4], const Positions<kKeysInRows>& at,
+                               const List& list) const {
         column_by_column(s, [&](auto& x, int of) {
             each_pair(x, at.of_column(of), [&](float& y, int32_t query, int32_t key) {
                 if (!list.keeps(query, key)) y = -kInfinity;
@@ -257,7 +259,8 @@ struct TileScore {
     }
     // Whether all blocks that the warp's scores lie in are seen as a whole. why one element of each 16 x 8: a block has
     // 16 queries and keys or more, and a warp's scores begin at a multiple of 16, so that all lanes see the same blocks.
-    template <int kM, int kN, bool kKeysInRows> CF_DEVICE bool are_whole(const Positions<kKeysInRows>& at) const {
+    template <int kM, int kN, bool kKeysInRows> CF_DEVICE bool are_whole(
+        const Positions<kKeysInRows>& at) const {
         bool all = true;
 #pragma unroll 1
         for (int n = 0; n < kM * kN; n++)
@@ -324,7 +327,7 @@ CF_DEVICE void drop_weights(float (&p)[kM][kN][4], const Positions<false>& at, c
         for (int m = 0; m < kM; m++) {
             const PhiloxWords words =
                 dropout.words(at.row + 16 * m + (odd ? 8 : 0), (at.column + 8 * of) / 4);
-            const uint32_t(&w)[4] = words.word;
+            const uint32_t (&w)[4] = words.word;
             const uint32_t first = __shfl_xor_sync(0xffffffffu, odd ? w[0] : w[2], 1);
             const uint32_t second = __shfl_xor_sync(0xffffffffu, odd ? w[1] : w[3], 1);
             const uint32_t drawn[4] = {odd ? first : w[0], odd ? second : w[1], odd ? w[2] : first,

@@ -79,9 +79,8 @@ struct BlockReader {
                                                                : T::offset(lane % 8 + 8 * sixteen, eight)));
     }
     // `row` is a multiple of 16, `column_block` counts blocks of 32 bytes.
-    // why: the swizzle repeats every 8 rows and flips only the low bits of the chunk, so moving by a block is
-    // an exclusive or with one of kSwizzledChunks / 2 constants (one register each) and an immediate offset; nothing
-    // is computed per block.
+    // why so: the swizzle repeats every 8 rows and flips only the low bits of the chunk. So another block is an exclusive
+    // or with one of kSwizzledChunks / 2 constants, a register each, and an immediate offset. Nothing is computed per block.
     CF_DEVICE uint32_t address(int row, int column_block) const {
         constexpr int kPeriod = T::kSwizzledChunks / 2;
         return (lane_address ^ (column_block % kPeriod * 32)) +
@@ -188,7 +187,7 @@ struct TileLoader {
     CF_DEVICE void start(uint32_t tile_address, int first_row) const {
         const uint32_t to = tile_address + shared_offset;
         if (is_whole(first_row)) {
-        CF_UNROLL
+            CF_UNROLL
             for (int copy = 0; copy < kCopies; copy++)
                 cp_async16(to + shared_step(copy), source(first_row, copy));
         } else {
@@ -235,9 +234,7 @@ struct TileLoader {
         from.data = matrix.row(first_row + static_cast<int>(opaque(threadIdx.x)) / kLane);
         return from.row(row_step(copy)) + chunk_step(copy) * T::kChunkElements;
     }
-    CF_DEVICE bool is_whole(int first_row) const {
-        return first_row + T::kRows <= matrix.rows;
-    }
+    CF_DEVICE bool is_whole(int first_row) const { return first_row + T::kRows <= matrix.rows; }
     CF_DEVICE int rows() const { return matrix.rows ^ matrix.rows >> 31; }
     CF_DEVICE void mark() {
         if (matrix.columns != T::kColumns || matrix.alignment() != 16) matrix.rows = ~matrix.rows;
@@ -262,7 +259,8 @@ struct TileLoader {
         } else {
 #pragma unroll 1
             for (int at = 0; at < 16; at += 4)
-                cp_async4_part(to + at, reinterpret_cast<const char*>(from) + at, larger(0, smaller(4, bytes - at)));
+                cp_async4_part(to + at, reinterpret_cast<const char*>(from) + at,
+                               larger(0, smaller(4, bytes - at)));
         }
     }
     // why four at a time: 16 in registers would make a main loop spill.
@@ -270,7 +268,7 @@ struct TileLoader {
 #pragma unroll 1
         for (int at = 0; at < 16; at += 4) {
             uint32_t word = 0;
-    CF_UNROLL
+            CF_UNROLL
             for (int i = 0; i < 4; i++)
                 if (at + i < bytes) word |= uint32_t(from[at + i].bits) << 8 * i;
             st_shared(to + at, word);

@@ -64,7 +64,7 @@ CF_DEVICE void multiply_rows_with_tangent(float (&s)[kM][kN][4], float (&tangent
 #pragma unroll 1
     for (int done = 0; done < kAllSteps; done += kSteps) {
         uint32_t b_blocks[kBlocks][4];
-    CF_UNROLL
+        CF_UNROLL
         for (int i = 0; i < kAhead; i++) load_b(b_blocks[i], i);
         CF_UNROLL
         for (int step = 0; step < kSteps; step++) {

@@ -96,7 +96,7 @@ CF_DEVICE void store_value_rows(const float (&o)[kM][kN][4], const float (&facto
             const float unit = factor[m][half];
             CF_UNROLL
             for (int n = 0; n < kN; n += 2) {
-                const float(&even)[4] = o[m][n], (&odd)[4] = o[m][n + 1];
+                const float (&even)[4] = o[m][n], (&odd)[4] = o[m][n + 1];
                 const uint32_t low = pack<Output>(even[2 * half] * unit, odd[2 * half] * unit);
                 const uint32_t high = pack<Output>(even[2 * half + 1] * unit, odd[2 * half + 1] * unit);
                 const uint32_t to = staging + Staging::offset(16 * m + 8 * half + g, n + t / 2) + 8 * (t % 2);

@@ -65,13 +65,11 @@ CF_DEVICE void ampere(const Params& p, uint32_t a) {
     uint32_t r2[2], r4[4];
     ldmatrix_x2(r2, a), ldmatrix_x4(r4, a);
     float d[4] = {};
-    int whole[4] = {};
     mma_m16n8k8<__nv_bfloat16>(d, r2, r4[0]);
     mma_m16n8k16<__half>(d, r4, r2[0], r2[1]);
     mma_m16n8k16<__nv_bfloat16>(d, r4, r2[0], r2[1]);
     r4[0] = to_tf32(d[0]);
     mma_m16n8k8_tf32(d, r4, r2[0], r2[1]);
-    mma_m16n8k32_s8(whole, r4, r2[0], r2[1]);
     mma_m8n8k4_f64(p.z[2], p.z[3], p.z[4], p.z[5]);
 #if __CUDA_ARCH__ >= 890
     mma_m16n8k32_e4m3(d, r4, r2[0], r2[1]);
@@ -80,7 +78,7 @@ CF_DEVICE void ampere(const Params& p, uint32_t a) {
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1200
     mma_m16n8k32_e4m3_scaled<3, 1>(d, r4, r2[0], r2[1], a, r4[0]);
 #endif
-    p.y[10] = d[0] + d[1] + d[2] + d[3] + float(whole[0] + whole[1] + whole[2] + whole[3]);
+    p.y[10] = d[0] + d[1] + d[2] + d[3];
 }
 #endif
 
@@ -100,10 +98,6 @@ CF_DEVICE void hopper(const Params& p, SharedStorage& s, uint32_t a) {
         tma_load(s.words, p.map, s.bar, 0, 1, 2, 3, 4);
         bulk_load(s.words, p.x, 64, s.bar);
     }
-    cluster_arrive();
-    cluster_wait();
-    if (elect_one()) mbar_arrive_cluster(cluster_addr(&s.bar, cluster_rank()));
-    mbar_wait_cluster(s.bar, 0);
     mbar_wait(s.bar, 0);
     mbar_wait(s.bar, 1);
     double d[4] = {};
@@ -136,8 +130,6 @@ CF_DEVICE void warpgroup(const Params& p, SharedStorage& s) {
     const uint64_t t = matrix_descriptor(smem_addr(s.words), 0, 1024);
     const uint32_t r[4] = {1, 2, 3, threadIdx.x};
     float d[PROBE_N / 2];
-    // why here: ptxas advises against it without the a of sm_90a.
-    if (elect_one()) tma_load_multicast(s.words, p.map, s.bar, 1, 0, 1, 2, 3);
     wgmma_fence_operand(d);
     wgmma_fence();
     wgmma_m64k16<__half, false, false>(d, t, t, false);
@@ -145,8 +137,6 @@ CF_DEVICE void warpgroup(const Params& p, SharedStorage& s) {
     wgmma_m64k16<__half, false>(d, r, t, true);
     wgmma_m64k16<__nv_bfloat16, false, true>(d, t, t, true);
     wgmma_m64k16<__nv_bfloat16, true>(d, r, t, true);
-    wgmma_m64k8_tf32(d, t, t, true);
-    wgmma_m64k8_tf32(d, r, t, true);
     wgmma_m64k32_e4m3(d, t, t, true);
     wgmma_m64k32_e4m3(d, r, t, true);
     wgmma_commit();

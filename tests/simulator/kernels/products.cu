@@ -3,7 +3,7 @@
 
 struct Params {
     const uint32_t *a, *b;    // (32 lanes, 4), (32 lanes, 2)
-    float* d;                 // (32 lanes, 4), read and written; s8: as integers
+    float* d;                 // (32 lanes, 4), read and written
     int32_t kind;
 };
 
@@ -11,9 +11,7 @@ CF_DEVICE void body(const Params& p) {
     const int lane = threadIdx.x;
     uint32_t a[4], b[2];
     float d[4];
-    int whole[4];
-    for (int i = 0; i < 4; i++)
-        a[i] = p.a[lane * 4 + i], d[i] = p.d[lane * 4 + i], whole[i] = __float_as_int(d[i]);
+    for (int i = 0; i < 4; i++) a[i] = p.a[lane * 4 + i], d[i] = p.d[lane * 4 + i];
     for (int i = 0; i < 2; i++) b[i] = p.b[lane * 2 + i];
     const uint32_t half[2] = {a[0], a[1]};
     switch (p.kind) {
@@ -22,9 +20,8 @@ CF_DEVICE void body(const Params& p) {
         case 2: mma_m16n8k16<__half>(d, a, b[0], b[1]); break;
         case 3: mma_m16n8k16<__nv_bfloat16>(d, a, b[0], b[1]); break;
         case 4: mma_m16n8k8_tf32(d, a, b[0], b[1]); break;
-        case 5: mma_m16n8k32_e4m3(d, a, b[0], b[1]); break;
-        default: mma_m16n8k32_s8(whole, a, b[0], b[1]);
+        default: mma_m16n8k32_e4m3(d, a, b[0], b[1]);
     }
-    for (int i = 0; i < 4; i++) p.d[lane * 4 + i] = p.kind == 6 ? __int_as_float(whole[i]) : d[i];
+    for (int i = 0; i < 4; i++) p.d[lane * 4 + i] = d[i];
 }
 CF_KERNEL(Params, 32, 1, body)

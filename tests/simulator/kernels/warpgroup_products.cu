@@ -39,8 +39,6 @@ template <int n> CF_DEVICE void multiply(const Params& p, SharedStorage& s) {
     wgmma_fence();
     if (p.format == 0) multiply16<__half>(p, d, r, a, b);
     else if (p.format == 1) multiply16<__nv_bfloat16>(p, d, r, a, b);
-    else if (p.format == 2 && p.from_registers) wgmma_m64k8_tf32(d, r, b, p.accumulate);
-    else if (p.format == 2) wgmma_m64k8_tf32(d, a, b, p.accumulate);
     else if (p.from_registers) wgmma_m64k32_e4m3(d, r, b, p.accumulate);
     else wgmma_m64k32_e4m3(d, a, b, p.accumulate);
     wgmma_commit();

@@ -93,7 +93,6 @@ class Kernel:
     name: str
     param_bytes: int
     max_threads: int
-    cluster: int = 1  # blocks of a cluster
     body: list[Item] = field(default_factory=list)
     globals: dict[str, Global] = field(default_factory=dict)
 
@@ -117,7 +116,6 @@ _COMMENT = re.compile(r"//[^\n]*")
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)\s*((?:\.\w+[^{\n]*\s*)*)\{", re.DOTALL)
 _PARAM = re.compile(r"\s*\.param \.align \d+ \.b8 \w+\[(\d+)\]\s*")
 _MAX_THREADS = re.compile(r"\.maxntid (\d+)")
-_CLUSTER = re.compile(r"\.reqnctapercluster (\d+)(?:, 1, 1)?\s")
 _GLOBAL = re.compile(
     r"\.(?:global|const) \.align (?P<align>\d+) \.(?P<type>\w+) (?P<name>\w+)"
     r"(?P<length>\[\d*\])?(?: = (?P<values>[^;]*))?;"
@@ -149,8 +147,6 @@ def read(text: str) -> Kernel:
         raise Unknown(f"{entry[1]} takes {entry[2].strip()!r}: one struct is what is read")
     threads = _MAX_THREADS.search(entry[3])
     kernel = Kernel(entry[1], int(param[1]), int(threads[1]) if threads else 1024)
-    if cluster := _CLUSTER.search(entry[3]):
-        kernel.cluster = int(cluster[1])
     for found in _GLOBAL.finditer(text, 0, entry.start()):
         kernel.globals[found["name"]] = _global(found)
     _read_body(text, entry.end(), kernel.body)

@@ -83,7 +83,7 @@ def _head(writer: Writer) -> list[str]:
 
 def _tail(writer: Writer) -> list[str]:
     kernel = writer.kernel
-    sizes = f"{kernel.param_bytes}, {kernel.max_threads}, {kernel.cluster}"
+    sizes = f"{kernel.param_bytes}, {kernel.max_threads}"
     return ["}", f"PTX_KERNEL({kernel.name}, {sizes}, body)"]
 
 

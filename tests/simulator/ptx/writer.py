@@ -25,7 +25,7 @@ _SPECIAL = {
     f"%{name}.{axis}": f"{variable}.{axis}"
     for name, variable in _EXTENTS.items()
     for axis in "xyz"
-} | {"%laneid": "lane()", "%cluster_ctarank": "cluster_rank()"}  # fmt: skip
+} | {"%laneid": "lane()"}  # fmt: skip
 _NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?")
 _FLOAT_BITS = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
 _NUMBERED = re.compile(r"(%[a-z]+)(\d+)")

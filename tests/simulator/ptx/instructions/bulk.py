@@ -45,17 +45,10 @@ def _no_state(operand: str) -> None:
         raise Unknown("the state of an mbarrier")
 
 
-@instruction(f"mbarrier.try_wait.parity(?:.acquire.cluster)?{_SHARED}")
+@instruction(f"mbarrier.try_wait.parity{_SHARED}")
 def mbarrier_try_wait(w: Writer, i: Instruction) -> None:
     p, a, parity = i.operands
     w.set(p, "pred", f"mbarrier_try_wait({w.address(a)}, {w.value(parity, 's32')}, {w.site})")
-
-
-@instruction("mbarrier.arrive.release.cluster.shared::cluster.b64")
-def mbarrier_arrive_cluster(w: Writer, i: Instruction) -> None:
-    state, a = i.operands
-    _no_state(state)
-    w.emit(f"mbarrier_arrive_cluster({w.address(a)}, {w.site});")
 
 
 @instruction("fence.proxy.async.shared::cta")
@@ -86,36 +79,13 @@ def prefetch_map(w: Writer, i: Instruction) -> None:
 @instruction("cp.async.bulk.tensor.([2345])d.shared::cluster.global.mbarrier::complete_tx::bytes")
 def load_box(w: Writer, i: Instruction, rank: str) -> None:
     d, source, mbarrier = i.operands
-    w.emit(f"load_box({w.address(d)}, {_box(w, source, rank)}, {w.address(mbarrier)}, 0, {w.site});")
-
-
-@instruction(
-    "cp.async.bulk.tensor.([2345])d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-)
-def load_box_of_cluster(w: Writer, i: Instruction, rank: str) -> None:
-    d, source, mbarrier, blocks = i.operands
-    arguments = [w.address(d), _box(w, source, rank), w.address(mbarrier), w.value(blocks, "u16"), w.site]
-    w.emit(f"load_box({', '.join(arguments)});")
+    w.emit(f"load_box({w.address(d)}, {_box(w, source, rank)}, {w.address(mbarrier)}, {w.site});")
 
 
 @instruction("cp.async.bulk.tensor.([2345])d.global.shared::cta.bulk_group")
 def store_box(w: Writer, i: Instruction, rank: str) -> None:
     target, s = i.operands
     w.emit(f"store_box({_box(w, target, rank)}, {w.address(s)}, {w.site});")
-
-
-# ---- clusters
-
-
-@instruction("mapa.shared::cluster.u32")
-def address_in_cluster(w: Writer, i: Instruction) -> None:
-    d, a, rank = i.operands
-    w.set(d, "u32", f"cluster_address({w.value(a, 'u32')}, {w.value(rank, 'u32')})")
-
-
-@instruction("barrier.cluster.(arrive.release|wait.acquire).aligned")
-def cluster_barrier(w: Writer, i: Instruction, half: str) -> None:
-    w.emit(f"cluster_barrier({'true' if half.startswith('wait') else 'false'}, {w.site});")
 
 
 # ---- contiguous bytes

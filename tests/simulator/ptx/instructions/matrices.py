@@ -28,32 +28,28 @@ def store_matrices(w: Writer, i: Instruction, n: str, transposed: str | None) ->
     w.emit(f"{{ const u32 r[{n}] = {{{members}}}; {call}({w.address(a)}, r, {w.site}); }}")
 
 
-# shape and element: registers of a and of b, type of c and d
+# shape and element: registers of a and of b
 _PRODUCTS = {
-    "m16n8k8.f16": (2, 1, "f32"),
-    "m16n8k8.bf16": (2, 1, "f32"),
-    "m16n8k16.f16": (4, 2, "f32"),
-    "m16n8k16.bf16": (4, 2, "f32"),
-    "m16n8k8.tf32": (4, 2, "f32"),
-    "m16n8k32.e4m3": (4, 2, "f32"),
-    "m16n8k32.s8": (4, 2, "s32"),
+    "m16n8k8.f16": (2, 1),
+    "m16n8k8.bf16": (2, 1),
+    "m16n8k16.f16": (4, 2),
+    "m16n8k16.bf16": (4, 2),
+    "m16n8k8.tf32": (4, 2),
+    "m16n8k32.e4m3": (4, 2),
 }
 
 
-@instruction("mma.sync.aligned.(m16n8k\\d+).row.col.(f32|s32).(\\w+).(\\w+).(f32|s32)")
-def warp_product(w: Writer, i: Instruction, shape: str, t_d: str, element: str, t_b: str, t_c: str) -> None:
-    n_a, n_b, t = _PRODUCTS[f"{shape}.{element}"]
-    if (element, t_d, t_c) != (t_b, t, t):
+@instruction("mma.sync.aligned.(m16n8k\\d+).row.col.f32.(\\w+).(\\w+).f32")
+def warp_product(w: Writer, i: Instruction, shape: str, element: str, element_b: str) -> None:
+    n_a, n_b = _PRODUCTS[f"{shape}.{element}"]
+    if element != element_b:
         raise Unknown("mixed types")
     d, a, b, c = (w.vector(x, n) for x, n in zip(i.operands, (4, n_a, n_b, 4), strict=True))
-    kind = "float" if t == "f32" else "s32"
-    lists = [", ".join(w.values(c, t)), ", ".join(w.values(a, "b32")), ", ".join(w.values(b, "b32"))]
-    w.emit(
-        f"{{ {kind} d[4] = {{{lists[0]}}}; const u32 a[{n_a}] = {{{lists[1]}}}, b[{n_b}] = {{{lists[2]}}};"
-    )
+    lists = [", ".join(w.values(c, "f32")), ", ".join(w.values(a, "b32")), ", ".join(w.values(b, "b32"))]
+    w.emit(f"{{ float d[4] = {{{lists[0]}}}; const u32 a[{n_a}] = {{{lists[1]}}}, b[{n_b}] = {{{lists[2]}}};")
     w.emit(f"multiply<Product::{shape}_{element}>(d, a, b, {w.site});")
     for k, member in enumerate(d):
-        w.set(member, t, f"d[{k}]")
+        w.set(member, "f32", f"d[{k}]")
     w.emit("}")
 
 
@@ -94,10 +90,10 @@ def product_of_doubles(w: Writer, i: Instruction, shape: str) -> None:
 
 
 # element: how deep, and whether operands in shared memory may be transposed
-_WARPGROUP_PRODUCTS = {"f16": (16, True), "bf16": (16, True), "tf32": (8, False), "e4m3": (32, False)}
+_WARPGROUP_PRODUCTS = {"f16": (16, True), "bf16": (16, True), "e4m3": (32, False)}
 
 
-@instruction("wgmma.mma_async.sync.aligned.m64n(\\d+)k(\\d+).f32.(f16|bf16|tf32|e4m3).(\\w+)")
+@instruction("wgmma.mma_async.sync.aligned.m64n(\\d+)k(\\d+).f32.(f16|bf16|e4m3).(\\w+)")
 def warpgroup_product(w: Writer, i: Instruction, columns: str, k: str, element: str, element_b: str) -> None:
     """d, a (descriptor or registers), descriptor of b, whether to add to d, signs, which are transposed."""
     d, a, b, accumulate, sign_a, sign_b, *transposed = i.operands

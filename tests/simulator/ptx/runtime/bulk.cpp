@@ -42,9 +42,9 @@ static sim::Coordinates coordinates_of(const Box& box) {
     return c;
 }
 void prefetch_map(u64 map, Site site) { tma_prefetch(map_at(map, site)); }
-void load_box(u64 to, Box from, u64 mbarrier, u32 blocks, Site site) {
+void load_box(u64 to, Box from, u64 mbarrier, Site site) {
     sim::tma_load(shared_at(to, 16, 16, site), map_at(from.map, site), mbarrier_at(mbarrier, site),
-                  coordinates_of(from), call(site), blocks);
+                  coordinates_of(from), call(site));
 }
 void store_box(Box to, u64 from, Site site) {
     sim::tma_store(map_at(to.map, site), shared_at(from, 16, 16, site), coordinates_of(to), call(site));
@@ -56,12 +56,6 @@ void bulk_load(u64 to, u64 from, int bytes, u64 mbarrier, Site site) {
 void bulk_store(u64 to, u64 from, int bytes, bool add, Site site) {
     sim::bulk_store(reinterpret_cast<void*>(to), shared_at(from, 16, 16, site), bytes, add, call(site));
 }
-u32 cluster_rank() { return ::cluster_rank(); }
-void cluster_barrier(bool waits, Site site) {
-    waits ? sim::cluster_wait(place(site)) : sim::cluster_arrive(place(site));
-}
-u32 cluster_address(u32 address, u32 rank) { return sim::cluster_address(address, int(rank)); }
-void mbarrier_arrive_cluster(u64 address, Site site) { sim::mbar_arrive_cluster(u32(address), place(site)); }
 void bulk_commit() { tma_store_commit(); }
 void bulk_wait(int newest, bool read_only, Site site) {
     sim::Thread& t = sim::me();

@@ -12,7 +12,7 @@ inline sim::Call call(Site site) { return {{site.file, site.line}, {}}; }
 unsigned char* shared_at(u64 address, size_t bytes, size_t align, Site site);
 inline bool in_shared(const void* p) {
     auto* byte = static_cast<const unsigned char*>(p);
-    return byte >= sim::shared && byte < sim::shared + sim::kMostRanks * sim::kWindow;
+    return byte >= sim::shared && byte < sim::shared + sim::kSharedBytes;
 }
 
 }    // namespace ptx

@@ -30,7 +30,6 @@ FOR(2, false) FOR(4, false) FOR(1, true) FOR(2, true) FOR(4, true)
             PRODUCT(m16n8k16_bf16, float, 4, 2, mma_m16n8k16<__nv_bfloat16>, b[0], b[1])
                 PRODUCT(m16n8k8_tf32, float, 4, 2, mma_m16n8k8_tf32, b[0], b[1])
                     PRODUCT(m16n8k32_e4m3, float, 4, 2, mma_m16n8k32_e4m3, b[0], b[1])
-                        PRODUCT(m16n8k32_s8, int, 4, 2, mma_m16n8k32_s8, b[0], b[1])
 #undef PRODUCT
                             void multiply_scaled(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
                                                  ScalesOfProduct s, Site site) {

@@ -22,7 +22,7 @@ unsigned char* memory_at(Space space, u64 address, size_t bytes, Site site) {
 }
 void count(const unsigned char* p, size_t bytes, sim::Access shared, sim::Access global, Site site) {
     const bool inside = in_shared(p);
-    sim::count_access(inside ? shared : global, inside ? u64(p - sim::my_shared()) : u64(p), int(bytes),
+    sim::count_access(inside ? shared : global, inside ? u64(p - sim::shared) : u64(p), int(bytes),
                       place(site));
 }
 void written(unsigned char* p, size_t bytes) {
@@ -60,8 +60,8 @@ FOR_VECTORS(u64)
 #undef FOR_VECTORS
 #undef FOR
 
-u64 generic_of_shared(u64 offset) { return u64(sim::my_shared()) + offset; }
-u64 shared_of_generic(u64 address) { return address - u64(sim::my_shared()); }
+u64 generic_of_shared(u64 offset) { return u64(sim::shared) + offset; }
+u64 shared_of_generic(u64 address) { return address - u64(sim::shared); }
 
 // ---- atomics
 
@@ -74,7 +74,7 @@ template <class T> T atomic_add(Space space, u64 address, T x, Site site) {
     T* p = atomic_at<T>(space, address, site);
     const T before = atomicAdd(p, x);
     // why: prim/semaphore.cuh takes the numbers of blocks so
-    if (std::is_same_v<T, u32> && !in_shared(p)) sim::let_blocks_pass();
+    if (std::is_same_v<T, u32> && !in_shared(p)) sim::maybe_yield_block();
     return before;
 }
 template <class T> T atomic_max(Space space, u64 address, T x, Site site) {
@@ -101,15 +101,15 @@ template double atomic_add<double>(Space, u64, double, Site);
 void release_turn(u64 address, Site site) { sim::semaphore_release(reinterpret_cast<u32*>(address), place(site)); }
 void poll(Site site) {
     sim::Thread& t = sim::me();
-    t.for_blocks = true;
+    t.waits_for_block = true;
     sim::wait(&t, place(site), "polling what another block writes");
-    t.for_blocks = false;
+    t.waits_for_block = false;
 }
 
 // ---- cp.async
 
 void copy_async(u64 to, u64 from, int bytes, int wanted, Site site) {
-    const u32 dst = u32(shared_at(to, size_t(bytes), size_t(bytes), site) - sim::my_shared());
+    const u32 dst = u32(shared_at(to, size_t(bytes), size_t(bytes), site) - sim::shared);
     const void* src = reinterpret_cast<const void*>(from);
     sim::cp_async(dst, src, bytes, wanted, place(site));
 }

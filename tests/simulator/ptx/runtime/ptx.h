@@ -94,8 +94,7 @@ enum class Product {
     m16n8k16_f16,
     m16n8k16_bf16,
     m16n8k8_tf32,
-    m16n8k32_e4m3,
-    m16n8k32_s8
+    m16n8k32_e4m3
 };
 template <Product product, class D, int n_a, int n_b>
 void multiply(D (&d)[4], const u32 (&a)[n_a], const u32 (&b)[n_b], Site site);
@@ -127,33 +126,26 @@ struct Box {
     int at[5];
 };
 void prefetch_map(u64 map, Site site);
-// blocks: of the cluster, a bit each, to which it goes; 0: to its own.
-void load_box(u64 to, Box from, u64 mbarrier, u32 blocks, Site site);
+void load_box(u64 to, Box from, u64 mbarrier, Site site);
 void store_box(Box to, u64 from, Site site);
 void bulk_load(u64 to, u64 from, int bytes, u64 mbarrier, Site site);
 void bulk_store(u64 to, u64 from, int bytes, bool add, Site site);
 void bulk_commit();
 void bulk_wait(int newest, bool read_only, Site site);
 
-// ---- clusters, in bulk.cpp
-u32 cluster_rank();
-void cluster_barrier(bool waits, Site site);    // arrives, or waits
-u32 cluster_address(u32 address, u32 rank);
-void mbarrier_arrive_cluster(u64 address, Site site);
-
 // ---- launch.cpp
 int launch(void (*body)(const void*), const u32 grid[3], const u32 block[3], u64 shared_bytes,
-           const void* params, int max_threads, int cluster);
+           const void* params, int max_threads);
 
 }    // namespace ptx
 using namespace ptx;
 
 // The entry that cupy_flash.simulator calls, as CF_KERNEL of base.cuh makes it of a kernel's source.
-#define PTX_KERNEL(name, n_params, max_threads, cluster, body)                                               \
+#define PTX_KERNEL(name, n_params, max_threads, body)                                                        \
     extern "C" __attribute__((visibility("default"))) int simulate_##name(                                   \
         const u32 grid[3], const u32 block[3], u64 shared_bytes, const void* params) {                       \
         Params<n_params> copy;                                                                               \
         memcpy(&copy, params, sizeof copy);                                                                  \
         const auto call = [](const void* p) { body(*static_cast<const Params<n_params>*>(p)); };             \
-        return launch(call, grid, block, shared_bytes, &copy, max_threads, cluster);                         \
+        return launch(call, grid, block, shared_bytes, &copy, max_threads);                                  \
     }

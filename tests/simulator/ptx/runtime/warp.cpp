@@ -37,7 +37,7 @@ Shuffled shuffle(Shuffle mode, u32 a, u32 b, u32 c, u32 mask, Site site) {
 }
 bool elect(Site site) { return elect_one(call(site)); }
 void set_registers(Site site) { sim::set_registers(place(site)); }
-void pause() { sim::give_way(); }
+void pause() { sim::maybe_preempt(); }
 void trap(Site site) { sim::fail("trap at %s:%d", site.file, site.line); }
 
 }    // namespace ptx
