@@ -233,16 +233,23 @@ def blas_threads() -> list[int]:
 
 
 def test_blas_limit_is_one_inside_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every pass: threads that spin between short products cost ten times what they give."""
     before, inside = blas_threads(), []
     original = scores.Scores.finish
 
     def watched(self, *where):
-        inside.append(blas_threads())
+        inside.append((self.problem.direction, blas_threads()))
         original(self, *where)
 
+    do, q, k, v = inputs((1, 1, 64, 8))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
     monkeypatch.setattr(scores.Scores, "finish", watched)
-    backward(*inputs((1, 1, 64, 8)))
-    assert inside == [[1] * len(before)] * 2
+    backward(do, q, k, v)
+    tangents = cupy_flash.derivatives.jvp(q, k, v, o, lse, dq=q)
+    cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=q, jvp=tangents)
+    cupy_flash.attention_statistics(q, k)
+    assert dict(inside).keys() == {"forward", "backward", "jvp", "hvp", "statistics"}
+    assert all(limits == [1] * len(before) for _, limits in inside)
     assert blas_threads() == before
 
 
