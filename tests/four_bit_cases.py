@@ -29,7 +29,7 @@ def call(
     units: Any = None,
     scales: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
-    """A call over such caches: `units` is the dtype of their scales, `scales` the shape of NVFP4's k_scale."""
+    """A call over such caches: `units` is the dtype of scales of codes, `scales` the shape of k_scale."""
     rng = np.random.default_rng(2)
     made: dict[str, Any] = {"cache_seqlens": LENGTHS, "layout": layout}
     normal = {"q": rng.standard_normal((BATCH, HEADS[0], queries, dims[0]))}
