@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -68,6 +69,7 @@ class Import(NamedTuple):
     line: int
 
 
+@functools.cache
 def imports_of(path: Path) -> list[Import]:
     """List what a file imports."""
     found: list[Import] = []
