@@ -447,3 +447,10 @@ def test_blas_keeps_to_one_thread(module: Any, name: str, monkeypatch: pytest.Mo
     testing.reference_jvp(x, x, x, dq=x)
     assert set(limits) <= {1}
     assert limits or not threads._blas._libraries[0]
+
+
+def test_every_result_of_a_list_is_compared() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    o = testing.reference_attention(x, x, x).o.astype(np.float32)
+    verdicts = testing.error_budget([{"o": o}, {"o": 1.01 * o}, {"o": o}], x, x, x)
+    assert [verdict.within for verdict in verdicts] == [True, False, True]
