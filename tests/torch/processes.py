@@ -1,6 +1,7 @@
 """Processes of a group of torch.distributed over gloo, which never hang."""
 
 import multiprocessing
+import sys
 import time
 from datetime import timedelta
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 # why a server: what is forked from a process that has imported torch and computed nothing need not import it.
-METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
 if METHOD == "forkserver":
     multiprocessing.set_forkserver_preload(["cupy_flash.torch", "pytest", "torch.distributed.tensor"])
 
