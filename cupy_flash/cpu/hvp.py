@@ -28,6 +28,7 @@ from .backward import add_to_dbias
 from .directions import Direction, grouped_direction
 from .recompute import drop, gradient_rows, recompute_weights, row_lse
 from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
+from .threads import one_blas_thread
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -59,7 +60,7 @@ def hvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
     x = grouped_inputs(p, arrays)
     sums = [_Sums(scores, grouped_direction(p, direction)) for direction in directions]
     # As in the backward pass.
-    with np.errstate(all="ignore"):
+    with one_blas_thread(), np.errstate(all="ignore"):
         for box in tiles.boxes(p):
             _box(scores, x, sums, box)
         for each in sums:

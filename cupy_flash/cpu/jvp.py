@@ -24,6 +24,7 @@ from . import tiles
 from .directions import Direction, grouped_direction
 from .recompute import RowLse, drop, recompute_weights, row_lse
 from .scores import Scores, cut_out, finite_rows, grouped_inputs, operand, rows_of
+from .threads import one_blas_thread
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -50,7 +51,7 @@ def jvp(problem: Problem, arrays: dict[str, Array], directions: Sequence[dict[st
     x = grouped_inputs(problem, arrays)
     dots = [grouped_direction(problem, direction) for direction in directions]
     # As in the backward pass.
-    with np.errstate(all="ignore"):
+    with one_blas_thread(), np.errstate(all="ignore"):
         for box in tiles.boxes(problem):
             _box(scores, x, dots, box)
 

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 try:
     from threadpoolctl import ThreadpoolController
 except ModuleNotFoundError:  # a kernel of the Hugging Face hub cannot require it
     ThreadpoolController = None
 
-__all__ = ["BlasLimit", "allowed", "available_cores", "one_blas_thread", "team"]
+__all__ = ["BlasLimit", "allowed", "available_cores", "on_one_blas_thread", "one_blas_thread", "team"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Limited(NamedTuple):
@@ -115,6 +117,12 @@ _blas = BlasLimit()
 def one_blas_thread() -> Any:
     """Return a context manager that limits the BLAS to one thread."""
     return _blas.one_thread()
+
+
+def on_one_blas_thread(function: _Function) -> _Function:
+    """Decorate a function that runs in such a context."""
+    limited: _Function = one_blas_thread()(function)
+    return limited
 
 
 def allowed(library: str = "") -> int:

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cpu.threads import on_one_blas_thread
 from . import reference
 from .naive import naive_same_precision
 from .reference import Options
@@ -134,8 +135,9 @@ def to_numpy(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
+@on_one_blas_thread
 def error_budget(
-    actual: Mapping[str, Any] | Any,
+    actual: Mapping[str, Any] | Any | list[Any],
     q: Any,
     k: Any,
     v: Any,
@@ -150,8 +152,9 @@ def error_budget(
 
     Parameters
     ----------
-    actual : mapping or object with attributes
-        Any of o, lse and the gradients; missing ones and None are not compared.
+    actual : mapping or object with attributes, or a list of them
+        Any of o, lse and the gradients; missing ones and None are not compared. For a list, FP64 and the
+        budget are computed once.
     q, k, v, do, dlse : array
         The inputs; do is needed for gradients.
     precision : {None, "ieee", "tf32x3", "tf32", "e4m3"}, optional
@@ -167,9 +170,7 @@ def error_budget(
     list of Verdict
         One per compared tensor.
     """
-    names = (*FORWARD, *BACKWARD)
-    read = actual.get if isinstance(actual, Mapping) else lambda name: getattr(actual, name, None)
-    given = {name: to_numpy(read(name)) for name in names if read(name) is not None}
+    given = [pair for one in (actual if isinstance(actual, list) else [actual]) for pair in _tensors(one)]
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x).__name__ == "QuantizedArray":
             options[f"{name}_scale"] = x.scale
@@ -177,7 +178,7 @@ def error_budget(
     options |= {name: to_numpy(x) for name, x in options.items() if getattr(x, "ndim", 0)}
     do = None if do is None else to_numpy(do)
     dlse = None if dlse is None else to_numpy(dlse)
-    if do is None and any(name in given for name in BACKWARD):
+    if do is None and any(name in BACKWARD for name, _ in given):
         raise ValueError("gradients cannot be compared without do")
     if do is not None and q_error is not None:
         raise ValueError("q_error is of o and lse, and not of gradients")
@@ -189,18 +190,20 @@ def error_budget(
         exact |= reference.gradients(do, dlse, f, q.ndim, chosen)._asdict()
     result = q.dtype
     if q.dtype.itemsize == 1:  # the caller chose the dtype of o
-        result = given["o"].dtype if "o" in given else np.dtype(np.float32)
+        result = dict(given)["o"].dtype if "o" in dict(given) else np.dtype(np.float32)
     naive = naive_same_precision(q, k, v, do=do, dlse=dlse, precision=precision, result=result, **options)
     sigma = _sigmas(f, q, do, dlse, precision, result.name, chosen, q_error)
     return [
         _compare(name, value, exact[name], getattr(naive, name), *sigma[name])
         if exact[name] is not None
         else Verdict(name, "should be absent")
-        for name, value in given.items()
+        for name, value in given
     ]
 
 
-def assert_within_budget(actual: Mapping[str, Any] | Any, q: Any, k: Any, v: Any, **how: Any) -> None:
+def assert_within_budget(
+    actual: Mapping[str, Any] | Any | list[Any], q: Any, k: Any, v: Any, **how: Any
+) -> None:
     """Raise an AssertionError with the numbers of every tensor unless all are within `error_budget`.
 
     Parameters
@@ -219,6 +222,12 @@ def assert_within_budget(actual: Mapping[str, Any] | Any, q: Any, k: Any, v: Any
         shapes = f"q {np.shape(q)} k {np.shape(k)} v {np.shape(v)} {getattr(q, 'dtype', '')}"
         lines = "\n".join(f"  {verdict}" for verdict in verdicts)
         raise AssertionError(f"outside the error budget: {shapes}\n{lines}")
+
+
+def _tensors(actual: Mapping[str, Any] | Any) -> list[tuple[str, np.ndarray]]:
+    """Return the tensors that there are, by name, as NumPy arrays."""
+    read = actual.get if isinstance(actual, Mapping) else lambda name: getattr(actual, name, None)
+    return [(name, to_numpy(read(name))) for name in (*FORWARD, *BACKWARD) if read(name) is not None]
 
 
 def _compare(

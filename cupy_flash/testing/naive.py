@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..cpu.threads import on_one_blas_thread
 from . import reference
 from .reference import Options
 
@@ -32,6 +33,7 @@ class NaiveResult(NamedTuple):
     dsinks: np.ndarray | None = None
 
 
+@on_one_blas_thread
 def naive_same_precision(
     q: Any,
     k: Any,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..cpu.threads import on_one_blas_thread
 from .dual import Dual
 
 __all__ = [
@@ -188,6 +189,7 @@ def reference_backward(do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, **o
     return gradients(do, dlse, forward(q, k, v, chosen), np.ndim(q), chosen)
 
 
+@on_one_blas_thread
 def gradients(do: Any, dlse: Any, state: Forward, rank: int, chosen: Options) -> Gradients:
     """Compute the gradients from the intermediates of the forward pass."""
     layout = chosen.layout
@@ -245,6 +247,7 @@ def reference_statistics(q: Any, k: Any, *, top_k: int = 8, **options: Any) -> S
     return Statistics(*of_rows, *(x.reshape(x.shape[4 - rank :]) for x in (top_weights, top_keys)))
 
 
+@on_one_blas_thread
 def forward(q: Any, k: Any, v: Any, chosen: Options) -> Forward:
     """Compute every intermediate of the forward pass in FP64."""
     q4, k4, v4 = (canonical(x, chosen.layout).astype(np.float64) for x in (q, k, v))

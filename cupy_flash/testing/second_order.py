@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..cpu.threads import on_one_blas_thread
 from .reference import (
     Forward,
     Gradients,
@@ -42,6 +43,7 @@ class Directional(NamedTuple):
     lse: np.ndarray
 
 
+@on_one_blas_thread
 def reference_jvp(
     q: Any, k: Any, v: Any, *, dq: Any = None, dk: Any = None, dv: Any = None,
     dbias: Any = None, dsinks: Any = None, **options: Any,
@@ -68,6 +70,7 @@ def reference_jvp(
     return Reference(restore(dots.o, rank, chosen.layout), restore_rows(dots.lse, rank))
 
 
+@on_one_blas_thread
 def reference_hvp(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, dq: Any = None, dk: Any = None, dv: Any = None,
     dbias: Any = None, dsinks: Any = None, **options: Any,

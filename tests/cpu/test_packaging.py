@@ -557,27 +557,26 @@ def requirements_of(wheel):
     return [Requirement(one) for one in asked if "extra ==" not in one]
 
 
-# What scripts/test compiles anyway, and what nothing but these tests would need: its cubins are stand-ins.
-ARCHS = {12: "sm_80", 13: "sm_75"}
+ARCH = "sm_75"
 
 
-def write_stand_ins(store, cuda, target):
+def write_stand_ins(store, cuda):
     """A store of bytes that say that they were compiled from these sources, so that a build takes them.
 
     why: what is tested of a wheel is what lies in it. Compiling it would be 200 s of a processor.
     """
-    folder = store / f"cuda{cuda}" / target
+    folder = store / f"cuda{cuda}" / ARCH
     folder.mkdir(parents=True)
     entries = {}
-    for variant in families.variants(target):
-        data = f"{variant.name} for {target}".encode() * 100
+    for variant in families.variants(ARCH):
+        data = f"{variant.name} for {ARCH}".encode() * 100
         (folder / f"{variant.name}.cubin").write_bytes(data)
         entries[variant.name] = {
             "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "registers": 32, "spill_bytes": 0,
-            "source": digest(variant, target, cuda), "stack_bytes": 0, "shared_bytes": 0,
+            "source": digest(variant, ARCH, cuda), "stack_bytes": 0, "shared_bytes": 0,
         }  # fmt: skip
     manifest = {
-        "format": locate.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda, "target": target,
+        "format": locate.FORMAT, "version": __version__, "abi": ABI_VERSION, "cuda": cuda, "target": ARCH,
         "compiler": nvrtc.TOOLKITS[cuda].compiler, "cubins": entries,
     }  # fmt: skip
     (folder / locate.MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
@@ -585,15 +584,13 @@ def write_stand_ins(store, cuda, target):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the tree, with kernels for one GPU architecture of each CUDA major."""
+    """A copy of the tree, with stand-ins for the kernels of one GPU architecture."""
     copy = tmp_path_factory.mktemp("packaging") / "checkout"
     shutil.copytree(
         ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "dist", ".*_cache", "__pycache__")
     )
-    store = ROOT / "build" / "cubins" / "cuda12" / ARCHS[12]
-    if store.exists():
-        shutil.copytree(store, copy / "build" / "cubins" / "cuda12" / ARCHS[12])
-    write_stand_ins(copy / "build" / "cubins", 13, ARCHS[13])
+    for cuda in locate.PACKAGES:
+        write_stand_ins(copy / "build" / "cubins", cuda)
     return copy
 
 
@@ -601,8 +598,7 @@ def checkout(tmp_path_factory):
 def wheels(checkout, tmp_path_factory):
     """The sdist and the wheels, and no library of the CPU core."""
     out = tmp_path_factory.mktemp("dist")
-    for cuda, arch in ARCHS.items():
-        run("scripts/build_wheels.py", "--cuda", cuda, "--arch", arch, "--out", out, cwd=checkout)
+    run("scripts/build_wheels.py", "--cuda", 12, "--cuda", 13, "--arch", ARCH, "--out", out, cwd=checkout)
     return out
 
 
@@ -696,8 +692,8 @@ class TestWheels:
         for cuda, package in locate.PACKAGES.items():
             module = package.replace("-", "_")
             held = names_in(wheels / f"{module}-{stem}")
-            folder = f"{module}/_cubins/cuda{cuda}/{ARCHS[cuda]}/"
-            variants = {f"{folder}{variant.name}.cubin" for variant in families.variants(ARCHS[cuda])}
+            folder = f"{module}/_cubins/cuda{cuda}/{ARCH}/"
+            variants = {f"{folder}{variant.name}.cubin" for variant in families.variants(ARCH)}
             assert {name for name in held if name.startswith(folder)} == {*variants, f"{folder}manifest.json"}
             assert f"{module}-{__version__}.dist-info/licenses/LICENSE" in held
 
@@ -711,7 +707,7 @@ class TestWheels:
         assert not [name for name in names if name.startswith(("build/", ".venv/", "dist/", ".git/"))]
 
     def test_the_same_bytes_again(self, wheels, checkout, tmp_path):
-        again = ("--cuda", 13, "--arch", ARCHS[13], "--out", tmp_path)
+        again = ("--cuda", 13, "--arch", ARCH, "--out", tmp_path)
         run("scripts/build_wheels.py", *again, cwd=checkout, TZ="Asia/Tokyo")
         for path in tmp_path.iterdir():
             assert path.read_bytes() == (wheels / path.name).read_bytes(), path.name

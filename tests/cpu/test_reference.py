@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from cupy_flash import testing
+from cupy_flash.cpu import threads
+from cupy_flash.testing import budget, reference, second_order
 from cupy_flash.testing.reference import philox
 from tests.cases import DTYPES, Case, exact_cases, feature_cases, numpy_dtype
 
-pytestmark = pytest.mark.usefixtures("one_blas_thread")
 SMALL = exact_cases()
 
 
@@ -425,3 +426,31 @@ def test_cases_are_distinct_and_cover_every_pair() -> None:
     }
     first, again = cases[3].inputs(), dataclasses.replace(cases[3]).inputs()
     assert all(np.array_equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(reference, "keep"), (reference, "sum_groups"), (budget, "_sigmas"), (second_order, "along")],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_blas_keeps_to_one_thread(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads spin between short products: on a busy machine that takes ten times as long."""
+    limits, original = [], getattr(module, name)
+
+    def watched(*arguments: Any) -> Any:
+        limits.extend(library.get() for library in threads._blas._libraries[0])
+        return original(*arguments)
+
+    monkeypatch.setattr(module, name, watched)
+    x = np.ones((3, 4))
+    testing.assert_within_budget(testing.reference_backward(x, x, x, x)._asdict(), x, x, x, do=x)
+    testing.reference_jvp(x, x, x, dq=x)
+    assert set(limits) <= {1}
+    assert limits or not threads._blas._libraries[0]
+
+
+def test_every_result_of_a_list_is_compared() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    o = testing.reference_attention(x, x, x).o.astype(np.float32)
+    verdicts = testing.error_budget([{"o": o}, {"o": 1.01 * o}, {"o": o}], x, x, x)
+    assert [verdict.within for verdict in verdicts] == [True, False, True]

@@ -17,6 +17,9 @@ from cupy_flash.plan import families
 from tests.cpu.stub_kernels import Stubs, requires_nvrtc, stub
 from tests.paths import ROOT
 
+needs_nvdisasm = pytest.mark.skipif(
+    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
+)
 # Of 64 x 16 outputs: 8 accumulators from R24 on, A in R8 to R11.
 PRODUCT = "HGMMA.64x16x16.F32 R24, R8, gdesc[UR4], R24, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -165,9 +168,7 @@ def test_registers_that_warpgroups_give_back_and_take(lines, reasons):
 
 
 @requires_nvrtc(12)
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 class TestBuild:
     KERNEL = """
 extern "C" __global__ void __launch_bounds__(128) CF_ENTRY(float* x, size_t a, size_t b) {
@@ -216,6 +217,8 @@ PIN = "@never pmevent 1;"
 @functools.cache
 def built(variant, cuda, target="sm_90a"):
     """A variant as compiled, which no gate refuses: taken from the store of the tree if it is there."""
+    if not nvrtc.installed(cuda):
+        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     made = build.build(cuda, [target], ROOT / "build/cubins", only={variant.name}, progress=False)
     (folder,) = (folder for folder, _ in made if folder.name == target)
     return sass.disassemble(folder / f"{variant.name}.cubin")
@@ -242,9 +245,7 @@ WHOLE_BLOCK = {
 }
 
 
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize(
     ("variant", "cuda"),
     [
@@ -255,28 +256,21 @@ WHOLE_BLOCK = {
 )
 def test_a_block_takes_the_instructions_of_the_cost_sheet(variant, cuda):
     """An instruction more is an issue slot more."""
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     counted = sass.shortest_iteration(built(variant, cuda))
     assert 0 < counted <= WHOLE_BLOCK[variant.head_dim, variant.head_dim_v]
 
 
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
 def test_overlap_is_lost_without_the_pin_and_refused(cuda, tmp_path, monkeypatch):
     """As it ships the backward pass comes through; once pin_schedule is empty it does not."""
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    compiler = nvrtc.Compiler(cuda)
     built(PINNED, cuda)
     folder = tmp_path / "kernels"
     shutil.copytree(sources.folder(), folder)
     (header,) = (path for path in folder.rglob("*.cuh") if PIN in path.read_text())
     header.write_text(header.read_text().replace(PIN, ""))
     monkeypatch.setattr(sources, "folder", lambda: folder)
-    _, refused, _ = compile_variant(compiler, PINNED, "sm_90a", tmp_path)
+    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), PINNED, "sm_90a", tmp_path)
     assert any("overlap: " in reason and "exponentials run under products" in reason for reason in refused)
 
 
@@ -314,9 +308,7 @@ def longest_turn(read):
 
 @pytest.mark.slow
 @requires_nvrtc(12)
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 class TestWhatTheSameBitsCost:
     """Instructions of an iteration of the loop over keys: at most 10 % more in decode, and 5 % in prompts."""
 
@@ -346,9 +338,7 @@ class TestWhatTheSameBitsCost:
 
 @pytest.mark.slow
 @requires_nvrtc(12)
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_int4_asks_for_little_beside_its_bytes(dtype, target):
@@ -376,9 +366,7 @@ ABOVE_THE_BAND = {"64": 1.01, "128": 1.01, "192v128": 1.01, "256": 1.01}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @requires_nvrtc(12)
 @pytest.mark.parametrize("classes", ABOVE_THE_BAND)
 def test_a_block_that_spans_leave_whole_costs_what_the_band_does(classes):
@@ -394,9 +382,7 @@ CROSSED = {"64": 199, "128": 199, "192v128": 199, "256": 127}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, 13])
 @pytest.mark.parametrize("classes", CROSSED)
 def test_causality_as_spans_costs_what_causality_does(classes, cuda):
@@ -404,8 +390,6 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda):
 
     why 4: a whole block has 369 instructions there since all exponentials are ex2, and had 518.
     """
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     read = {mask: built(_hopper_forward(classes, mask), cuda) for mask in ("band", "spans")}
     band, whole = (sass.shortest_iteration(each) for each in read.values())
     now = read["spans"].instructions
@@ -454,14 +438,10 @@ def test_causality_as_spans_costs_what_causality_does(classes, cuda):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, 13])
 def test_a_tile_of_gradients_that_spans_leave_whole_costs_what_the_band_does(cuda):
     """The same of gradients, in tiles that both kinds have: of head dim 64."""
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     counts = [
         sass.shortest_iteration(built(_hopper(f"flash_backward_sm90_f16_d64_{mask}_128x128"), cuda))
         for mask in ("band", "spans")
@@ -476,15 +456,11 @@ PARTIAL_TILE = {"64": 340, "128": 280}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, 13])
 @pytest.mark.parametrize("head_dim", PARTIAL_TILE)
 def test_a_partial_tile_of_gradients_is_short_for_helpers(head_dim, cuda):
     """Consumers wait for a helper whose tile takes it longer than a step takes them."""
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     read = built(_hopper(f"flash_backward_sm90_f16_d{head_dim}_spans_"), cuda)
 
     def after(start, **fields):
@@ -557,14 +533,10 @@ def test_a_kernel_without_products_has_no_turn():
     assert sass.iteration(listing(MMA, "EXIT")) is None
 
 
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("target", "name"), ISSUED)
 def test_doubles_issue_what_the_cost_model_says(target, name, cuda):
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     (variant,) = (v for v in families.variants(target) if v.name == name)
     iteration, issued = sass.iteration(built(variant, cuda, target), sass.COPIES), ISSUED[target, name]
     assert iteration.doubles == issued.doubles
@@ -576,14 +548,10 @@ def test_doubles_issue_what_the_cost_model_says(target, name, cuda):
     assert iteration.products * of_product == products * issued.pairs * variant.head_dim
 
 
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("target", "head_dim"), WAITING)
 def test_what_stands_between_products_is_what_the_worst_case_says(target, head_dim, cuda):
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
     (variant,) = (
         v for v in families.variants(target)
         if v.name.startswith(f"flash_forward_bf16_d{head_dim}_band") and v.head_dim_v == head_dim
@@ -597,15 +565,10 @@ UNDER = next(v for v in families.variants("sm_80") if v.name.startswith("flash_b
 INTERLEAVED = "            interleaved(Share{i, kBlocks});\n"
 
 
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
 def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatch):
     """As it ships the backward pass comes through; with exponentials and dS before products it does not."""
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    compiler = nvrtc.Compiler(cuda)
     built(UNDER, cuda, "sm_80")
     folder = tmp_path / "kernels"
     shutil.copytree(sources.folder(), folder)
@@ -615,7 +578,7 @@ def test_work_that_is_not_between_products_is_refused(cuda, tmp_path, monkeypatc
     assert whole in text
     header.write_text(text.replace(whole, "        interleaved(Share{0, 1});\n" + whole))
     monkeypatch.setattr(sources, "folder", lambda: folder)
-    _, refused, _ = compile_variant(compiler, UNDER, "sm_80", tmp_path)
+    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), UNDER, "sm_80", tmp_path)
     assert any("overlap: 32 exponentials from one product to the next" in reason for reason in refused)
 
 
@@ -624,21 +587,15 @@ SCALED = [v for v in families.variants("sm_120f") if v.mask == "band"]
 CLOCKS, MUFU_CLOCKS = 16, 8
 
 
-@pytest.mark.skipif(
-    sass.disassembler() is None, reason=f"nvdisasm is not installed: pip install {sass.REQUIREMENT}"
-)
+@needs_nvdisasm
 @pytest.mark.parametrize("cuda", [12, pytest.param(13, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", SCALED, ids=lambda v: v.name)
-def test_products_with_scales_pay_even_if_nothing_runs_beside_them(variant, cuda, tmp_path):
+def test_products_with_scales_pay_even_if_nothing_runs_beside_them(variant, cuda):
     """Every product is one instruction, and twice the rate makes a whole block of keys 1.6 times as fast.
 
     Of a warp, whose products and other work follow each other; where they overlap it is less.
     """
-    if not nvrtc.installed(cuda):
-        pytest.skip(f"the NVRTC wheel of CUDA {cuda} is not installed")
-    _, refused, _ = compile_variant(nvrtc.Compiler(cuda), variant, "sm_120f", tmp_path)
-    assert refused == []
-    read = sass.disassemble(tmp_path / f"{variant.name}.cubin")
+    read = built(variant, cuda, "sm_120f")
     assert {i.form for i in read.instructions if "MMA" in i.name} == {".SF.16832.F32.E4M3.E4M3.E8"}
     (m, n), warps = variant.tile, variant.threads // 32
     products = m // warps // 16 * n // 8 * (variant.head_dim + variant.head_dim_v) // 32

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from bench.machine.blas import one_thread
 from cupy_flash import InvalidArgumentsError, UnsupportedError, testing
 from cupy_flash.call.adopt import adopt
 from cupy_flash.call.options import DERIVATIVES
@@ -47,17 +46,15 @@ def tangents_of(arrays: dict[str, np.ndarray], directions: tuple[int, ...] = ())
 
 def results_of(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The o and lse of a case, exact but for their dtypes."""
-    with one_thread():
-        exact = testing.reference_attention(*(arrays[n] for n in "qkv"), **case.options(arrays))
+    exact = testing.reference_attention(*(arrays[n] for n in "qkv"), **case.options(arrays))
     return {"o": exact.o.astype(arrays["q"].dtype), "lse": exact.lse.astype(case.accumulator)}
 
 
 def expected(case: Case, arrays: dict[str, Any], tangents: dict[str, Any]) -> dict[str, Any]:
     """What J and H have to give, by name."""
     how, qkv = case.options(arrays), [arrays[name] for name in "qkv"]
-    with one_thread():
-        j = testing.reference_jvp(*qkv, **tangents, **how)
-        h = testing.reference_hvp(arrays["do"], *qkv, dlse=arrays.get("dlse"), **tangents, **how)
+    j = testing.reference_jvp(*qkv, **tangents, **how)
+    h = testing.reference_hvp(arrays["do"], *qkv, dlse=arrays.get("dlse"), **tangents, **how)
     return {**j._asdict(), **h._asdict()}
 
 

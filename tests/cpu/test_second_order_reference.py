@@ -10,7 +10,6 @@ import pytest
 from cupy_flash import testing
 from tests.cases import Case, exact_cases
 
-pytestmark = pytest.mark.usefixtures("one_blas_thread")
 SMALL = exact_cases()
 STEP = 1e-5
 

@@ -1,4 +1,4 @@
-"""Spans on NumPy arrays: its makers, against FP64 and dense masks, what is skipped, and what is refused."""
+"""Makers of Spans, against dense masks; what is skipped, and what it costs to make and to use them."""
 
 from __future__ import annotations
 
@@ -11,42 +11,12 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from bench.machine.blas import one_thread
-from cupy_flash import InvalidArgumentsError, Spans, spans, testing
+from cupy_flash import InvalidArgumentsError, Spans, spans
 from cupy_flash.call.describe import describe
 from cupy_flash.call.given import Options
 from cupy_flash.cpu import tiles
 from cupy_flash.cpu.spans import TileSpans
-from tests.cases import Case
-from tests.checks import Device
-from tests.span_cases import SpanCase, as_mask, crossed, random_spans
-
-KINDS = [(by, n, lead) for by in (False, True) for n in (1, 2) for lead in ("", "h", "b1", "bh")]
-PLAIN = [SpanCase(Case(lengths=(70, 301), head_dims=(16, 8), heads=(4, 2)), *kind) for kind in KINDS]
-WITH = crossed(
-    [
-        {"lengths": (200, 200), "causal": True, "heads": (4, 2)},
-        {"lengths": (300, 150), "window": (20, 40), "align": "bottom_right"},
-        {"lengths": (65, 330), "mask": "b1q1", "bias": "1hqk", "heads": (2, 1)},
-        {"lengths": (33, 170), "softcap": 2.0, "alibi": "bh", "align": 7, "dlse": True},
-        {"lengths": (100, 290), "sinks": True, "dropout": 0.2, "dlse": True},
-        {"lengths": (70, 150), "bias": "1h11", "heads": (6, 2), "dropout": 0.1},
-        {"lengths": (40, 300), "bias": "k", "layout": "bshd", "dtype": "float16"},
-        {"lengths": (64, 144), "dtype": "float64", "bias": "qk", "sinks": True},
-        {"lengths": (3, 700), "heads": (2, 2), "window": (30, None), "align": "bottom_right"},
-        {"lengths": (1, 1), "dtype": "bfloat16"},
-        {"lengths": (5, 1), "causal": True, "align": 0},
-        {"lengths": (1, 400), "heads": (4, 4)},
-    ]
-)  # fmt: skip
-
-
-def computed(arrays: dict[str, np.ndarray], how: dict[str, object]) -> dict[str, np.ndarray]:
-    q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
-    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **how)
-    grads = cupy_flash.attention_backward(do, q, k, v, o, lse, dlse=arrays.get("dlse"), **how)
-    return {"o": o, "lse": lse, **{name: x for name, x in grads._asdict().items() if x is not None}}
-
+from tests.span_cases import as_mask, random_spans
 
 # ---- makers
 
@@ -147,106 +117,7 @@ def test_makers_refuse(make, says: str) -> None:
         make()
 
 
-# ---- what is computed
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", PLAIN + WITH, ids=str)
-def test_both_passes_are_what_the_specification_says(case: SpanCase, device: Device) -> None:
-    arrays = case.inputs()
-    how = case.options(arrays)
-    q, k, v = (arrays[name] for name in "qkv")
-    actual = computed(arrays, how)
-    with one_thread():
-        testing.assert_within_budget(actual, q, k, v, do=arrays["do"], dlse=arrays.get("dlse"), **how)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", PLAIN + WITH, ids=str)
-def test_bits_are_those_of_the_mask(case: SpanCase, device: Device) -> None:
-    arrays = case.inputs()
-    by_spans, by_mask = computed(arrays, case.options(arrays)), computed(arrays, case.with_mask(arrays))
-    for name, x in by_mask.items():
-        assert np.array_equal(by_spans[name], x), name
-
-
-@pytest.mark.parametrize("case", WITH[:8], ids=str)
-def test_second_order(case: SpanCase) -> None:
-    arrays = case.inputs()
-    how = case.options(arrays)
-    if arrays["q"].dtype != np.float64:
-        arrays = {n: x.astype(np.float64) if x.dtype.kind == "f" else x for n, x in arrays.items()}
-        how |= {name: arrays[name] for name in ("bias", "alibi_slopes", "sinks") if name in arrays}
-    q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
-    draw = np.random.default_rng(3)
-    along = {
-        "d" + name: draw.standard_normal(arrays[name].shape)
-        for name in ("q", "k", "v", "bias", "sinks")
-        if name in arrays
-    }
-    exact = testing.reference_attention(q, k, v, **how)
-    j = cupy_flash.derivatives.jvp(q, k, v, *exact, **along, **how)
-    h = cupy_flash.derivatives.hvp(do, q, k, v, *exact, **along, **how)
-    expected = [*testing.reference_jvp(q, k, v, **along, **how)]
-    expected += [x for x in testing.reference_hvp(do, q, k, v, **along, **how) if x is not None]
-    for ours, theirs in zip([*j, *(x for x in h if x is not None)], expected, strict=True):
-        assert np.allclose(ours, theirs, rtol=1e-9, atol=1e-9 * np.abs(theirs).max(initial=1))
-
-
-@pytest.mark.parametrize("by_query", [False, True])
-@pytest.mark.parametrize("lead", ["", "b", "h", "bh"])
-def test_packed(by_query: bool, lead: str, device: Device) -> None:
-    """Spans count from the start of each sequence; those past its end are not looked at."""
-    lengths_q, lengths_k, used = [40, 0, 150], [60, 9, 155], [60, 5, 150]
-    draw = np.random.default_rng(0)
-    q, do = draw.standard_normal((2, sum(lengths_q) + 3, 4, 8), np.float32)
-    k, v = draw.standard_normal((2, sum(lengths_k), 2, 8), np.float32)
-    cuts = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
-    rows, along = (150, 155) if by_query else (155, 150)
-    shape = (3 if "b" in lead else 1, 4 if "h" in lead else 1)
-    bounds = random_spans(draw, shape, rows, along, 2)
-    given = bounds[..., :, None, :] if by_query else bounds[..., None, :, :]
-    how = {
-        "seqused_k": np.array(used, np.int32),
-        "causal": True,
-        "align": "bottom_right",
-        "mask": Spans(given),
-    }
-    o, lse = cupy_flash.attention_varlen(q, k, v, *cuts, return_lse=True, **how)
-    grads = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, *cuts, **how)
-    mask = as_mask(given, 150, 155)
-    for b, n in enumerate(used):
-        of_q, of_k = slice(cuts[0][b], cuts[0][b + 1]), slice(cuts[1][b], cuts[1][b] + n)
-        kept = mask[b if "b" in lead else 0, :, : lengths_q[b], :n]
-        one = [x[None] for x in (q[of_q], k[of_k], v[of_k])]
-        options = {"mask": kept, "causal": True, "align": "bottom_right", "layout": "bshd"}
-        exact = testing.reference_attention(*one, **options)
-        slopes = testing.reference_backward(do[of_q][None], *one, **options)
-        assert np.allclose(o[of_q], exact.o[0], atol=1e-5)
-        assert np.allclose(grads.dq[of_q], slopes.dq[0], atol=1e-4)
-        assert np.allclose(grads.dk[of_k], slopes.dk[0], atol=1e-4)
-        assert np.allclose(grads.dv[of_k], slopes.dv[0], atol=1e-4)
-
-
-def test_naive_attention_takes_them() -> None:
-    for case in PLAIN[:: len(PLAIN) // 4]:
-        arrays = case.inputs()
-        qkv = [arrays[name] for name in "qkv"]
-        ours = cupy_flash.naive_attention(*qkv, mask=Spans(arrays["spans"]), causal=True, align=3)
-        exact = testing.reference_attention(*qkv, mask=Spans(arrays["spans"]), causal=True, align=3)
-        assert np.allclose(ours.o, exact.o, atol=1e-5)
-
-
-def test_keys_that_no_interval_has_may_be_infinite(device: Device) -> None:
-    """What is skipped is not read: infinite values times weights of 0 would be NaN."""
-    draw = np.random.default_rng(1)
-    q, do = draw.standard_normal((2, 1, 2, 64, 16), np.float32)
-    k, v = draw.standard_normal((2, 1, 2, 1300, 16), np.float32)
-    k[:, :, 512:1024] = v[:, :, 512:1024] = np.inf
-    made = np.broadcast_to(np.int32([0, 64]), (1, 1300, 2)).copy()
-    made[:, 400:1100] = 0
-    results = computed({"q": q, "k": k, "v": v, "do": do}, {"mask": Spans(made)})
-    assert all(np.isfinite(x).all() for x in results.values())
+# ---- what they cost
 
 
 def test_tiles_between_intervals_are_skipped() -> None:
@@ -264,8 +135,6 @@ def test_tiles_between_intervals_are_skipped() -> None:
     assert sum(nothing for _, nothing in kinds) == 10
     assert sum(tile is None and not nothing for tile, nothing in kinds) == 6, "whole tiles need no test"
 
-
-# ---- what making them costs
 
 MAKERS: dict[str, tuple[Callable[[], Spans], dict[str, object]]] = {
     "documents": (lambda: spans.documents([128] * 32), {"causal": True}),
@@ -315,52 +184,3 @@ def test_memory_is_linear(form: str) -> None:
     """Both passes over 65536 tokens take less than half of a bit of each pair, 75 MB of 512."""
     done = subprocess.run([sys.executable, "-c", _MEMORY, form], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 65536**2 / 8 / 1024 / 2, "KB"
-
-
-# ---- what is refused
-
-
-def test_explain_names_the_form() -> None:
-    q = np.ones((1, 2, 8, 4), np.float32)
-    assert "Spans(1 of queries for each key)" in cupy_flash.explain(q, q, q, mask=spans.documents([8]))
-    by_query = spans.from_mask(np.indices((8, 8))[1] % 4 == 0)
-    assert "Spans(" in cupy_flash.explain(q, q, q, mask=by_query)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (np.zeros((1, 9, 2)), "mask.bounds has dtype float64, not int32"),
-        (np.zeros((1, 9, 2), np.int64), "mask.bounds has dtype int64, not int32"),
-        (np.zeros((9, 2), np.int32), r"mask.bounds has shape \(9, 2\) for 6 queries and 9 keys"),
-        (np.zeros((1, 9, 3), np.int32), r"mask.bounds has shape \(1, 9, 3\)"),
-        (np.zeros((1, 6, 2), np.int32), r"mask.bounds has shape \(1, 6, 2\)"),
-        (np.zeros((9, 1, 2), np.int32), r"mask.bounds has shape \(9, 1, 2\)"),
-        (np.zeros((2, 1, 9, 2), np.int32), r"mask.bounds has shape \(2, 1, 9, 2\)"),
-        (np.zeros((3, 1, 1, 9, 2), np.int32), r"mask.bounds has shape \(3, 1, 1, 9, 2\)"),
-        (np.zeros((1, 1, 1, 1, 9, 2), np.int32), r"mask.bounds has shape \(1, 1, 1, 1, 9, 2\)"),
-        (np.full((1, 9, 2), 7, np.int32), "mask.bounds holds 7; its bounds are of 6 queries"),
-        (np.full((6, 1, 2), -1, np.int32), "mask.bounds holds -1; its bounds are of 9 keys"),
-        ([[0, 9]], "mask.bounds is a list"),
-    ],
-)  # fmt: skip
-def test_wrong_spans_are_refused(given, says: str, device: Device) -> None:
-    q, k = np.ones((2, 4, 6, 8), np.float32), np.ones((2, 2, 9, 8), np.float32)
-    o, lse = cupy_flash.attention(q, k, k, return_lse=True)
-    for call in (
-        lambda: cupy_flash.attention(q, k, k, mask=Spans(given)),
-        lambda: cupy_flash.attention_backward(o, q, k, k, o, lse, mask=Spans(given)),
-        lambda: cupy_flash.derivatives.jvp(q, k, k, o, lse, dq=q, mask=Spans(given)),
-        lambda: cupy_flash.naive_attention(q, k, k, mask=Spans(given)),
-    ):
-        with pytest.raises(InvalidArgumentsError, match=rf"{says}[^\n]*\n(?s:.*)Try: ."):
-            call()
-
-
-def test_values_are_looked_at_in_every_call(device: Device) -> None:
-    """Not only in the first of those that are alike."""
-    q, bounds = np.ones((1, 1, 6, 8), np.float32), spans.documents([2, 4])
-    cupy_flash.attention(q, q, q, mask=bounds)
-    bounds.bounds[0, 3, 1] = 9
-    with pytest.raises(InvalidArgumentsError, match=r"mask\.bounds holds 9"):
-        cupy_flash.attention(q, q, q, mask=bounds)

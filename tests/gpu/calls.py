@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from bench.machine.blas import one_thread
 from cupy_flash import testing
 from tests.checks import Device
 
@@ -47,10 +46,9 @@ def both_passes(
 def check(results: dict[str, Any], seed: int = 0) -> None:
     """Copy results when the current stream of their device has them; compare with FP64."""
     q, k, v, do = arrays(seed)
-    with one_thread():
-        testing.assert_within_budget(
-            {name: _on_host(x) for name, x in results.items()}, q, k, v, do=do, **OPTIONS
-        )
+    testing.assert_within_budget(
+        {name: _on_host(x) for name, x in results.items()}, q, k, v, do=do, **OPTIONS
+    )
 
 
 def _on_host(x: Any) -> np.ndarray:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.machine.blas import one_thread
 from cupy_flash import testing
 from tests.cases import Case
 
@@ -30,15 +29,14 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
 def compare(results: dict[str, Any], inputs: dict[str, np.ndarray], case: Case) -> None:
-    with one_thread():
-        testing.assert_within_budget(
-            {name: testing.to_numpy(x) for name, x in results.items()},
-            *(inputs[name] for name in "qkv"),
-            do=inputs["do"],
-            dlse=inputs.get("dlse"),
-            precision="tf32x3" if case.dtype == "float32" else None,
-            **case.options(inputs),
-        )
+    testing.assert_within_budget(
+        {name: testing.to_numpy(x) for name, x in results.items()},
+        *(inputs[name] for name in "qkv"),
+        do=inputs["do"],
+        dlse=inputs.get("dlse"),
+        precision="tf32x3" if case.dtype == "float32" else None,
+        **case.options(inputs),
+    )
 
 
 # ---- torch

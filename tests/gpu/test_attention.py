@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cases import Case, feature_cases, head_dim_cases, length_cases
-from tests.checks import Device, check_backward, check_forward
+from tests.checks import Device, run_both
 
 # Gradients of head dims above 256 on tensor cores: edges of tiles, both classes, rows that start anywhere.
 WIDE = tuple(
@@ -49,11 +49,6 @@ CASES = [
 @pytest.mark.gpu
 @pytest.mark.sampled(120)
 @pytest.mark.parametrize("case", CASES, ids=str)
-class TestAttention:
+def test_both_passes(case: Case, device: Device) -> None:
     """Every pair of features, every length, every head dim."""
-
-    def test_forward(self, case: Case, device: Device) -> None:
-        check_forward(case, device)
-
-    def test_backward(self, case: Case, device: Device) -> None:
-        check_backward(case, device)
+    run_both(case, device)

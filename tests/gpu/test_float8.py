@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from bench.machine.blas import one_thread
 from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import driver
 from cupy_flash.plan.catalog import architecture
@@ -56,10 +55,9 @@ def bits(device: Device, x: np.ndarray, style: str) -> Any:
 
 def compare(o: Any, lse: Any, qkv: list[np.ndarray], options: dict[str, Any]) -> None:
     """O with FP64; LSE with the CPU's, as far as sums of 14 bits reach, which is what others have found."""
-    with one_thread():
-        testing.assert_within_budget({"o": o}, *qkv, precision="e4m3", **options)
-        plain = {name: x for name, x in options.items() if not name.endswith("_scale")}
-        wanted = cupy_flash.attention(*quantized(*qkv, options), return_lse=True, **plain)[1]
+    testing.assert_within_budget({"o": o}, *qkv, precision="e4m3", **options)
+    plain = {name: x for name, x in options.items() if not name.endswith("_scale")}
+    wanted = cupy_flash.attention(*quantized(*qkv, options), return_lse=True, **plain)[1]
     axis = 2 if options.get("layout") == "bshd" else 1
     q, k = (np.moveaxis(np.abs(x.astype(np.float32)), axis, 1) for x in qkv[:2])
     sizes = q @ np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)

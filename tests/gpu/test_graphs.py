@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from bench.machine.blas import one_thread
 from cupy_flash import Spans, spans, testing
 from tests.gpu.calls import OPTIONS, arrays, check, on_device
 from tests.public import cached
@@ -93,8 +92,7 @@ def test_replays_read_the_spans_of_the_day(cupy: Any) -> None:
             bounds.set(of_today, stream=stream)
             graph.launch(stream)
             found = {name: x.get(stream=stream) for name, x in results.items()}
-            with one_thread():
-                testing.assert_within_budget(found, q, k, v, do=do, mask=Spans(of_today), **OPTIONS)
+            testing.assert_within_budget(found, q, k, v, do=do, mask=Spans(of_today), **OPTIONS)
 
 
 def test_kv_cache_of_one_length(cupy: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from bench.machine.blas import one_thread
 from cupy_flash import testing
 from cupy_flash.testing import reference
 from tests.block_cases import BlockCase
@@ -163,11 +162,10 @@ class Dense(Case):
         np.testing.assert_array_equal(
             results["o"].astype(float), testing.to_numpy(second).astype(float), "the same call, twice"
         )
-        with one_thread():
-            testing.assert_within_budget(
-                results, *(host[name] for name in "qkv"), do=host["do"], dlse=host.get("dlse"),
-                precision=memory.precision, **self.options(host),
-            )  # fmt: skip
+        testing.assert_within_budget(
+            results, *(host[name] for name in "qkv"), do=host["do"], dlse=host.get("dlse"),
+            precision=memory.precision, **self.options(host),
+        )  # fmt: skip
 
     def _placed(self, memory: Any) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
         host = self.inputs()
@@ -222,11 +220,10 @@ class SecondOrder(Dense):
             given["do"], *inputs, dlse=given.get("dlse"), **known, **along, **options
         )
         memory.synchronize()
-        with one_thread():
-            self._compare(host, dots, [
-                numpy_of({"o": j[0], "lse": j[1], **h._asdict()}),
-                numpy_of({"o": both[0], "lse": both[1]}),
-            ], numpy_of({"o": o, "lse": lse}))  # fmt: skip
+        self._compare(host, dots, [
+            numpy_of({"o": j[0], "lse": j[1], **h._asdict()}),
+            numpy_of({"o": both[0], "lse": both[1]}),
+        ], numpy_of({"o": o, "lse": lse}))  # fmt: skip
 
     def _compare(
         self, host: Mapping[str, Any], dots: Mapping[str, Any], found: list[Any], forward: Any
@@ -325,8 +322,7 @@ class Statistics(Dense):
             lse = cupy_flash.attention(*(given[name] for name in "qkv"), return_lse=True, **options)[1]
         made = cupy_flash.attention_statistics(given["q"], given["k"], lse, top_k=self.places, **own)
         memory.synchronize()
-        with one_thread():
-            assert_close(made, host["q"], host["k"], self.places, **exact)
+        assert_close(made, host["q"], host["k"], self.places, **exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,11 +359,10 @@ class MergeOfTwo(Dense):
         for o, lse in (parts[:2], parts[2:]):  # of a row that saw nothing o may hold anything
             o[...] = np.where(np.isneginf(lse)[..., None], np.nan, o)
         o, lse = cupy_flash.merge(*parts)
-        with one_thread():
-            testing.assert_within_budget(
-                numpy_of({"o": o, "lse": lse}), *(host[name] for name in "qkv"),
-                precision=memory.precision, **self.options(host),
-            )  # fmt: skip
+        testing.assert_within_budget(
+            numpy_of({"o": o, "lse": lse}), *(host[name] for name in "qkv"),
+            precision=memory.precision, **self.options(host),
+        )  # fmt: skip
 
 
 def _drawn(draw: random.Random, dtypes: tuple[str, ...], large: float = 0.06) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from bench.machine.blas import one_thread
 from cupy_flash import derivatives, testing
 from cupy_flash.testing.reference import keep
 from tests.cases import DTYPES, numpy_dtype, unusual
@@ -185,10 +184,7 @@ class Packed:
         )
         found = {"o": o, "lse": lse, **back._asdict()}
         arrays, how = self._in_a_batch(host)
-        with one_thread():
-            testing.assert_within_budget(
-                self._results(host, found), precision=memory.precision, **arrays, **how
-            )
+        testing.assert_within_budget(self._results(host, found), precision=memory.precision, **arrays, **how)
         return None
 
     def _check_second(
@@ -207,10 +203,9 @@ class Packed:
         arrays, how = self._in_a_batch(host)
         do, dlse = arrays.pop("do"), arrays.pop("dlse")
         tangents = {n: self._padded(host, dots[n], n[1:]) if n[1:] in "qkv" else x for n, x in dots.items()}
-        with one_thread():
-            testing.assert_within_budget(self._results(host, {"o": o, "lse": lse}), **arrays, **how)
-            exact = testing.reference_jvp(**arrays, **tangents, **how)._asdict()
-            exact |= testing.reference_hvp(do, **arrays, dlse=dlse, **tangents, **how)._asdict()
+        testing.assert_within_budget(self._results(host, {"o": o, "lse": lse}), **arrays, **how)
+        exact = testing.reference_jvp(**arrays, **tangents, **how)._asdict()
+        exact |= testing.reference_hvp(do, **arrays, dlse=dlse, **tangents, **how)._asdict()
         empty = dots.get("dsinks", 0.0)  # the lse of a row that sees no key is that of its sink
         for found in ({"o": j[0], "lse": j[1], **h._asdict()}, {"o": both[0], "lse": both[1]}):
             made = self._results(host, found, empty)

@@ -14,7 +14,7 @@ from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import dequantized_int4
 from tests.checks import NUMPY, Device
-from tests.cpu.test_int4 import LENGTHS, call, wide
+from tests.four_bit_cases import LENGTHS, call, wide
 from tests.public import cached, explained, int4_parts
 from tests.simulator import sanitized
 
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def made(kinds: dict[str, Any]) -> dict[str, Any]:
-    return call(**{**kinds, "dtype": DTYPES[kinds.get("dtype", "float16")]})
+    return call("int4", **{**kinds, "dtype": DTYPES[kinds.get("dtype", "float16")]})
 
 
 def check(kinds: dict[str, Any], options: dict[str, Any], device: Device = NUMPY) -> None:
@@ -84,7 +84,9 @@ def check(kinds: dict[str, Any], options: dict[str, Any], device: Device = NUMPY
         np.testing.assert_array_equal(now[part], on_cpu[part])
     after = {n: x for n, x in now.items() if n not in ("k", "v")}
     after["cache_seqlens"] = LENGTHS + np.int32(kinds.get("new", 0))
-    exact = testing.reference_with_kv_cache(**wide(after, DTYPES[dtype] if gathered else np.float64), **rest)
+    exact = testing.reference_with_kv_cache(
+        **wide("int4", after, DTYPES[dtype] if gathered else np.float64), **rest
+    )
     # why these: the weights and the result are rounded to 11 or 8 bits of values below 4
     limit = {"float16": 4 * 2.0**-10, "bfloat16": 4 * 2.0**-7, "float32": 2e-5, "float64": 1e-12}[dtype]
     np.testing.assert_allclose(o.astype(float), exact.o, atol=limit)
@@ -168,7 +170,7 @@ def test_scales_of_any_size(name: str, dtype: str) -> None:
         parts = int4_parts(rows.astype(np.float32), group=group)
         given |= dict(zip((f"{x}_cache", f"{x}_scale", f"{x}_zero"), parts, strict=True))
     options = {"return_lse": True, "scale": 0.05}
-    exact = testing.reference_with_kv_cache(**wide(given), scale=0.05)
+    exact = testing.reference_with_kv_cache(**wide("int4", given), scale=0.05)
     with on("sm_80"):
         o, lse = cached(**given, **options, splits=1)
     values = dequantized_int4(given["v_cache"], given["v_scale"], given["v_zero"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 from unittest import mock
@@ -13,12 +14,13 @@ from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
 from cupy_flash.testing.kv_cache import dequantized_nvfp4
 from tests.checks import NUMPY, Device
-from tests.cpu.test_nvfp4 import E4M3, LENGTHS, STORED, call, wide
+from tests.four_bit_cases import E4M3, LENGTHS, PARTS, call, wide
 from tests.public import cached, explained, nvfp4_parts
 from tests.simulator import sanitized, test_int4
 from tests.simulator.test_int4 import DTYPES, LIMITS, copied, on
 
 pytestmark = [pytest.mark.simulator, pytest.mark.sampled(12)]
+STORED = [f"{x}_{part}" for x in "kv" for part in PARTS["nvfp4"]]
 
 # kernel that answers, architecture, call, options: a head dim, a layout and a kernel each.
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -52,7 +54,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def made(kinds: dict[str, Any]) -> dict[str, Any]:
-    return call(**{**kinds, "dtype": DTYPES[kinds.get("dtype", "float16")]})
+    return call("nvfp4", **{**kinds, "dtype": DTYPES[kinds.get("dtype", "float16")]})
 
 
 def check(kinds: dict[str, Any], options: dict[str, Any], device: Device = NUMPY) -> None:
@@ -139,7 +141,7 @@ def test_new_keys_are_rotated_first(kind: str, interleaved: bool) -> None:
     turned = {
         "rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "rotary_interleaved": interleaved,
     }  # fmt: skip
-    now, meant = copied(given), test_int4.wide if kind == "int4" else wide
+    now, meant = copied(given), functools.partial(wide, kind)
     with on("sm_80"):
         o = cached(**now, **turned, causal=True)
     stored = testing.reference_with_kv_cache(**meant(given), **turned, causal=True)

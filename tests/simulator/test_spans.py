@@ -12,7 +12,7 @@ from tests import block_cases, span_cases
 from tests.block_cases import BlockCase
 from tests.cases import Case
 from tests.checks import Device, check_backward, check_forward
-from tests.cpu import test_blocks, test_spans
+from tests.cpu import test_masks
 from tests.masked_case import MaskedCase
 from tests.span_cases import SpanCase
 
@@ -58,15 +58,10 @@ def test_bits_are_those_of_the_mask(case: MaskedCase, device: Device) -> None:
     check_bits(case)
 
 
-@pytest.mark.parametrize("by_query", [False, True])
+@pytest.mark.parametrize("kind", ["spans by key", "spans by query", "blocks"])
 @pytest.mark.parametrize("lead", ["", "bh"])
-def test_packed_spans(by_query: bool, lead: str, device: Device) -> None:
-    test_spans.test_packed(by_query, lead, device)
-
-
-@pytest.mark.parametrize("lead", ["11", "bh"])
-def test_packed_blocks(lead: str, device: Device) -> None:
-    test_blocks.test_packed(lead, device)
+def test_packed(kind: str, lead: str, device: Device) -> None:
+    test_masks.test_packed(kind, lead, device)
 
 
 def test_numbers_without_bits_see_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

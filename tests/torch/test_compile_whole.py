@@ -152,12 +152,27 @@ def test_after_a_plain_function(name):
     check(name)
 
 
+ALONE = f"""
+from {__name__} import *
+for name in WHOLE:
+    check(name)
+assert "cupy_flash.call.untraced" not in sys.modules
+check_transforms()
+"""
+
+
+def check_transforms():
+    """torch.compile has a break in its program there, and would read what the operators do behind it."""
+    torch._dynamo.reset()
+    qkv = [torch.randn(2, 1, 3, 4, dtype=torch.float64) for _ in "qkv"]
+    function = torch.func.vmap(torch.func.grad(lambda q, k, v: cf.attention(q, k, v).sum()))
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*qkv), function(*qkv))
+
+
 @pytest.mark.slow
 def test_before_a_plain_function():
     """In a process that has compiled none."""
-    code = f"from {__name__} import *\nfor name in WHOLE: check(name)\n"
-    code += "assert 'cupy_flash.call.untraced' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -170,18 +185,6 @@ def test_vmap_breaks_no_program(backend):
     torch.testing.assert_close(o, expected)
     (grad,), (of_x,) = (torch.autograd.grad(each.square().sum(), x) for each in (o, expected))
     torch.testing.assert_close(grad, of_x)
-
-
-def check_transforms():
-    qkv = [torch.randn(2, 1, 3, 4, dtype=torch.float64) for _ in "qkv"]
-    function = torch.func.vmap(torch.func.grad(lambda q, k, v: cf.attention(q, k, v).sum()))
-    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*qkv), function(*qkv))
-
-
-def test_a_transform_before_a_plain_function():
-    """torch.compile has a break in its program there, and would read what the operators do behind it."""
-    code = f"from {__name__} import check_transforms\ncheck_transforms()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_what_is_not_to_be_read_is_there():

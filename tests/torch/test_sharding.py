@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import cupy_flash.torch as cf
 from cupy_flash import UnsupportedError
+from tests.torch.processes import in_processes
 
 pytestmark = pytest.mark.torch
 
@@ -81,9 +82,7 @@ def check_packed(mesh):
     torch.testing.assert_close(o.full_tensor(), wanted)
 
 
-def process(rank, ranks, rendezvous):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+def process(rank, ranks):
     mesh = dist.init_device_mesh("cpu", (ranks,))
     for name, case in CASES.items():
         try:
@@ -94,9 +93,8 @@ def process(rank, ranks, rendezvous):
     q = distribute_tensor(whole(q=(4, 2, 6, 8))["q"], mesh, [Shard(0)])
     with pytest.raises(UnsupportedError, match="dropout over DTensors"):
         cf.attention(q, q, q, dropout=0.5)
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_processes_agree_with_one(tmp_path):
-    torch.multiprocessing.spawn(process, (RANKS, tmp_path / "rendezvous"), nprocs=RANKS)
+    in_processes(RANKS, process, tmp_path)

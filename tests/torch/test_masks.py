@@ -1,4 +1,4 @@
-"""A BlockMask through torch: its own BlockMask, recorded, compiled, mapped, differentiated twice."""
+"""Spans and a BlockMask, ours and torch's: recorded, compiled, mapped, differentiated twice."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.nn.attention import flex_attention
 
 import cupy_flash.torch as cf
-from cupy_flash import BlockMask, InvalidArgumentsError, attention, block_mask, mask
+from cupy_flash import BlockMask, InvalidArgumentsError, Spans, attention, block_mask, mask, spans
 from cupy_flash.torch import ops
 from cupy_flash.torch.call import Call, arguments
+from tests import span_cases
 from tests.block_cases import as_mask, random_blocks
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -18,6 +19,15 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:D
 MADE = random_blocks(np.random.default_rng(2), (1, 4), (40, 70), (16, 32))
 BLOCKS = BlockMask(*map(torch.from_numpy, MADE))
 MASK = torch.from_numpy(as_mask(MADE, 40, 70))
+TREE = Spans(torch.from_numpy(spans.tree([-1, 0, 1, 1, 3, 0, 5], prefix=4).bounds))
+OF_TREE = torch.from_numpy(span_cases.as_mask(TREE.bounds.numpy(), 7, 11))
+BANDS = np.indices((7, 11))[1] // 3 == np.indices((7, 11))[0] // 2
+BY_QUERY = Spans(torch.from_numpy(spans.from_mask(BANDS).bounds))
+FORMS = pytest.mark.parametrize(
+    ("mask", "dense"),
+    [(TREE, OF_TREE), (BY_QUERY, torch.from_numpy(BANDS)), (BLOCKS, MASK)],
+    ids=["spans by key", "spans by query", "blocks"],
+)
 DOCUMENT = torch.arange(200) // 45
 
 
@@ -37,9 +47,42 @@ def both_passes(arrays, **how):
     return o, lse, *torch.autograd.grad(o.sin().sum() + lse.clamp(-9).sum(), arrays)
 
 
-def test_gradients_are_those_of_the_mask():
-    for ours, theirs in zip(both_passes(qkv(), mask=BLOCKS), both_passes(qkv(), mask=MASK), strict=True):
+@FORMS
+def test_gradients_are_those_of_the_dense_mask(mask, dense):
+    for ours, theirs in zip(
+        both_passes(qkv(dense.shape[-2:]), mask=mask),
+        both_passes(qkv(dense.shape[-2:]), mask=dense),
+        strict=True,
+    ):
         assert torch.equal(ours, theirs)
+
+
+@FORMS
+def test_gradcheck(mask, dense):
+    arrays = qkv(dense.shape[-2:])
+    assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, mask=mask), arrays, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, mask=mask), arrays, fast_mode=True)
+
+
+@FORMS
+def test_opcheck(mask, dense):
+    arrays = qkv(dense.shape[-2:], torch.float32)
+    torch.library.opcheck(ops.operator, arguments(Call.of(*arrays, {"mask": mask})))
+
+
+@pytest.mark.parametrize(("mask", "lengths"), [(TREE, (7, 11)), (BLOCKS, (40, 70))], ids=["spans", "blocks"])
+def test_compiled(mask, lengths):
+    torch._dynamo.reset()
+
+    def loss(q, k, v, mask):
+        return cf.attention(q, k, v, mask=mask).square().sum()
+
+    arrays = qkv(lengths, torch.float32)
+    ours = torch.autograd.grad(
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(*arrays, mask), arrays
+    )
+    for x, y in zip(ours, torch.autograd.grad(loss(*arrays, mask), arrays), strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("heads", [None, 4])
@@ -117,27 +160,6 @@ def test_masks_of_tuples(inner):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
-def test_gradcheck():
-    assert torch.autograd.gradcheck(lambda *x: cf.attention(*x, mask=BLOCKS), qkv(), fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda *x: cf.attention(*x, mask=BLOCKS), qkv(), fast_mode=True)
-
-
-def test_opcheck():
-    torch.library.opcheck(ops.operator, arguments(Call.of(*qkv(dtype=torch.float32), {"mask": BLOCKS})))
-
-
-def test_compiled():
-    torch._dynamo.reset()
-
-    def loss(q, k, v, blocks):
-        return cf.attention(q, k, v, mask=blocks).square().sum()
-
-    arrays, compiled = qkv(dtype=torch.float32), torch.compile(loss, backend="aot_eager", fullgraph=True)
-    ours = torch.autograd.grad(compiled(*arrays, BLOCKS), arrays)
-    for x, y in zip(ours, torch.autograd.grad(loss(*arrays, BLOCKS), arrays), strict=True):
-        assert torch.equal(x, y)
-
-
 def test_compiled_with_a_mask_of_torch():
     torch._dynamo.reset()
     given = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=64)
@@ -154,7 +176,26 @@ def test_mapped_over_tables():
     assert not o[1].any()
 
 
-def test_what_is_refused():
+def test_mapped_over_spans():
+    q, k, v = (x.detach() for x in qkv((7, 11)))
+    several = torch.stack([TREE.bounds, torch.zeros_like(TREE.bounds)])
+    o = torch.func.vmap(lambda bounds: cf.attention(q, k, v, mask=Spans(bounds)))(several)
+    assert torch.equal(o[0], cf.attention(q, k, v, mask=OF_TREE))
+    assert not o[1].any()
+
+
+def test_wrong_bounds_are_refused():
+    arrays = qkv((7, 11))
+    for call in (cf.attention, torch.compile(cf.attention, backend="eager")):
+        with pytest.raises(
+            InvalidArgumentsError, match=r"mask.bounds holds 8; its bounds are of 7 queries(?s:.*)Try: ."
+        ):
+            call(*arrays, mask=Spans(TREE.bounds + 1))
+        with pytest.raises(InvalidArgumentsError, match=r"mask.bounds has dtype torch.int64, not int32"):
+            call(*arrays, mask=Spans(TREE.bounds.long()))
+
+
+def test_wrong_blocks_are_refused():
     arrays = qkv()
     with pytest.raises(
         InvalidArgumentsError, match=r"mask.table holds 7, and there are bits of 5(?s:.*)Try: ."
