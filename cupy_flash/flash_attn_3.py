@@ -433,8 +433,10 @@ def flash_attn_with_kvcache(
         page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx), None
     window = second.window_of(window_size)
     positional = causal or window != (None, None)
-    longest = None if cu_seqlens_q is None else max_seqlen_q or int(cu_seqlens_q.diff().max())
-    first = second.rotary_starts(q, k, rotary_cos, cache_seqlens, positional, longest)
+    packed = None
+    if cu_seqlens_q is not None:
+        packed = cu_seqlens_q.shape[0] - 1, max_seqlen_q or int(cu_seqlens_q.diff().max())
+    first = second.rotary_starts(q, k, rotary_cos, cache_seqlens, positional, packed)
     scales = _scales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     caches: tuple[Any, Any] = k_cache, v_cache
     if qv is not None:
@@ -454,7 +456,7 @@ def flash_attn_with_kvcache(
     return attention_with_kv_cache(
         q, *caches, cache_seqlens=cache_seqlens, k=k, v=v, rotary=rotary, cache_leftpad=cache_leftpad,
         block_table=cache_batch_idx if page_table is None else page_table, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=longest, causal=causal, window=window,
+        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=packed and packed[1], causal=causal, window=window,
         scale=softmax_scale, softcap=softcap or None, layout="bshd", tuning=Tuning(splits=num_splits or None),
         return_lse=return_softmax_lse, reproducible=reproducible,
     )  # fmt: skip

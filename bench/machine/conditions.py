@@ -36,7 +36,8 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "cupy_flash", "kernels_cu")
+        measured = ("cupy_flash", "kernels_cu", "kernels_cpu")
+        changed = git("status", "--porcelain", "--untracked-files=no", *measured)
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

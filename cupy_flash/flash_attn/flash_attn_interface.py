@@ -120,7 +120,7 @@ def rotary_starts(
     rotary_cos: Tensor | None,
     cache_seqlens: Tensor | int,
     positional: bool,
-    longest: int | None = None,
+    packed: tuple[int, int] | None = None,
 ) -> Tensor | None:
     """Positions at which flash-attn starts to rotate queries and new keys: after the keys in the cache.
 
@@ -130,22 +130,22 @@ def rotary_starts(
         As in `flash_attn_with_kvcache`.
     positional : bool
         Whether the call is causal or has a window.
-    longest : int, optional
-        Most queries of a sequence, if they are packed.
+    packed : (int, int), optional
+        Number of sequences and most queries of one, if they are packed.
     """
     if rotary_cos is None:
         return None
     if k is None:
         raise InvalidArgumentsError("rotary_cos is given without k.", hint="k and v, the new keys and values")
-    queries = q.shape[1] if longest is None else longest
+    sequences, queries = q.shape[:2] if packed is None else packed
     if queries > 1 and not positional:
         # flash-attn then rotates every query by the position of the first.
         raise UnsupportedError(f"rotary_cos with {queries} queries that are not causal.", hint="causal=True")
-    if longest is None and k.dim() == 4 and k.shape[1] == queries:
+    if packed is None and k.dim() == 4 and k.shape[1] == queries:
         return None  # then the last query is at the position of the last key
     if isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
-    return torch.full((k.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+    return torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 @takes(translate_error=errors_in_names_of(FLASH_ATTN_2))

@@ -343,7 +343,7 @@ def _by_rules_of_torch(
         return _by_rules_of_torch(query, key, padded, *options)[..., :of_value]
     qkv, batch = broadcast_batches(query, key, value, enable_gqa)
     where: Any = align or "top_left"
-    added = align is None and attn_mask is not None and attn_mask.dtype != torch.bool
+    added = attn_mask is not None and attn_mask.dtype != torch.bool
     in_rows = are_in_rows(qkv[0])
     layout: Any = "bshd" if in_rows else "bhsd"
 

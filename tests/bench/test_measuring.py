@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from bench import __main__ as command
 from bench import work
 from bench.commands import functions, lengths, memory, spans
-from bench.machine import ceilings, conditions, cpu_share, fresh, place, timing
+from bench.machine import ceilings, conditions, cpu_share, fresh, nvml, place, timing
 from bench.measure import accuracy, peers, results, session
 from bench.measure.peers import OURS, PEERS, Peer, Skipped
 
@@ -69,6 +70,13 @@ def test_threads_that_spin_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     spinner.join()
 
 
+def test_an_idle_process_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "SETTLE_SECONDS", 20.0)
+    start = time.perf_counter()
+    timing.settle()
+    assert time.perf_counter() - start < 10
+
+
 def test_quartiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_share, "of_others", lambda *_: 0.0)
     durations = iter([9.0, 1.0, 2.0, 3.0, 4.0, 5.0])
@@ -90,6 +98,26 @@ def test_where_it_is_never_calm_all_samples_count(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cpu_share, "of_others", lambda *_: 0.5)
     took = timing.alternate({"a": (lambda: None, lambda _: 1.0)}, 6, 0.0)["a"]
     assert (took.samples, took.others) == (timing.LEAST_REPETITIONS, 0.5)
+    assert timing.alternate({"a": (lambda: None, lambda _: 1.0)}, 6, 20.0)["a"].samples == 3 * 6
+
+
+def test_the_share_of_others_is_of_all_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of what all processors did, without this process, its children that ended, and one tick of rounding."""
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 200 400 9000 9000 800 1600 3200 9000 9000\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    monkeypatch.setattr(cpu_share, "_STAT", stat)
+    children = SimpleNamespace(children_user=2.0, children_system=4.0)
+    monkeypatch.setattr(cpu_share, "os", SimpleNamespace(times=lambda: children, cpu_count=lambda: 4))
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)
+    before = cpu_share.sample()
+    assert before[1:] == pytest.approx((63.0, 7.0))
+    after = cpu_share.Sample(before.wall + 2.0, before.busy + 5.012, before.own + 3.0)
+    assert cpu_share.of_others(before, after) == pytest.approx(0.25)
+    assert cpu_share.of_others(before, after._replace(own=before.own + 6.0)) == 0
+    assert cpu_share.of_others(before, before) == 0
+    stat.unlink()
+    unknown = cpu_share.sample()
+    assert cpu_share.of_others(unknown, unknown._replace(wall=unknown.wall + 1.0)) == 0
 
 
 def test_others_are_seen() -> None:
@@ -133,6 +161,9 @@ class FakeGpu:
     def flush(self) -> None:
         self.queue.append("flush")
 
+    def synchronize(self) -> None:
+        self.queue.append("synchronize")
+
 
 class FakeEvent:
     def __init__(self, gpu: FakeGpu) -> None:
@@ -150,6 +181,63 @@ def test_events_hold_the_call_alone_behind_a_flush() -> None:
     stopwatch = timing.by_events(gpu)
     assert stopwatch(lambda: gpu.queue.append("kernel")) == 1.0
     assert gpu.queue == ["flush", "kernel"]
+
+
+def test_the_wall_clock_starts_when_the_flush_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+
+    def clock() -> float:
+        gpu.queue.append("clock")
+        return 2.0 * len(gpu.queue)
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=clock))
+    assert timing.by_wall(gpu)(lambda: gpu.queue.append("kernel")) == 4.0
+    assert gpu.queue == ["flush", "synchronize", "clock", "kernel", "clock"]
+
+
+class FakeNvml:
+    """The library of a GPU that reports everything but what is in `silent`."""
+
+    def __init__(self, *silent: str) -> None:
+        numbers = {
+            "nvmlDeviceGetPowerUsage": {"value": 512_500},
+            "nvmlDeviceGetUtilizationRates": {"gpu": 97, "memory": 5},
+            "nvmlDeviceGetMemoryInfo": {"total": 30, "free": 10, "used": 20},
+            "nvmlDeviceGetClockInfo": {"value": 1980},
+            "nvmlDeviceGetTemperature": {"value": 41},
+            "nvmlDeviceGetHandleByPciBusId_v2": {"value": 7},
+            "nvmlSystemGetDriverVersion": {"value": b"570.1"},
+            "nvmlInit_v2": {},
+        }
+        for name, fields in numbers.items():
+            setattr(self, name, functools.partial(self._answer, name in silent, fields))
+
+    def _answer(self, silent: bool, fields: dict[str, Any], *arguments: Any) -> int:
+        outs = [getattr(x, "_obj", x) for x in arguments if hasattr(x, "_obj") or hasattr(x, "raw")]
+        for name, value in {} if silent else fields.items():
+            setattr(outs[0], name, value)
+        return int(silent)
+
+
+def test_what_a_gpu_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state(library: FakeNvml | None) -> tuple[nvml.State, str]:
+        monkeypatch.setattr(nvml, "_library", lambda: library)
+        gpu = nvml.Nvml("0000:0F:00.0")
+        return gpu.state(), gpu.driver()
+
+    everything = nvml.State(1980, 512.5, 41, 97, 10, 20)
+    assert state(FakeNvml()) == (everything, "570.1")
+    assert str(everything) == "1980 MHz 512 W 41 C"
+    parts = {"PowerUsage": "watts", "UtilizationRates": "busy_percent", "ClockInfo": "clock_mhz",
+             "Temperature": "celsius"}  # fmt: skip
+    for name, field in parts.items():
+        assert state(FakeNvml(f"nvmlDeviceGet{name}"))[0] == everything._replace(**{field: None})
+    less = everything._replace(free_bytes=None, used_bytes=None)
+    assert state(FakeNvml("nvmlDeviceGetMemoryInfo"))[0] == less
+    assert state(FakeNvml("nvmlDeviceGetHandleByPciBusId_v2")) == (nvml.State(), "570.1")
+    for library in (None, FakeNvml("nvmlInit_v2"), FakeNvml("nvmlInit_v2", "nvmlSystemGetDriverVersion")):
+        assert state(library) == (nvml.State(), "")
+    assert str(nvml.State()) == "clocks unknown"
 
 
 # ---------------------------------------------------------------------- work
@@ -275,6 +363,29 @@ def test_rows_are_appended_and_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no column c"):
         results.append(path, [{"c": "1"}])
     assert results.read(tmp_path / "none.csv") == []
+
+
+def test_repetitions_of_a_run_are_pooled() -> None:
+    """Medians of times, the best of ceilings, all samples, and each note once."""
+    times, ceilings_ms, shares = ("3", "1", "8"), ("0.5", "0.75", "0.6"), ("0.0", "0.3", "0.06")
+    visits = [
+        {"what": "forward", "median_ms": time, "ceiling_ms": least, "copy_gb_per_s": time, "samples": "7",
+         "others": share, "note": note, "of_ceiling": "?", "tflops": ""}
+        for time, least, share, note in zip(times, ceilings_ms, shares, ("", "a", "a"), strict=True)
+    ]  # fmt: skip
+    assert results.pooled(visits) == {
+        "what": "forward", "median_ms": "3", "ceiling_ms": "0.5", "copy_gb_per_s": "8", "samples": "21",
+        "others": "0.120", "note": "a", "of_ceiling": "0.167", "tflops": "",
+    }  # fmt: skip
+    assert results.pooled(visits[1:2]) == visits[1]
+
+
+def test_which_rows_count() -> None:
+    assert [results.calm({"others": x}) for x in ("", "0.1", "0.101")] == [True, True, False]
+    assert [results.right({"of_budget": x}) for x in ("", "1.0", "1.01")] == [True, True, False]
+    ours, theirs = ({"implementation": x, "seqlen": "8", "others": x} for x in "ab")
+    assert results.case(ours) == results.case(theirs) != results.case({**ours, "seqlen": "9"})
+    assert results.identity(ours) != results.identity(theirs)
 
 
 @pytest.mark.parametrize("path", sorted(results.RESULTS.glob("*.csv")), ids=lambda path: path.name)
@@ -501,6 +612,32 @@ def test_where_a_row_was_measured() -> None:
     row = conditions.surroundings(place.Cpu())
     assert {"when", "commit", "cpu", "cores", "load", "gpu", "driver", "versions"} <= set(row)
     assert "numpy" in row["versions"]
+    assert row["cpu"]
+    if "model name" in (known := Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""):
+        assert f"model name\t: {row['cpu']}\n" in known
+    assert sys.platform == "win32" or float(row["load"]) >= 0
+
+
+def test_a_commit_with_changes_has_a_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, capture_output=True, text=True).stdout
+
+    monkeypatch.setattr(conditions, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert conditions.commit() == "unknown"
+    git("init")
+    for name in ("cupy_flash", "kernels_cpu", "docs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("")
+    git("add", "."), git("commit", "-m", "a")
+    clean = git("rev-parse", "--short", "HEAD").strip()
+    (tmp_path / "docs" / "a.txt").write_text("changed")
+    (tmp_path / "kernels_cpu" / "new.txt").write_text("no part of the commit")
+    assert clean
+    assert conditions.commit() == clean
+    (tmp_path / "kernels_cpu" / "a.txt").write_text("changed")
+    assert conditions.commit() == f"{clean}+"
 
 
 def test_all_is_every_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

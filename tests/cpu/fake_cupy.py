@@ -130,6 +130,22 @@ class FakeCuda:
             assert disable_timing
             return types.SimpleNamespace(ptr=f"event of {fake.current}")
 
+        class Stream:
+            """One of another library, while CuPy takes it for its own."""
+
+            def __init__(self, handle):
+                self.handle = handle
+
+            @classmethod
+            def from_external(cls, stream):
+                return cls(stream.__cuda_stream__()[1])
+
+            def __enter__(self):
+                fake.log.append(("on stream", self.handle))
+
+            def __exit__(self, *error):
+                fake.log.append(("off stream", self.handle))
+
         def alloc(nbytes):
             fake.log.append(("alloc", fake.current, nbytes))
             return types.SimpleNamespace(ptr=4096)
@@ -153,7 +169,8 @@ class FakeCuda:
         cupy.cuda = types.SimpleNamespace(
             runtime=runtime, Device=Device, Module=Module,
             driver=types.SimpleNamespace(CUDADriverError=CudaError, funcSetAttribute=set_attribute),
-            Event=event, UnownedMemory=unowned, MemoryPointer=lambda memory, _: memory, alloc=alloc,
+            Event=event, Stream=Stream, ExternalStream=Stream,
+            UnownedMemory=unowned, MemoryPointer=lambda memory, _: memory, alloc=alloc,
             get_current_stream=lambda device=None: types.SimpleNamespace(
                 ptr=fake.first_stream + (fake.current if device is None else device)
             ),

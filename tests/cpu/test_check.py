@@ -73,6 +73,10 @@ def test_quick_is_right(core: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) < 25, "one screen"
     assert f"{len(COMMON)} in " in said.out
     assert "--seed 5" in said.out
+    for kind in {case.kind for case in COMMON}:
+        counts = re.search(rf"^cases +{kind} +([^;]*)", said.out, re.MULTILINE)
+        assert counts
+        assert sum(map(int, re.findall(r"\d+", counts[1]))) == sum(case.kind == kind for case in COMMON)
     assert "the compiled core for" in said.out
     assert len([line for line in lines if line.startswith("speed ")]) == 3
     assert re.search(r"^refused   forward float32, .*precision=tf32", said.out, re.MULTILINE)

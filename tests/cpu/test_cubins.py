@@ -196,6 +196,11 @@ def test_nothing_found_says_where_it_looked(tmp_path, monkeypatch, cache):
     )
     assert lines[-1].startswith("Try: ")
     assert lines[-1].endswith("python -m cupy_flash build --arch sm_80")
+    monkeypatch.setattr(sources, "folder", lambda: ROOT / "kernels_cu")
+    with pytest.raises(
+        CubinNotFoundError, match=r"\n  checkout [\s\S]*Try: scripts/build_cubins.py --arch sm_80,"
+    ):
+        locate.locate(VARIANT, "sm_80", 12040)
 
 
 # ---------------------------------------------------------------------------------------------- trust
@@ -250,6 +255,16 @@ def test_a_foreign_manifest(cache, text):
     assert str(path) in refused("is not a manifest of cubins")
 
 
+@pytest.mark.parametrize("field", sorted(locate._FIELDS))
+def test_a_manifest_that_lacks_a_field(cache, field):
+    path = store(cache) / locate.MANIFEST
+    held = json.loads(path.read_text())
+    del held["cubins"][VARIANT.name][field]
+    path.write_text(json.dumps(held))
+    os.utime(path, ns=(1, 1))
+    refused(f"is not a manifest of cubins: .*{VARIANT.name} lacks {field}")
+
+
 def test_a_manifest_of_another_folder(cache):
     folder = store(cache)
     folder.rename(folder.with_name("sm_86"))
@@ -267,6 +282,22 @@ def test_sources_that_changed_since(tmp_path, monkeypatch, cache):
     store(cache)
     Stubs(tmp_path / "edited", monkeypatch).write("good.cu", "// another kernel")
     refused("its sources have changed since")
+
+
+def test_sources_are_a_file_and_what_it_includes(tmp_path):
+    """Directly or not, beside the file that includes it or in the folder of includes; each one once."""
+    texts = {
+        "a.cu": '#include "b.cuh"\n  # include "deep/c.cuh"\n#include "other.cuh"\n#include <d.cuh>\n',
+        "include/b.cuh": '#include "deep/c.cuh"\n',
+        "include/d.cuh": "",
+        "include/deep/c.cuh": '#include "../b.cuh"\n#include "e.cuh"\n',
+        "include/deep/e.cuh": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = sources.closure(tmp_path / "a.cu", tmp_path / "include")
+    assert found == [tmp_path / name for name in texts if name != "include/d.cuh"]
 
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX rights")
@@ -321,7 +352,15 @@ def test_a_cache_of_someone_else(cache, monkeypatch):
         os.chown(cache, 12345, 12345)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-    refused("belongs to another user")
+    assert "Try: rm -r" in refused("belongs to another user")
+
+
+@posix
+def test_a_folder_that_the_user_names_may_be_shared(tmp_path, monkeypatch):
+    store(tmp_path)
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path))
+    assert locate.locate(VARIANT, "sm_80").origin == locate.OVERRIDE
 
 
 @posix

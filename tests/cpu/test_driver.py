@@ -118,6 +118,18 @@ def test_workspace_comes_from_the_pool_of_the_device(cuda):
     assert cuda.log == [("alloc", 1, 100)]
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_workspace_for_a_stream_of_another_library(cuda, older):
+    """CuPy's pool reuses memory in the order of the stream that is current when it is asked."""
+    if older:
+        sys.modules["cupy"].cuda.Stream = object  # without from_external
+    own = driver.current_stream(1)
+    driver.empty(100, 1, "cupy", own)
+    driver.empty(100, 1, "jax", own + 1)
+    once = ("alloc", 1, 100)
+    assert cuda.log == [once, ("on stream", own + 1), once, ("off stream", own + 1)]
+
+
 def test_workspace_of_a_recorded_graph_is_kept(cuda):
     driver._recorded.clear()
     driver.empty(100, 1)

@@ -73,7 +73,10 @@ def test_all_is_well(tmp_path, monkeypatch):
     assert found["problems"] == []
     variant = choose.choose(info._TYPICAL, "sm_80", 100).launches[0].variant
     assert found["runs"][-1] == {"on": "cuda:0", "with": f"{variant.name} (cuda12, cupy-flash-cuda12x)"}
-    assert "verified, cupy-flash-cuda12x" in info.info_text()
+    text = info.info_text()
+    assert "verified, cupy-flash-cuda12x" in text
+    assert "\ngpu       cuda:0 GPU 0, sm_80, 100 multiprocessors, 1 GiB\n" in text
+    assert "\ndriver    of CuPy, torch and JAX arrays: CuPy\n" in text
 
 
 def test_what_the_environment_asks_for(tmp_path, monkeypatch):
@@ -83,6 +86,8 @@ def test_what_the_environment_asks_for(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPY_FLASH_DRIVER", "simulatr")
     assert "CUPY_FLASH_DRIVER is 'simulatr'" in one_problem()
     monkeypatch.delenv("CUPY_FLASH_DRIVER")
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+    assert info.facts()["runs"][0]["with"].startswith("tiled NumPy; not the compiled core: CUPY_FLASH_CPU")
     monkeypatch.setenv(locate.OVERRIDE, str(tmp_path))
     assert problems() == []
     monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "none"))
@@ -101,6 +106,7 @@ def test_no_cupy_is_no_problem_where_there_is_no_gpu(monkeypatch):
     assert problems() == []
     text = info.info_text()
     assert "\ngpu       none that can be used: no NVIDIA driver is installed\n" in text
+    assert "\ncubins    none installed\n" in text
     assert "problem" not in text
     assert "CuPy" not in text
 

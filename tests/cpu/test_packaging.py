@@ -389,6 +389,37 @@ sys.exit(1)
     assert "ninja: build stopped" in said.out
 
 
+def test_a_release_is_every_wheel(build_wheels, tmp_path, monkeypatch):
+    built = []
+
+    def write(package, tag):
+        zipfile.ZipFile(tmp_path / f"{package}-{__version__}-{tag}.whl", "w").close()
+
+    def build(_, project, out, settings):
+        built.append((project.name, settings))
+        assert out == tmp_path
+        write(f"cupy_flash_{project.name}", settings.get("wheel.tags", "py3-none-any"))
+
+    def main(*options):
+        built.clear()
+        monkeypatch.setattr(sys, "argv", ["build_wheels.py", "--out", str(tmp_path), *options])
+        assert build_wheels.main() == 0
+        return built
+
+    monkeypatch.setattr(build_wheels, "build_release", lambda _: write("cupy_flash", "py3-none-any"))
+    monkeypatch.setattr(build_wheels.Packages, "build", build)
+    *cores, cuda12, cuda13 = main()
+    assert (cuda12, cuda13) == (("cuda12x", {}), ("cuda13x", {}))
+    for (name, settings), (target, tag) in zip(cores, build_wheels.PLATFORM_TAGS.items(), strict=True):
+        assert (name, settings.pop("wheel.tags")) == ("cpu", f"py3-none-{tag}")
+        if target == "none":
+            assert settings["wheel.cmake"] == "false"
+        else:
+            assert settings == {"cmake.define.CUPY_FLASH_CPU": target}
+    *_, (name, settings) = main("--cuda", "13", "--arch", "sm_80", "--arch", "sm_90a")
+    assert (name, settings) == ("cuda13x", {"cmake.define.CUPY_FLASH_ARCHS": "sm_80;sm_90a"})
+
+
 def test_kernels_of_every_cuda_are_tried_and_failures_come_last(build_wheels, monkeypatch, capfd, tmp_path):
     """In the form that the wheels' script looks for."""
     script = importlib.import_module("build_cubins")

@@ -373,6 +373,7 @@ TABLES = dict.fromkeys(("rotary_cos", "rotary_sin"), np.ones((144, 4)))
         ({"max_seqlen_k": -1}, "max_seqlen_k is -1"),
         ({"cu_seqlens_q": None, "max_seqlen_q": 3}, "max_seqlen_q is given without cu_seqlens_q"),
         ({"cu_seqlens_q": None}, "q has rank 3, not 4"),
+        ({"cu_seqlens_k_new": offsets(QUERIES)}, "cu_seqlens_k_new is given without k"),
         ({"max_seqlen_q": 2}, "the longest length of cu_seqlens_q is 40, not 2"),
     ],
 )

@@ -63,17 +63,35 @@ def test_a_tensor_is_encoded_once_and_another_again(cuda):
         ({}, "address 0x1008 is not a multiple of 16"),
         ({"strides": (1024, 120, 1024000)}, "are not multiples of 16"),
         ({"shape": (64, 0, 8, 2)}, "are not 1 to 2"),
+        ({"strides": (1024, 128, 1 << 40)}, "are not multiples of 16"),
+        ({"strides": (1024, 128, -16)}, "are not multiples of 16"),
+        ({"shape": (64, 1000, 8, 2**32 + 1)}, "are not 1 to 2"),
+        ({"shape": (8,) * 6, "strides": (16,) * 5, "box": (8,) * 6}, "rank 6 is not 1 to 5"),
+        ({"box": (64, 0, 1, 1)}, "is not 1 to 256"),
         ({"box": (64, 257, 1, 1)}, "is not 1 to 256"),
         ({"box": (128, 64, 1, 1)}, "the box is 256 bytes wide, the swizzle 128"),
         ({"box": (60, 64, 1, 1)}, "the box is 120 bytes wide, no multiple of 16"),
         ({"swizzle": 256}, "swizzle 256 is not 0, 32, 64 or 128"),
         ({"shape": (64, 1000)}, "strides or box do not fit the rank"),
+        ({"box": (64, 128, 1)}, "strides or box do not fit the rank"),
     ],
 )
 def test_both_drivers_refuse_the_same_and_say_why(cuda, encode, change, reason):
     with pytest.raises(ValueError, match=reason):
         encode(GOOD._replace(**change), 4096 if change else 4104)
     assert cuda.calls == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (2**32,), "strides": (), "box": (64,)},
+        {"shape": (64, 1, 1, 1, 1), "strides": (0, 16, 16, (1 << 40) - 16), "box": (64, 256, 1, 1, 1)},
+    ],
+    ids=["1 axis", "5 axes"],
+)
+def test_the_largest_and_the_smallest_are_encoded(cuda, change):
+    assert tensor_map.encode(GOOD._replace(**change), 4096) == b"\1" * 128
 
 
 def test_it_is_encoded_in_a_context_of_the_device(cuda, monkeypatch):

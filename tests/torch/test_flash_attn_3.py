@@ -101,6 +101,25 @@ def test_queries_that_look_for_values_in_a_cache(paged, new, turns):
     assert torch.equal(latents[:, : 10 + new, ..., :24], want[..., :24])
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param(lambda x: (x[..., :24], x.clone()[..., 24:]), id="two tensors"),
+        pytest.param(lambda x: (x[..., 8:], x[..., :8]), id="keys before values"),
+        pytest.param(lambda x: (x[:, :16, :, :24], x[:, ::2, :, 24:]), id="other strides"),
+        pytest.param(lambda x: (x[..., :24], x[:1, ..., 24:]), id="other slots"),
+        pytest.param(lambda x: (x.view(torch.int32)[..., :24], x[..., 24:]), id="other dtypes"),
+        pytest.param(lambda x: (x[..., :16:2], x[..., 8:24:2]), id="gaps between features"),
+    ],
+)
+def test_caches_that_are_no_latents(parts):
+    """Read as latents they would give other numbers, or lie beyond the memory."""
+    v_cache, k_cache = parts(torch.zeros(2, 32, 1, 32))
+    q, qv = (torch.zeros(2, 1, 4, x.shape[-1]) for x in (k_cache, v_cache))
+    with pytest.raises(UnsupportedError, match="k_cache and v_cache are not parts of one tensor"):
+        flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, qv=qv, cache_seqlens=4)
+
+
 def test_packed_heads_side_by_side():
     (qkv,) = rows((2, 7, 4 + 2 + 2, 16))
     o = flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4)
@@ -324,6 +343,12 @@ def test_what_is_not_taken_raises_by_name(call, name, value):
     }
     with pytest.raises(UnsupportedError, match=f"{name} is not supported"):
         calls[call]()
+
+
+def test_offsets_of_new_keys_that_there_are_not():
+    q, cache, cut = torch.zeros(2, 1, 2, 8), torch.zeros(2, 4, 2, 8), torch.tensor([0, 1, 2]).int()
+    with pytest.raises(InvalidArgumentsError, match="cu_seqlens_k_new is given without k"):
+        flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=2, cu_seqlens_k_new=cut)
 
 
 def test_what_only_plans_is_taken():

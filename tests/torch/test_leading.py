@@ -128,6 +128,16 @@ def test_whatever_is_broadcast_is_torchs(kept):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("heads", [(4, 1, 1), (4, 1, 4), (4, 4, 1), (1, 4, 4), (1, 1, 4)])
+def test_heads_broadcast_too(heads):
+    q, k, v = (randn(2, n, rows, 6, seed=n) for n, rows in zip(heads, (5, 7, 7), strict=True))
+    ours, wanted = (f(q, k, v) for f in (cf.scaled_dot_product_attention, torch_sdpa))
+    torch.testing.assert_close(ours, wanted)
+    pairs = zip(*(torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (ours, wanted)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b)
+
+
 def test_keys_of_a_long_cache_are_not_written_out():
     q, k = randn(2, 5, 2, 1, 4, grad=False), randn(2, 1, 2, 300, 4, grad=False)
     with Watch() as watch:

@@ -132,6 +132,34 @@ def test_fewer_new_keys_than_queries(new):
             torch.testing.assert_close(out[b], want[0][0])
 
 
+@pytest.mark.parametrize("packed_new", [False, True])
+@pytest.mark.parametrize("packed_q", [False, True])
+def test_one_length_for_all_and_packed_rows(packed_q, packed_new):
+    """cache_seqlens as an integer is where rotation begins, in every sequence."""
+    generator = torch.Generator().manual_seed(5)
+    q, cache, new = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((2, 2, 4, 8), (2, 40, 2, 8), (2, 2, 2, 8))
+    )
+    at = torch.rand(48, 3, generator=generator, dtype=torch.float64)[7:]
+    turned = [rotated(x, at[:2].cos(), at[:2].sin(), True) for x in (q, new)]
+    # Sequence 0 brings one key, sequence 1 two of them; or both bring one.
+    used = [(x.flatten(0, 1)[[0, 2, 3]] if packed_new else x[:, :1]) for x in (new, turned[1])]
+    options = {"cache_seqlens": 7, "causal": True}
+    options |= {"cu_seqlens_k_new": offsets((1, 2))} if packed_new else {}
+    options |= {"cu_seqlens_q": offsets((2, 2))} if packed_q else {}
+    caches, results = [cache.clone() for _ in range(4)], []
+    tables = torch.cat([torch.zeros(7, 3, dtype=torch.float64), at])
+    for n, (queries, k, rotary) in enumerate(
+        ((q, used[0], {"rotary_cos": tables.cos(), "rotary_sin": tables.sin()}), (turned[0], used[1], {}))
+    ):
+        rows = queries.flatten(0, 1) if packed_q else queries
+        own = caches[2 * n : 2 * n + 2]
+        results.append(flash_attn_3.flash_attn_with_kvcache(rows, *own, k, used[0], **rotary, **options))
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(caches[0], caches[2])
+
+
 def test_padding_on_the_left():
     generator = torch.Generator().manual_seed(4)
     q, k, v = (

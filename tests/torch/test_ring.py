@@ -186,6 +186,8 @@ def check_disagreement(rank, ranks):
     cut = torch.tensor([0, 4, 8] if odd else [0, 2, 8], dtype=torch.int32)
     refused(different + "cu_seqlens", q=x[0].transpose(0, 1), cu_seqlens=cut, causal=True)
     refused(different + "gradients of", q=x.clone().requires_grad_(odd), k=x)
+    with torch.set_grad_enabled(not odd):
+        refused(different + "gradients of", q=x.clone().requires_grad_(), k=x)
     refused("softcap is -1.0", softcap=-1.0 if odd else None)
     if odd:
         with pytest.raises(UnsupportedError, match="reproducible"):

@@ -417,8 +417,18 @@ class TestFallback:
         with tally.counted() as calls:
             for i in range(1000):
                 tally.left_to_torch(str(i))
+            tally.left_to_torch("0")
         assert len(calls.fallbacks) < 100
-        assert sum(calls.fallbacks.values()) == 1000
+        assert calls.fallbacks["0"] == 2
+        assert sum(calls.fallbacks.values()) == 1001
+
+    def test_calls_after_the_context_are_not_counted(self):
+        with tally.counted() as outer:
+            with tally.counted() as inner:  # equal counts, another object
+                pass
+            tally.ran_forward()
+        tally.ran_backward()
+        assert (outer.forward, outer.backward, inner.forward) == (1, 0, 0)
 
 
 class Model(torch.nn.Module):
@@ -601,6 +611,13 @@ class TestWholeOperator:
             torch_sdpa(q, k, v)
         assert calls.forward == 0
         assert "math backend only" in calls.report()
+
+    @pytest.mark.parametrize("name", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+    def test_any_other_backend_is_replaced(self, name):
+        q, k, v = qkv(grad=False)
+        with whole_on_cpu() as calls, sdpa_kernel(getattr(SDPBackend, name)):
+            torch_sdpa(q, k, v)
+        assert calls.forward == 1
 
     def test_programs_are_torchs(self):
         q, k, v = qkv()

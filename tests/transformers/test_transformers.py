@@ -13,7 +13,11 @@ transformers = pytest.importorskip(
 )
 
 from transformers import DynamicCache, StaticCache
-from transformers.masking_utils import chunked_causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 import cupy_flash.transformers as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
@@ -502,6 +506,35 @@ class TestContinuousBatching:
         assert len(packed) >= 2 * 5  # layers, steps
         assert transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] is before
 
+    @pytest.mark.parametrize("window", [None, 3])
+    def test_a_step_of_two_sequences(self, window):
+        """The cache stores the new keys and returns all; each query sees those of its sequence before it."""
+        q, new, k, v = (torch.randn(1, heads, rows, 8) for heads, rows in ((4, 5), (2, 5), (2, 11), (2, 11)))
+        cut_q, cut_k = torch.tensor([0, 2, 5]), torch.tensor([0, 4, 11], dtype=torch.int32)
+        module = SimpleNamespace(layer_idx=1, config=SimpleNamespace(sliding_window=window))
+
+        class Pages:
+            def update(self, **given):
+                self.given = given
+                given["kwargs"] |= {"cu_seq_lens_k": cut_k, "max_length_k": 7}
+                return k, v
+
+        cache, of_pages = Pages(), {"read_index": [1], "write_index": [2], "logits_indices": None}
+        packed = {"cu_seq_lens_q": cut_q, "max_length_q": 3, "cu_seq_lens_k": None, "max_length_k": None}
+        options = {"sliding_window": window, "cache": cache, **packed, **of_pages}
+        ignored = torch.zeros(1, 1, 5, 11)
+        out, _ = cf.attention_forward(module, q, new, new + 1, ignored, **options)
+        assert cache.given["key_states"] is new
+        assert cache.given["layer_idx"] == 1
+        assert {name: cache.given["kwargs"][name] for name in of_pages} == of_pages
+        for (a, b), (c, d) in (((0, 2), (0, 4)), ((2, 5), (4, 11))):
+            mask = cf.make_mask(1, b - a, d - c, d - c - (b - a), local_size=window, config=module.config)
+            one, _ = cf.attention_forward(module, q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], mask)
+            assert_close(out[:, a:b], one)
+        for wrong in ({"block_table": cut_k[None]}, {"cu_seq_lens_q": None}):
+            with pytest.raises(UnsupportedError, match="takes a cache of pages by its indices, and packed"):
+                cf.attention_forward(module, q, new, new, ignored, **options | wrong)
+
 
 class TestMasks:
     """What no model above asks for."""
@@ -516,6 +549,13 @@ class TestMasks:
         mask = cf.make_mask(**sizes, mask_function=pattern, config=config, allow_is_causal_skip=False)
         assert mask.dtype == torch.bool
         assert torch.equal(mask.mask, sdpa_mask(**sizes, mask_function=pattern))
+
+    def test_a_window_that_is_not_the_configurations(self):
+        """A layer would apply the window of its configuration, so the mask is written out."""
+        sizes = {"batch_size": 1, "q_length": 8, "kv_length": 8, "local_size": 3}
+        pattern = sliding_window_causal_mask_function(3)
+        mask = cf.make_mask(**sizes, mask_function=pattern, config=SimpleNamespace(sliding_window=4))
+        assert torch.equal(mask.mask, sdpa_mask(**sizes, mask_function=pattern, allow_is_causal_skip=False))
 
     @pytest.mark.parametrize("of_layer", [True, False])
     @pytest.mark.parametrize("in_call", [None, True, False])

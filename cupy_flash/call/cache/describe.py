@@ -168,7 +168,7 @@ def describe_cache(
     for n in ("cache_leftpad", "rotary_seqlens"):
         if n in raw:
             views[n] = counts(raw[n], n, sizes.batch)
-    if "cu_seqlens_k_new" in raw and "k" in raw:
+    if "cu_seqlens_k_new" in raw:
         views["cu_seqlens_k_new"] = raw["cu_seqlens_k_new"]
         if raw["cu_seqlens_k_new"].shape != (sizes.batch + 1,):
             headline = (

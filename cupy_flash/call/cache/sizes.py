@@ -77,6 +77,8 @@ def sizes_of(views: Views, raw: Views, layout: str, packing: Packing | None, mos
     if ("k" in views) != ("v" in views):
         given = "k" if "k" in raw else "v"
         raise wrong(f"{given} is given without {'v' if given == 'k' else 'k'}.", raw, "both or neither")
+    if "cu_seqlens_k_new" in raw and "k" not in raw:
+        raise wrong("cu_seqlens_k_new is given without k.", raw, "k and v, the new keys and values")
     if "k" in raw:
         appended = views["k"].shape[2]
         packed = "cu_seqlens_k_new" in raw
