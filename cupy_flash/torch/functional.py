@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
+from ..call.checks import flag
 from ..call.given import Options
 from ..call.options import PARAMETERS, RecordedOptions, RecordedRaggedOptions
 from ..call.public_names import renamed
@@ -184,6 +185,7 @@ def attention(
     known, key = repeated(q, k, v, options, return_lse)
     if known is not None:
         return known
+    flag(return_lse, "return_lse")
     if has_function(options):
         return attend_by_function(q, k, v, ours(options), return_lse)
     call = Call.of(q, k, v, ours(options))
@@ -243,6 +245,7 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k
+    flag(return_lse, "return_lse")
     if has_function(options):
         return attend_by_function(q, k, v, ours(options), return_lse, cuts)
     return _attend(Call.of(q, k, v, ours({**options, "layout": "bshd"}), cuts), return_lse)
@@ -317,6 +320,7 @@ def _by_rules_of_torch(
 ) -> Tensor:
     """`scaled_dot_product_attention` of a call that repeats none; stored under `seen` for repetitions."""
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    flag(enable_gqa, "enable_gqa")
     if are_ragged_rows(query):
         return _nested_sdpa(query, key, value, *options)
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
@@ -430,7 +434,7 @@ def varlen_attn(
     if num_splits is not None:
         raise UnsupportedError("varlen_attn does not take num_splits yet.", hint="num_splits=None")
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
-    if not enable_gqa and query.shape[1] != key.shape[-2]:
+    if not flag(enable_gqa, "enable_gqa") and query.shape[1] != key.shape[-2]:
         raise InvalidArgumentsError(
             f"{query.shape[1]} heads of query, {key.shape[-2]} of key.", hint="enable_gqa=True"
         )
