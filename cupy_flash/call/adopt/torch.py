@@ -37,7 +37,8 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
 def from_torch(x: Any, name: str = "") -> ArrayView:
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         name = public_name(name)
-        recorded = "cupy_flash.torch.attention, which does; or " * (name in (*WITH_GRADIENT, "scale"))
+        recorders = "cupy_flash.torch.attention, or attention_varlen there, which do; or "
+        recorded = recorders * (name in (*WITH_GRADIENT, "scale"))
         raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
             hint=f"{recorded}{name}.detach(), or a call inside torch.no_grad()",
