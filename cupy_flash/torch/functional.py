@@ -267,7 +267,8 @@ def scaled_dot_product_attention(
     ----------
     query, key, value : Tensor, shape (..., heads, seqlen, head_dim)
         Leading axes broadcast, including heads. A tensor broadcast along some of several leading axes is not
-        expanded if that takes much memory; separate calls run over the other axes instead.
+        expanded if that takes much memory; separate calls run over the other axes instead. DTensors as in
+        `attention`.
     attn_mask : Tensor or torch.nn.attention.bias.CausalBias, optional
         bool, True = take part; or float32 or the dtype of query (under torch.autocast also the other 16-bit
         dtypes), added to the scores unchanged. Broadcasts to (..., heads, seqlen_q, seqlen_k).
@@ -323,10 +324,11 @@ def _by_rules_of_torch(
     flag(enable_gqa, "enable_gqa")
     if are_ragged_rows(query):
         return _nested_sdpa(query, key, value, *options)
-    check_tensors(("query", "key", "value"), query=query, key=key, value=value)
+    given = {"query": query, "key": key, "value": value}
     align = causal_alignment(attn_mask)
     if align is None:
-        check_tensors(attn_mask=attn_mask)
+        given["attn_mask"] = attn_mask
+    check_tensors(("query", "key", "value"), **{name: x for name, x in given.items() if not is_sharded(x)})
     if attn_mask is not None and is_causal:
         raise InvalidArgumentsError(
             "attn_mask and is_causal exclude each other.", hint="cupy_flash.torch.attention, which takes both"
