@@ -92,7 +92,7 @@ def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
 
 
 _PACKED = "cupy_flash.torch.attention if it is jagged, or attention_varlen over its values and offsets"
-_OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
+_OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform, except attention_statistics"
 # Wrapper classes of torch -> where to find their values.
 _UNWRAPPED = {
     "DTensor": "cupy_flash.torch.attention, {}.to_local(), or cupy_flash.torch.ring_attention",
