@@ -381,7 +381,7 @@ def flash_attn_with_kvcache(
     rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, rotary_interleaved, num_splits
         As in `cupy_flash.flash_attn.flash_attn_with_kvcache`.
     cu_seqlens_q, cu_seqlens_k_new : Tensor of int32, shape (batch + 1,), optional
-        Offsets of the sequences in q, and in k and v.
+        Offsets of the sequences in q, and in k and v; the latter are not read without k.
     max_seqlen_q : int, optional
         Queries of the longest sequence.
     rotary_seqlens : Tensor of int32, shape (batch,), optional
@@ -453,6 +453,8 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin, first if rotary_seqlens is None else rotary_seqlens, rotary_interleaved,
         last=qv is not None,
     )  # fmt: skip
+    if k is None:  # why not refused: SGLang then passes the offsets of all keys, and flash-attn 3 reads none
+        cu_seqlens_k_new = None
     return attention_with_kv_cache(
         q, *caches, cache_seqlens=cache_seqlens, k=k, v=v, rotary=rotary, cache_leftpad=cache_leftpad,
         block_table=cache_batch_idx if page_table is None else page_table, cu_seqlens_q=cu_seqlens_q,

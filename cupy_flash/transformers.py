@@ -280,7 +280,7 @@ def make_mask(
     keys = torch.empty((1, 0), dtype=torch.bool, device=device) if keys is None else keys
     row = keys[:, None, None]
     if is_band:
-        row = row.view(torch.int8 if window else torch.uint8)
+        row = row.to(torch.int8 if window else torch.uint8)  # why no view: see attention_forward
     return _to_layers(row, config)
 
 
@@ -467,7 +467,9 @@ def attention_forward(
         return out.unflatten(0, q.shape[:2]), None
     by_options = mask is None or band is not None
     if band in (torch.uint8, torch.int8):
-        mask = mask.view(torch.bool) if mask.shape[-1] else None
+        # why: ONNX has no view of another dtype, and elsewhere a copy in every layer would take a kernel.
+        keys = mask.to(torch.bool) if is_torchdynamo_exporting() else mask.view(torch.bool)
+        mask = keys if mask.shape[-1] else None
     if by_options and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if mask is not None or position_bias is not None or q.shape[0] != 1:
             raise InvalidArgumentsError(

@@ -56,7 +56,9 @@ def errors_in_names_of(names: Mapping[str, str]) -> TranslateError:
             return
         given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         slots = {"block_table": "cache_batch_idx"} if _by_slots(given) else {}
-        error.args = (_translated(str(error), {**names, **slots}),)
+        over_cache = "return_softmax_lse" in inspect.signature(function).parameters
+        flag = {"return_lse": "return_softmax_lse" if over_cache else "return_attn_probs"}
+        error.args = (_translated(str(error), {**names, **slots, **flag}),)
 
     return translate_error
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..call.checks import pair
+from ..call.checks import flag, pair
 from ..call.compound import Rotary, Tuning
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
@@ -74,7 +74,7 @@ def options_of(
         "align": "bottom_right",
         "softcap": softcap or None,
         "return_lse": return_lse,
-        "reproducible": reproducible or ("run" if deterministic else None),
+        "reproducible": reproducible or ("run" if flag(deterministic, "deterministic") else None),
     }
 
 
@@ -111,7 +111,7 @@ def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: s
             f"cache_seqlens is None: with k or {name} the lengths are needed.",
             hint="cache_seqlens, the keys of each sequence before the call",
         )
-    return int(k_cache.shape[1])
+    return k_cache.shape[1]  # why no int(): a program would hold for one size of caches
 
 
 def rotary_starts(

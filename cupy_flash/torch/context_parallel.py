@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ..call.checks import flag
 from ..call.options import RingOptions, defaults
 from ..call.public_names import type_phrase
 from ..errors import InvalidArgumentsError, UnsupportedError
@@ -110,7 +111,7 @@ def context_parallel(
                     raise UnsupportedError(
                         f"{name} is not supported inside of context_parallel.", hint=refused[name]
                     )
-            if not enable_gqa and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
+            if not flag(enable_gqa, "enable_gqa") and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
                 raise InvalidArgumentsError(
                     f"query has {query.shape[-3]} heads, key {key.shape[-3]}.", hint="enable_gqa=True"
                 )

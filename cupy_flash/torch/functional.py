@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 
+from ..call.checks import flag
 from ..call.given import Options
 from ..call.options import PARAMETERS, RecordedOptions, RecordedRaggedOptions
 from ..call.public_names import renamed
@@ -184,6 +185,7 @@ def attention(
     known, key = repeated(q, k, v, options, return_lse)
     if known is not None:
         return known
+    flag(return_lse, "return_lse")
     if has_function(options):
         return attend_by_function(q, k, v, ours(options), return_lse)
     call = Call.of(q, k, v, ours(options))
@@ -243,6 +245,7 @@ def attention_varlen(
         As in `cupy_flash.attention_varlen`.
     """
     cuts = cu_seqlens_q, cu_seqlens_k
+    flag(return_lse, "return_lse")
     if has_function(options):
         return attend_by_function(q, k, v, ours(options), return_lse, cuts)
     return _attend(Call.of(q, k, v, ours({**options, "layout": "bshd"}), cuts), return_lse)
@@ -264,7 +267,8 @@ def scaled_dot_product_attention(
     ----------
     query, key, value : Tensor, shape (..., heads, seqlen, head_dim)
         Leading axes broadcast, including heads. A tensor broadcast along some of several leading axes is not
-        expanded if that takes much memory; separate calls run over the other axes instead.
+        expanded if that takes much memory; separate calls run over the other axes instead. DTensors as in
+        `attention`.
     attn_mask : Tensor or torch.nn.attention.bias.CausalBias, optional
         bool, True = take part; or float32 or the dtype of query (under torch.autocast also the other 16-bit
         dtypes), added to the scores unchanged. Broadcasts to (..., heads, seqlen_q, seqlen_k).
@@ -317,12 +321,14 @@ def _by_rules_of_torch(
 ) -> Tensor:
     """`scaled_dot_product_attention` of a call that repeats none; stored under `seen` for repetitions."""
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+    flag(enable_gqa, "enable_gqa")
     if are_ragged_rows(query):
         return _nested_sdpa(query, key, value, *options)
-    check_tensors(("query", "key", "value"), query=query, key=key, value=value)
+    given = {"query": query, "key": key, "value": value}
     align = causal_alignment(attn_mask)
     if align is None:
-        check_tensors(attn_mask=attn_mask)
+        given["attn_mask"] = attn_mask
+    check_tensors(("query", "key", "value"), **{name: x for name, x in given.items() if not is_sharded(x)})
     if attn_mask is not None and is_causal:
         raise InvalidArgumentsError(
             "attn_mask and is_causal exclude each other.", hint="cupy_flash.torch.attention, which takes both"
@@ -430,7 +436,7 @@ def varlen_attn(
     if num_splits is not None:
         raise UnsupportedError("varlen_attn does not take num_splits yet.", hint="num_splits=None")
     check_tensors(("query", "key", "value"), query=query, key=key, value=value)
-    if not enable_gqa and query.shape[1] != key.shape[-2]:
+    if not flag(enable_gqa, "enable_gqa") and query.shape[1] != key.shape[-2]:
         raise InvalidArgumentsError(
             f"{query.shape[1]} heads of query, {key.shape[-2]} of key.", hint="enable_gqa=True"
         )

@@ -173,7 +173,8 @@ def attention_with_kv_cache(
     values: dict[str, Any] = dict.fromkeys((*_ARRAYS, *(argument.name for argument in _ARGUMENTS)))
     values |= {**_DEFAULTS, **flat, "return_lse": return_lse, "q": q, "cache_seqlens": cache_seqlens}
     length: Any = cache_seqlens
-    if isinstance(length, int) or isinstance(length, np.integer):  # noqa: SIM101  (torch.compile reads it)
+    # why in two: torch.compile reads this line, and a size is a SymInt where torch.export reads it
+    if isinstance(length, (int, torch.SymInt)) or isinstance(length, np.integer):  # noqa: SIM101
         values["length"], values["cache_seqlens"] = length, None
     tensors = {name: values[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)}
     for name, x in tensors.items() if torch.is_grad_enabled() else ():

@@ -49,7 +49,10 @@ def _in_rows(x: Any, name: str, layout: str) -> Any:
         )
     inside = inside.transpose(1, 2) if layout == "bhsd" else inside
     if inside.lengths() is not None:
-        raise InvalidArgumentsError(f"{name} is a NestedTensor with holes.", hint=f"{name}.contiguous()")
+        turned = ".transpose(1, 2)" * (layout == "bhsd")  # torch copies only what is ragged in axis 1
+        raise InvalidArgumentsError(
+            f"{name} is a NestedTensor with holes.", hint=f"{name}{turned}.contiguous(){turned}"
+        )
     return inside
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from ..call.checks import flag
 from ..call.options import RecordedPrefixOptions
 from ..call.signature import takes
 from ..shared_prefix import over_keys
@@ -67,4 +68,4 @@ def attention_with_shared_prefix(
     given = {"q": q, "k": k, "v": v, "prefix_k": prefix_k, "prefix_v": prefix_v}
     check_tensors(tuple(given), **given)
     o, lse = over_keys(torch, attention, q, k, v, (prefix_k, prefix_v), options)
-    return (o, lse) if return_lse else o
+    return (o, lse) if flag(return_lse, "return_lse") else o

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..call.checks import one_of
+from ..call.checks import flag, one_of
 from ..call.options import RingOptions, defaults
 from ..call.public_names import type_phrase
 from ..call.signature import takes
@@ -267,6 +267,7 @@ def _attend(
     with link.agreement.refusals():
         if check is not None:
             check()
+        flag(return_lse, "return_lse")
         _refuse(every, cu_seqlens is not None)
         check_tensors(("q", "k", "v"), **named, alibi_slopes=every["alibi_slopes"])
         if torch._C._are_functorch_transforms_active():

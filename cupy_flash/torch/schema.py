@@ -27,7 +27,7 @@ class Argument(NamedTuple):
 
     def of(self, value: Any) -> Any:
         """The value converted for torch, NumPy's numbers to Python's; refuse other types of value."""
-        if value is None or self.kind.startswith(("SymInt", "str")):
+        if (value is None and self.kind != "bool") or self.kind.startswith(("SymInt", "str")):
             return value
         if self.kind.startswith("bool"):
             return flag(value, public_name(self.name))

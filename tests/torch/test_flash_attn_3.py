@@ -345,10 +345,15 @@ def test_what_is_not_taken_raises_by_name(call, name, value):
         calls[call]()
 
 
-def test_offsets_of_new_keys_that_there_are_not():
-    q, cache, cut = torch.zeros(2, 1, 2, 8), torch.zeros(2, 4, 2, 8), torch.tensor([0, 1, 2]).int()
-    with pytest.raises(InvalidArgumentsError, match="cu_seqlens_k_new is given without k"):
-        flash_attn_3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=2, cu_seqlens_k_new=cut)
+def test_a_call_as_sglang_makes_it():
+    """A token of each sequence over pages; offsets of all keys, without new ones, are not read."""
+    q, pages = torch.randn(2, 2, 8), torch.randn(4, 4, 2, 8)
+    used = {"cache_seqlens": torch.tensor([3, 7]).int(), "page_table": torch.tensor([[2, 0], [1, 3]]).int()}
+    packed = {"cu_seqlens_q": torch.tensor([0, 1, 2]).int(), "max_seqlen_q": 1, "causal": True}
+    given = {"cu_seqlens_k_new": torch.tensor([0, 3, 10]).int(), "softcap": 0.0, "window_size": (-1, -1)}
+    o = flash_attn_3.flash_attn_with_kvcache(q=q, k_cache=pages, v_cache=pages, **used, **packed, **given)
+    wanted = flash_attn_3.flash_attn_with_kvcache(q[:, None], pages, pages, **used, causal=True)
+    torch.testing.assert_close(o, wanted[:, 0])
 
 
 def test_what_only_plans_is_taken():

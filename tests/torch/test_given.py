@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import cupy_flash
 import cupy_flash.torch as cf
-from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn
+from cupy_flash import InvalidArgumentsError, UnsupportedError, flash_attn, flash_attn_3
 
 pytestmark = pytest.mark.torch
 
@@ -64,6 +64,39 @@ def test_what_is_no_tensor_is_refused_by_name(what):
         with pytest.raises(InvalidArgumentsError, match=rf"^{name.strip()} (is|has)(.|\n)*Try: ") as caught:
             call()
         assert said in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("wrong", [1, None, "no"])
+def test_a_flag_is_a_bool(wrong):
+    """On every path, as torch's own functions refuse other types."""
+    q = torch.randn(SHAPE)
+    learned, meta, rows = q.clone().requires_grad_(), q.to("meta"), q[0].transpose(0, 1).contiguous()
+    cuts = torch.tensor([0, 2, 9], dtype=torch.int32)
+    jagged = torch.nested.nested_tensor([rows, rows[:2]], layout=torch.jagged).transpose(1, 2)
+    doubled = cupy_flash.score(lambda s, b, h, i, j: 2 * s)
+    calls = [
+        ("return_lse", lambda **flag: cf.attention(q, q, q, **flag)),
+        ("return_lse", lambda **flag: cf.attention(learned, q, q, **flag)),
+        ("return_lse", lambda **flag: cf.attention(meta, meta, meta, **flag)),
+        ("return_lse", lambda **flag: cf.attention(q, q, q, score=doubled, **flag)),
+        ("return_lse", lambda **flag: cf.attention(jagged, jagged, jagged, **flag)),
+        ("return_lse", lambda **flag: cf.attention_varlen(rows, rows, rows, cuts, cuts, **flag)),
+        ("return_lse", lambda **flag: cf.attention_with_shared_prefix(q, q, q, q[0], q[0], **flag)),
+        ("return_lse", lambda **flag: cf.attention_with_kv_cache(q, q, q, cache_seqlens=9, **flag)),
+        ("return_lse", lambda **flag: cf.attention_with_kv_cache(meta, meta, meta, cache_seqlens=9, **flag)),
+        ("enable_gqa", lambda **flag: cf.scaled_dot_product_attention(q, q, q, **flag)),
+        ("enable_gqa", lambda **flag: cf.scaled_dot_product_attention(jagged, jagged, jagged, **flag)),
+        ("enable_gqa", lambda **flag: cf.varlen_attn(rows, rows, rows, cuts, cuts, 7, 7, **flag)),
+        ("deterministic", lambda **flag: flash_attn.flash_attn_func(q, q, q, **flag)),
+        ("return_attn_probs", lambda **flag: flash_attn.flash_attn_func(q, learned, q, **flag)),
+        ("deterministic", lambda **flag: flash_attn_3.flash_attn_func(q, q, q, **flag)),
+        ("return_softmax_lse", lambda **flag: flash_attn_3.flash_attn_with_kvcache(q, q, q, **flag)),
+    ]
+    for name, call in calls:
+        call(**{name: True})
+        with pytest.raises(InvalidArgumentsError, match=rf"^{name} is {wrong!r}(.|\n)*Try: {name}=True"):
+            call(**{name: wrong})
 
 
 def test_hints_are_in_the_words_of_torch():

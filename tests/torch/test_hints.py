@@ -529,6 +529,7 @@ CASES = {
     ),
     "nested: axis": (nested, {"layout": "bhsd"}, 0, [nested]),
     "nested: holes": (lambda q: cf.attention(q, q, q, layout="bshd"), {"q": HOLES}, 1, []),
+    "nested: holes, heads first": (lambda q: cf.attention(q, q, q), {"q": HOLES.transpose(1, 2)}, 1, []),
     "nested: lengths": (nested, {"v": OTHERS}, 0, [nested]),
     "nested: in a program": (
         lambda k, v: seen(nested, APART[0], k, v),

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cupy_flash
 import cupy_flash.torch as cf
+from cupy_flash import flash_attn_3
+from cupy_flash.flash_attn import flash_attn_with_kvcache
 
 pytestmark = pytest.mark.torch
 
@@ -125,6 +127,25 @@ def test_a_layer_with_a_cache_is_exported(strict):
         torch.testing.assert_close(program(*new(length)), eager(*new(length)))
     assert torch.equal(program.k_cache, eager.k_cache)
     assert program.k_cache.any()
+
+
+class Sized(torch.nn.Module):
+    """Calls over caches whose lengths are sizes of tensors."""
+
+    def forward(self, q, k):
+        rows = q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2)
+        appended = cf.attention_with_kv_cache(
+            q, k.clone(), k.clone(), cache_seqlens=k.shape[2] - q.shape[2], k=q, v=q
+        )
+        return appended, flash_attn_with_kvcache(*rows), flash_attn_3.flash_attn_with_kvcache(*rows)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_lengths_of_a_cache_may_be_sizes_of_a_program(strict):
+    sizes = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+    exported = torch.export.export(Sized(), (Q, K), dynamic_shapes=(sizes, sizes), strict=strict)
+    given = Q[:1, :, :2].contiguous(), torch.cat([K, K], 2)[:1]
+    torch.testing.assert_close(exported.module()(*given), Sized()(*given))
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

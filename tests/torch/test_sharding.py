@@ -82,6 +82,30 @@ def check_packed(mesh):
     torch.testing.assert_close(o.full_tensor(), wanted)
 
 
+def check_sdpa(mesh):
+    """Torch's signature, with a tensor-parallel layer's views: heads are sharded, and stored after rows."""
+    q, k, v, mask = whole(q=(2, 6, 4, 8), k=(2, 6, 2, 8), v=(2, 6, 2, 8), mask=(4, 6, 6)).values()
+    for kind, others in (
+        ("causal", {"is_causal": True}),
+        ("bool", {"attn_mask": mask > 0}),
+        ("float", {"attn_mask": mask}),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        split = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in (q, k, v)]
+        wanted = cf.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in leaves), enable_gqa=True, **others
+        )
+        if "attn_mask" in others:
+            others = {"attn_mask": distribute_tensor(others["attn_mask"], mesh, [Shard(0)])}
+        o = cf.sdpa_with_fallback(*(x.transpose(1, 2) for x in split), enable_gqa=True, **others)
+        assert o.placements == (Shard(1),), kind
+        torch.testing.assert_close(o.full_tensor(), wanted)
+        grads = torch.autograd.grad(o.sin().sum(), split)
+        for ours, right in zip(grads, torch.autograd.grad(wanted.sin().sum(), leaves), strict=True):
+            assert ours.placements == (Shard(2),), kind
+            torch.testing.assert_close(ours.full_tensor(), right)
+
+
 def process(rank, ranks):
     mesh = dist.init_device_mesh("cpu", (ranks,))
     for name, case in CASES.items():
@@ -90,9 +114,12 @@ def process(rank, ranks):
         except Exception as error:
             raise AssertionError(name) from error
     check_packed(mesh)
+    check_sdpa(mesh)
     q = distribute_tensor(whole(q=(4, 2, 6, 8))["q"], mesh, [Shard(0)])
     with pytest.raises(UnsupportedError, match="dropout over DTensors"):
         cf.attention(q, q, q, dropout=0.5)
+    with pytest.raises(UnsupportedError, match=r"dropout over DTensors(.|\n)*Try: dropout_p=0\.0"):
+        cf.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import numpy as np
+from torch._subclasses import FakeTensorMode
 
 import cupy_flash
 import cupy_flash.torch as cf
@@ -88,3 +89,12 @@ def test_refusals():
         cf.attention_statistics(q, k.numpy())
     with pytest.raises(InvalidArgumentsError, match="device meta"):
         cf.attention_statistics(q.to("meta"), k.to("meta"))
+
+
+def test_a_program_that_is_traced_cannot_hold_them():
+    with FakeTensorMode():
+        q = torch.ones(1, 2, 5, 8)
+        with pytest.raises(
+            InvalidArgumentsError, match=r"Try: cupy_flash\.torch.*except attention_statistics"
+        ):
+            cf.attention_statistics(q, q)

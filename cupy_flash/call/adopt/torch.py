@@ -40,7 +40,8 @@ def from_torch(x: Any, name: str = "") -> ArrayView:
         detached = f"{name}.detach(), or a call inside torch.no_grad()"
         if x.element_size() == 1:
             raise UnsupportedError(f"{name} requires grad, and float8 has no gradients.", hint=detached)
-        recorded = "cupy_flash.torch.attention, which does; or " * (name in (*WITH_GRADIENT, "scale"))
+        recorders = "cupy_flash.torch.attention, or attention_varlen there, which do; or "
+        recorded = recorders * (name in (*WITH_GRADIENT, "scale"))
         raise InvalidArgumentsError(
             f"{name} is a torch tensor that requires grad, and this function records none.",
             hint=f"{recorded}{detached}",
@@ -94,7 +95,7 @@ def _no_memory(x: Any, name: str) -> InvalidArgumentsError:
 
 
 _PACKED = "cupy_flash.torch.attention if it is jagged, or attention_varlen over its values and offsets"
-_OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform"
+_OPERATORS = "cupy_flash.torch, whose functions torch can trace and transform, except attention_statistics"
 # Wrapper classes of torch -> where to find their values.
 _UNWRAPPED = {
     "DTensor": "cupy_flash.torch.attention, {}.to_local(), or cupy_flash.torch.ring_attention",
