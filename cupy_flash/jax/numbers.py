@@ -24,6 +24,7 @@ __all__ = [
     "fixed_options",
     "is_array",
     "next_seed",
+    "one_int32",
     "split_numbers",
     "split_scale",
     "split_seed",
@@ -42,6 +43,13 @@ def split_numbers(arrays: dict[str, Any], options: Options) -> Options:
 def is_array(x: Any) -> bool:
     """Whether something is an array, and not one of NumPy's numbers, which have shapes too."""
     return hasattr(x, "shape") and not isinstance(x, np.generic)
+
+
+def one_int32(x: Any) -> Any:
+    """An array of one integer as int32; what exceeds it is the nearest value, which is as far out of range."""
+    limits, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    inside = jnp.clip(x, max(limits.min, wanted.min), min(limits.max, wanted.max))
+    return inside.astype(jnp.int32)
 
 
 def as_arrays(given: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +142,7 @@ def _split_align(arrays: dict[str, Any], options: Options) -> Options:
             f"align is a JAX array of {align.dtype.name} of shape {align.shape}.",
             hint="one integer, the key position of query 0",
         )
-    arrays["align"] = align.astype(jnp.int32)
+    arrays["align"] = one_int32(align)
     return options._replace(align=0)
 
 

@@ -36,7 +36,7 @@ from .directed import directed
 from .ffi import exporting
 from .run import Cached
 
-__all__ = ["attention", "attention_over_cache", "missing"]
+__all__ = ["attention", "attention_over_cache", "gradients", "missing"]
 
 
 class _Params(NamedTuple):
@@ -53,6 +53,7 @@ class _Params(NamedTuple):
         str, ...
     ] = ()  # for `second_jvp`, names of the arrays whose tangents are among the residuals
     cached: Cached | None = None  # parameters of attention over a cache; None otherwise
+    unrounded: bool = False  # as in `call.forward` and `call.backward`; such calls have no derivatives
 
     @property
     def arrays(self) -> int:
@@ -120,15 +121,18 @@ def _all_or_none(some: list[Any]) -> list[Any] | None:
 # ---------------------------------------------------------------------------------------------- F
 
 
-def attention(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None) -> tuple[Any, Any]:
-    """O and LSE with derivatives; parameters as in `call.forward` and `call.backward`."""
-    params = _Params(options, longest, tuple(arrays))
+def attention(
+    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None, unrounded: bool = False
+) -> tuple[Any, Any]:
+    """O and LSE, with derivatives if they are rounded; parameters as in `call.forward`."""
+    params = _Params(options, longest, tuple(arrays), unrounded=unrounded)
     o, lse = _bind(_forward_p, params, *arrays.values())
     return o, lse
 
 
 def _forward(*args: Any, params: _Params) -> Any:
-    return forward(dict(zip(params.names, args, strict=True)), params.options, params.longest)
+    arrays = dict(zip(params.names, args, strict=True))
+    return forward(arrays, params.options, params.longest, params.unrounded)
 
 
 def _forward_shapes(*avals: Any, params: _Params) -> list[Any]:
@@ -141,9 +145,14 @@ def _forward_shapes(*avals: Any, params: _Params) -> list[Any]:
 
     spec = q.sharding.spec
     return [
-        _placed(q, (*q.shape[:-1], v.shape[-1]), (*spec[:-1], None)),
+        _placed(q, (*q.shape[:-1], v.shape[-1]), (*spec[:-1], None), dtype=_dtype_of(q, params)),
         _placed(q, rows(q.shape), rows(spec), dtype=jnp.dtype(lse)),
     ]
+
+
+def _dtype_of(aval: Any, params: _Params) -> Any:
+    """The dtype of o and of the gradients that belongs to this dtype of an array."""
+    return jnp.promote_types(aval.dtype, jnp.float32) if params.unrounded else aval.dtype
 
 
 def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:
@@ -250,16 +259,29 @@ def _named(params: _Params) -> list[str]:
     return [params.names[i] for i in params.wanted()]
 
 
+def gradients(
+    arrays: dict[str, Any],
+    results: tuple[Any, Any, Any, Any],
+    options: Options,
+    longest: tuple[int, int] | None,
+    unrounded: bool,
+) -> dict[str, Any]:
+    """Gradients by the names of their arrays; `results` are o, lse, do and dlse, the rest as in `attention`."""
+    params = _Params(options, longest, tuple(arrays), unrounded=unrounded)
+    return dict(zip(_named(params), _bind(_backward_p, params, *arrays.values(), *results), strict=True))
+
+
 def _backward(*args: Any, params: _Params) -> Any:
     *given, o, lse, do, dlse = args
     arrays = dict(zip(params.names, given, strict=True))
-    grads = backward(arrays, o, lse, do, dlse, params.options, params.longest)
+    grads = backward(arrays, o, lse, do, dlse, params.options, params.longest, params.unrounded)
     return [grads[name] for name in _named(params)]
 
 
 def _gradient_shapes(*avals: Any, params: _Params) -> list[Any]:
     """Results of B and H: shaped as the arrays with gradients."""
-    return [_shaped(avals, params, i) for i in params.wanted()]
+    shapes = [_shaped(avals, params, i) for i in params.wanted()]
+    return [x.update(dtype=_dtype_of(x, params)) for x in shapes]
 
 
 def _backward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:

@@ -21,11 +21,11 @@ from ..merge import merge_parts
 from ..parallel.parts import DenseParts, Pair, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
-from .call import backward, forward, results_of, vary_alike
+from .call import results_of, vary_alike
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
 from .numbers import as_arrays, next_seed, split_seed
-from .primitives import missing
+from .primitives import attention, gradients, missing
 from .shards import Packed, Shards, padded_half, visible_spans
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _attend(
 ) -> Any:
     """O and LSE of a part of queries over a part of keys, or of halves of parts."""
     given, longest = _with_offsets(static, arrays, offsets)
-    o, lse = forward(given, options, longest, _has_16_bits(arrays["q"]))
+    o, lse = attention(given, options, longest, _has_16_bits(arrays["q"]))
     return _upcast(o), lse
 
 
@@ -206,7 +206,7 @@ def _partial_gradients(
     def gradients_of(arrays: Any, offsets: Any, options: Options) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse = arrays
         given, longest = _with_offsets(static, {"q": q, "k": k, "v": v, **extra}, offsets)
-        grads = backward(given, o, lse, do, dlse, options, longest, _has_16_bits(q))
+        grads = gradients(given, (o, lse, do, dlse), options, longest, _has_16_bits(q))
         return tuple(_upcast(grads[name]) for name in wanted)
 
     def early(*given: Any) -> tuple[Any, ...]:
