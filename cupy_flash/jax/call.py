@@ -23,7 +23,10 @@ from .buffers import address
 from .ffi import foreign, is_exporting
 from .run import Cached, Config, run
 
-__all__ = ["backward", "differentiable", "forward", "over_cache", "results_of", "rows_of", "vary_alike"]
+__all__ = [
+    "backward", "differentiable", "forward", "over_cache", "results_of", "results_over_cache", "rows_of",
+    "vary_alike",
+]  # fmt: skip
 
 
 def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fixed: Any) -> dict[str, Any]:
@@ -139,14 +142,20 @@ def forward(
     return results["o"], results["lse"]
 
 
-def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
-    """O, LSE if wanted, and, if keys are appended, the written caches and scales of codes, by name."""
+def results_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
+    """Shapes and dtypes of what `over_cache` returns."""
     results = results_of(arrays, "bshd" if cached.packing else options.layout, cached.head_dim_v)
     if not cached.want_lse:
         del results["lse"]
     if "k" in arrays:
         written = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(arrays), ()))
         results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written if n in arrays}
+    return results
+
+
+def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
+    """O, LSE if wanted, and, if keys are appended, the written caches and scales of codes, by name."""
+    results = results_over_cache(arrays, options, cached)
     return _call(arrays, results, "decode", options=options, cached=cached)
 
 

@@ -46,7 +46,7 @@ def is_array(x: Any) -> bool:
 
 
 def one_int32(x: Any) -> Any:
-    """An array of one integer as int32; what exceeds it is the nearest value, which is as far out of range."""
+    """An array of one integer as int32; what exceeds it becomes the nearest value."""
     limits, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     inside = jnp.clip(x, max(limits.min, wanted.min), min(limits.max, wanted.max))
     return inside.astype(jnp.int32)

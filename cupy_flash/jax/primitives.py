@@ -31,7 +31,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..call.given import Options
 from ..errors import UnsupportedError
-from .call import backward, differentiable, forward, over_cache, rows_of, vary_alike
+from .call import (
+    backward,
+    differentiable,
+    forward,
+    over_cache,
+    results_over_cache,
+    rows_of,
+    vary_alike,
+)
 from .directed import directed
 from .ffi import exporting
 from .run import Cached
@@ -266,7 +274,7 @@ def gradients(
     longest: tuple[int, int] | None,
     unrounded: bool,
 ) -> dict[str, Any]:
-    """Gradients by the names of their arrays; `results` are o, lse, do and dlse, the rest as in `attention`."""
+    """Gradients by the names of their arrays; `results` are o, lse, do and dlse."""
     params = _Params(options, longest, tuple(arrays), unrounded=unrounded)
     return dict(zip(_named(params), _bind(_backward_p, params, *arrays.values(), *results), strict=True))
 
@@ -383,11 +391,18 @@ def _cache(*args: Any, params: _Params) -> Any:
 
 
 def _cache_shapes(*avals: Any, params: _Params) -> list[Any]:
-    axes = len(params.mapped)
-    lead, q = avals[0].shape[:axes], avals[0]
-    one = [jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in avals]
-    results = jax.eval_shape(functools.partial(_cache, params=params._replace(mapped=())), *one)
-    return [q.update(shape=(*lead, *x.shape), dtype=x.dtype, weak_type=False) for x in results]
+    assert params.cached is not None
+    axes, given = len(params.mapped), dict(zip(params.names, avals, strict=True))
+    one = {name: jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for name, x in given.items()}
+    q, layout = given["q"], "bshd" if params.cached.packing else params.options.layout
+    lead, spec = q.shape[:axes], q.sharding.spec
+    specs = {"o": (*spec[:-1], None), "lse": (*spec[:axes], *rows_of(spec[axes:], layout))}
+    return [
+        _placed(
+            q, (*lead, *x.shape), specs[name] if name in specs else given[name].sharding.spec, dtype=x.dtype
+        )
+        for name, x in results_over_cache(one, params.options, params.cached).items()
+    ]
 
 
 def _cache_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:

@@ -67,3 +67,36 @@ def test_results_are_sharded_as_queries(name):
     np.testing.assert_allclose(
         gradient, jax.jit(jax.grad(loss, argnums=1))(0.3, *arrays), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("spec", "of_cache", "of_lengths"),
+    [(("x",), ("x",), ("x",)), ((None, "x"), (None, "x"), ()), (("x",), (), ("x",))],
+    ids=["batch", "heads", "pages"],
+)
+def test_results_over_a_cache_are_sharded_as_queries_and_caches(spec, of_cache, of_lengths):
+    """Lengths and tables, whose names come first, say nothing; two devices do not divide 3 pages."""
+    pages = of_cache == ()
+    batch = 2 if pages else 4
+    caches = [x[: 3 if pages else 4].repeat(2, 2) for x in (K, V)]
+    q, k, v = (x[:batch] for x in (Q, K[:, :, :1] + 1, V[:, :, :1] + 1))
+    given = {"cache_seqlens": np.array([3, 5, 0, 0], np.int32)[:batch], "k": k, "v": v}
+    if pages:
+        given["block_table"] = np.array([[2], [0]], np.int32)
+
+    def call(q, k, v, given):
+        return cf.attention_with_kv_cache(q, k, v, **given, return_lse=True)
+
+    wanted = jax.jit(call)(q, *caches, given)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        of = {"cache_seqlens": of_lengths, "block_table": of_lengths, "k": spec, "v": spec}
+        placed = {name: jax.device_put(x, jax.P(*of[name])) for name, x in given.items()}
+        arrays = [
+            jax.device_put(x, jax.P(*s))
+            for x, s in zip((q, *caches), (spec, of_cache, of_cache), strict=True)
+        ]
+        found = jax.jit(call)(*arrays, placed)
+    for x, y, where in zip(found, wanted, (spec, spec, of_cache, of_cache), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert jax.typeof(x).sharding.spec == jax.P(*where, *(None,) * (x.ndim - len(where)))
