@@ -88,16 +88,26 @@ def _bind(primitive: Primitive, params: _Params, *args: Any) -> Any:
     return primitive.bind(*vary_alike(*args), params=params)
 
 
-def _with_all_axes(x: Any, residual: int, params: _Params, lead: tuple[int, ...]) -> Any:
+def _with_axis(x: Any, axis: int, like: Any) -> Any:
+    """Broadcast along an axis of `like`, on the same axis of an explicit mesh."""
+    where, spec = jax.typeof(like).sharding, jax.typeof(x).sharding.spec
+    shape, more = (*x.shape[:axis], like.shape[axis], *x.shape[axis:]), {}
+    if (name := where.spec[axis]) is not None:  # older JAX has no out_sharding
+        whole = PartitionSpec(*spec[:axis], name, *spec[axis:])
+        more["out_sharding"] = NamedSharding(where.mesh, whole)
+    return jnp.broadcast_to(jnp.expand_dims(x, axis), shape, **more)
+
+
+def _with_all_axes(x: Any, residual: int, params: _Params, like: Any) -> Any:
     """Broadcast the tangent of a residual to every axis of vmap, which linear arguments must have."""
     for axis, level in enumerate(params.mapped):
         if not level[residual]:
-            x = jnp.expand_dims(x, axis)
-    return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
+            x = _with_axis(x, axis, like)
+    return x
 
 
-def _dots(params: _Params, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, Any]:
-    """The non-zero tangents of the arrays, by name."""
+def _dots(params: _Params, tangents: list[Any], like: Any) -> dict[str, Any]:
+    """The non-zero tangents of the arrays, by name; `like` is an array with every axis of vmap."""
     found = {}
     for i, name in enumerate(params.names):
         if type(tangents[i]) is ad.Zero or tangents[i].dtype == jax.dtypes.float0:
@@ -107,7 +117,7 @@ def _dots(params: _Params, tangents: list[Any], lead: tuple[int, ...]) -> dict[s
             raise UnsupportedError(
                 f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name}){learned}"
             )
-        found[name] = _with_all_axes(tangents[i], i, params, lead)
+        found[name] = _with_all_axes(tangents[i], i, params, like)
     return found
 
 
@@ -172,7 +182,7 @@ def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:
 def _forward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     o, lse = _bind(_forward_p, params, *primals)
     with_all = params._replace(mapped=tuple((True,) * params.arrays for _ in params.mapped))
-    dots = _dots(with_all, tangents, primals[0].shape[: len(params.mapped)])
+    dots = _dots(with_all, tangents, primals[0])
     if not dots:
         return (o, lse), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, lse))
     return (o, lse), _bind(_jvp_p, with_all._replace(along=tuple(dots)), *primals, o, lse, *dots.values())
@@ -242,7 +252,7 @@ def _jvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     by_linear = by_residuals = None
     if nonzero:
         by_linear = _bind(_jvp_p, params._replace(along=tuple(nonzero)), *residuals, *nonzero.values())
-    dots = _dots(params, tangents, along[0].shape[: len(params.mapped)])
+    dots = _dots(params, tangents, along[0])
     if dots:
         second_params = params.with_residuals(len(along), along=tuple(dots), fixed=params.along)
         by_residuals = _bind(_second_jvp_p, second_params, *residuals, *along, *dots.values())
@@ -299,7 +309,7 @@ def _backward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     nonzero = _all_or_none(list(tangents[-2:]))
     if nonzero is not None:
         by_linear = _bind(_backward_p, params, *residuals, *nonzero)
-    dots = _dots(params, tangents, given[0].shape[: len(params.mapped)])
+    dots = _dots(params, tangents, given[0])
     if dots:
         hvp_params = params.with_residuals(2, along=tuple(dots))
         by_residuals = _bind(_hvp_p, hvp_params, *residuals, *given, *dots.values())
@@ -433,13 +443,13 @@ def missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | No
     given = [x for x in tangents if not (_is_zero(x) or x.dtype == jax.dtypes.float0)]
     if not given:
         return None
-    kinds = tuple((x.shape, jnp.dtype(x.dtype)) for x in results)
+    kinds = tuple(jax.typeof(x) if isinstance(x, jax.Array) else x for x in results)
     return list(_missing_p.bind(*vary_alike(*given), why=why, kinds=kinds))
 
 
-def _missing_shapes(*avals: Any, why: Any, kinds: Any) -> list[Any]:
+def _missing_shapes(*_: Any, why: Any, kinds: Any) -> list[Any]:
     del why
-    return [avals[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in kinds]
+    return [x.update(weak_type=False) for x in kinds]
 
 
 def _missing_compute(*_: Any, why: tuple[str, str], kinds: Any) -> Any:
@@ -464,8 +474,12 @@ def _missing_transpose(cotangents: Any, *args: Any, why: Any, kinds: Any) -> lis
 
 
 def _missing_batched(args: Any, dims: Any, *, why: Any, kinds: Any) -> Any:
-    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-    kinds = tuple(((size, *shape), dtype) for shape, dtype in kinds)
+    size, name = next(
+        (x.shape[dim], jax.typeof(x).sharding.spec[dim])
+        for x, dim in zip(args, dims, strict=True)
+        if dim is not None
+    )
+    kinds = tuple(_placed(x, (size, *x.shape), (name, *x.sharding.spec)) for x in kinds)
     return _missing_p.bind(*args, why=why, kinds=kinds), [0] * len(kinds)
 
 
@@ -499,8 +513,13 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
         count = len(args) - _linear_count(name, params)
         level = tuple(dim is not None for dim in dims[:count])
         batch_first = [
-            x if dim is None and i < count else batching.bdim_at_front(x, dim, size)
-            for i, (x, dim) in enumerate(zip(args, dims, strict=True))
+            x if dim is None else batching.bdim_at_front(x, dim, size)
+            for x, dim in zip(args, dims, strict=True)
+        ]
+        like = next(x for x, dim in zip(batch_first, dims, strict=True) if dim is not None)
+        batch_first[count:] = [
+            _with_axis(x, 0, like) if dim is None else x
+            for x, dim in zip(batch_first[count:], dims[count:], strict=True)
         ]
         results = _bind(primitive, params._replace(mapped=(level, *params.mapped)), *batch_first)
         return results, [0] * len(results)
