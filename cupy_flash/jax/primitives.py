@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..call.given import Options
 from ..errors import UnsupportedError
+from ..namespace import NAMESPACE
 from .call import (
     backward,
     differentiable,
@@ -44,7 +46,7 @@ from .directed import directed
 from .ffi import exporting
 from .run import Cached
 
-__all__ = ["attention", "attention_over_cache", "gradients", "missing"]
+__all__ = ["attention", "attention_over_cache", "gradients", "missing", "named_results"]
 
 
 class _Params(NamedTuple):
@@ -148,6 +150,14 @@ def attention(
     return o, lse
 
 
+def named_results(o: Any, lse: Any) -> tuple[Any, Any]:
+    """O and LSE by a name for policies of `jax.checkpoint`.
+
+    why here: gradients need these very arrays, and a name that the caller gives to o is one of another array.
+    """
+    return checkpoint_name(o, NAMESPACE), checkpoint_name(lse, NAMESPACE)
+
+
 def _forward(*args: Any, params: _Params) -> Any:
     arrays = dict(zip(params.names, args, strict=True))
     return forward(arrays, params.options, params.longest, params.unrounded)
@@ -180,7 +190,7 @@ def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
-    o, lse = _bind(_forward_p, params, *primals)
+    o, lse = named_results(*_bind(_forward_p, params, *primals))
     with_all = params._replace(mapped=tuple((True,) * params.arrays for _ in params.mapped))
     dots = _dots(with_all, tangents, primals[0])
     if not dots:

@@ -25,7 +25,7 @@ from .call import results_of, vary_alike
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
 from .numbers import as_arrays, next_seed, split_seed
-from .primitives import attention, gradients, missing
+from .primitives import attention, gradients, missing, named_results
 from .shards import Packed, Shards, padded_half, visible_spans
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def _ring(q: Any, k: Any, v: Any, extras: _Extras, static: _Static) -> tuple[Any
 
 
 def _ring_forward(q: Any, k: Any, v: Any, extras: _Extras, static: _Static) -> tuple[Any, Any]:
-    o, lse = _results(static, q, k, v, extras)
+    o, lse = named_results(*_results(static, q, k, v, extras))
     return (o, lse), (q, k, v, o, lse, extras)
 
 
