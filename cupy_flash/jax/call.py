@@ -21,6 +21,7 @@ from ..call.given import Options
 from ..call.options import WITH_GRADIENT
 from .buffers import address
 from .ffi import foreign, is_exporting
+from .numbers import accumulator
 from .run import Cached, Config, run
 
 __all__ = [
@@ -110,19 +111,18 @@ def rows_of(q: tuple[int, ...], layout: str) -> tuple[int, ...]:
 def results_of(arrays: dict[str, Any], layout: str, head_dim_v: int | None = None) -> dict[str, Any]:
     """Shapes and dtypes of O and LSE; `head_dim_v` is given for latents."""
     q = arrays["q"]
-    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     if head_dim_v is None:
         v = arrays["v_cache" if "v_cache" in arrays else "v"]
         head_dim_v = v.shape[-1] * (2 if kind_of_codes(arrays) else 1)  # codes of 4 bits, two to a byte
     return {
         "o": jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
-        "lse": jax.ShapeDtypeStruct(rows_of(q.shape, layout), acc),
+        "lse": jax.ShapeDtypeStruct(rows_of(q.shape, layout), accumulator(q.dtype)),
     }
 
 
 def _wide(shape: Any) -> Any:
     """The same shape in the accumulator dtype."""
-    return jax.ShapeDtypeStruct(shape.shape, jnp.promote_types(shape.dtype, jnp.float32))
+    return jax.ShapeDtypeStruct(shape.shape, accumulator(shape.dtype))
 
 
 def forward(

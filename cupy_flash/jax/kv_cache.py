@@ -24,7 +24,18 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
 from .call import vary_alike
 from .functional import attention, refuse_ragged
-from .numbers import as_arrays, fixed, fixed_options, is_array, one_int32, static_size, symbolic, types_of
+from .numbers import (
+    accumulator,
+    as_arrays,
+    fixed,
+    fixed_options,
+    is_array,
+    one_int32,
+    own_promotion,
+    static_size,
+    symbolic,
+    types_of,
+)
 from .primitives import attention_over_cache
 from .run import READ, Cached, described
 
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_with_kv_cache"]
 
 
+@own_promotion()
 @takes(CacheOptions)
 def attention_with_kv_cache(
     q: Any,
@@ -115,8 +127,7 @@ def attention_with_kv_cache(
         layout = "bshd" if flat.get("cu_seqlens_q") is not None else flat.get("layout", "bhsd")
         q = jnp.asarray(q)
         factor = scale_shape(flat["scale"].shape, q.shape, layout)
-        scale = flat["scale"].reshape(factor).astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
-        # why not q * scale: JAX may be set to refuse mixed dtypes (jax_numpy_dtype_promotion)
+        scale = flat["scale"].reshape(factor).astype(accumulator(q.dtype))
         q, flat["scale"] = times(q.astype(scale.dtype), scale).astype(q.dtype), 1.0
     want_lse, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)

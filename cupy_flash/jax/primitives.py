@@ -44,6 +44,7 @@ from .call import (
 )
 from .directed import directed
 from .ffi import exporting
+from .numbers import accumulator
 from .run import Cached
 
 __all__ = ["attention", "attention_over_cache", "gradients", "missing", "named_results"]
@@ -166,7 +167,6 @@ def _forward(*args: Any, params: _Params) -> Any:
 def _forward_shapes(*avals: Any, params: _Params) -> list[Any]:
     given = dict(zip(params.names, avals, strict=True))
     q, v, axes = given["q"], given["v"], len(params.mapped)
-    lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
     def rows(x: Any) -> Any:
         return (*x[:axes], *rows_of(x[axes:], params.options.layout))
@@ -174,13 +174,13 @@ def _forward_shapes(*avals: Any, params: _Params) -> list[Any]:
     spec = q.sharding.spec
     return [
         _placed(q, (*q.shape[:-1], v.shape[-1]), (*spec[:-1], None), dtype=_dtype_of(q, params)),
-        _placed(q, rows(q.shape), rows(spec), dtype=jnp.dtype(lse)),
+        _placed(q, rows(q.shape), rows(spec), dtype=accumulator(q.dtype)),
     ]
 
 
 def _dtype_of(aval: Any, params: _Params) -> Any:
     """The dtype of o and of the gradients that belongs to this dtype of an array."""
-    return jnp.promote_types(aval.dtype, jnp.float32) if params.unrounded else aval.dtype
+    return accumulator(aval.dtype) if params.unrounded else aval.dtype
 
 
 def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:

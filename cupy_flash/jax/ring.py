@@ -24,7 +24,7 @@ from ..parallel.schedules import for_shards
 from .call import results_of, vary_alike
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
-from .numbers import as_arrays, next_seed, split_seed
+from .numbers import accumulator, as_arrays, next_seed, own_promotion, split_seed
 from .primitives import attention, gradients, missing, named_results
 from .shards import Packed, Shards, padded_half, visible_spans
 
@@ -244,7 +244,7 @@ def _partial_gradients(
 
 
 def _upcast(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(accumulator(x.dtype))
 
 
 _SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="alltoall" or "allgather"')
@@ -252,7 +252,7 @@ _SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="all
 
 def _first_order_only(one_pass: Callable[..., Any]) -> Any:
     """A pass whose derivative raises our error instead of the one of JAX about callbacks."""
-    function = jax.custom_jvp(one_pass, nondiff_argnums=(0,))
+    function = jax.custom_jvp(own_promotion()(one_pass), nondiff_argnums=(0,))
 
     @function.defjvp
     def _derivative(static: _Static, primals: Any, tangents: Any) -> Any:
@@ -325,6 +325,7 @@ def _bands(whole: list[DenseParts], options: Options) -> tuple[tuple[Options | N
     return tuple(zip(near, far, strict=True))
 
 
+@own_promotion()
 @takes(ShardOptions)
 def ring_attention(
     q: Any,
