@@ -21,9 +21,13 @@ from ..call.given import Options
 from ..call.options import WITH_GRADIENT
 from .buffers import address
 from .ffi import foreign, is_exporting
+from .numbers import accumulator
 from .run import Cached, Config, run
 
-__all__ = ["backward", "differentiable", "forward", "over_cache", "results_of", "rows_of", "vary_alike"]
+__all__ = [
+    "backward", "differentiable", "forward", "over_cache", "results_of", "results_over_cache", "rows_of",
+    "vary_alike",
+]  # fmt: skip
 
 
 def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fixed: Any) -> dict[str, Any]:
@@ -107,19 +111,18 @@ def rows_of(q: tuple[int, ...], layout: str) -> tuple[int, ...]:
 def results_of(arrays: dict[str, Any], layout: str, head_dim_v: int | None = None) -> dict[str, Any]:
     """Shapes and dtypes of O and LSE; `head_dim_v` is given for latents."""
     q = arrays["q"]
-    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     if head_dim_v is None:
         v = arrays["v_cache" if "v_cache" in arrays else "v"]
         head_dim_v = v.shape[-1] * (2 if kind_of_codes(arrays) else 1)  # codes of 4 bits, two to a byte
     return {
         "o": jax.ShapeDtypeStruct((*q.shape[:-1], head_dim_v), q.dtype),
-        "lse": jax.ShapeDtypeStruct(rows_of(q.shape, layout), acc),
+        "lse": jax.ShapeDtypeStruct(rows_of(q.shape, layout), accumulator(q.dtype)),
     }
 
 
 def _wide(shape: Any) -> Any:
     """The same shape in the accumulator dtype."""
-    return jax.ShapeDtypeStruct(shape.shape, jnp.promote_types(shape.dtype, jnp.float32))
+    return jax.ShapeDtypeStruct(shape.shape, accumulator(shape.dtype))
 
 
 def forward(
@@ -139,14 +142,20 @@ def forward(
     return results["o"], results["lse"]
 
 
-def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
-    """O, LSE if wanted, and, if keys are appended, the written caches and scales of codes, by name."""
+def results_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
+    """Shapes and dtypes of what `over_cache` returns."""
     results = results_of(arrays, "bshd" if cached.packing else options.layout, cached.head_dim_v)
     if not cached.want_lse:
         del results["lse"]
     if "k" in arrays:
         written = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(arrays), ()))
         results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written if n in arrays}
+    return results
+
+
+def over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
+    """O, LSE if wanted, and, if keys are appended, the written caches and scales of codes, by name."""
+    results = results_over_cache(arrays, options, cached)
     return _call(arrays, results, "decode", options=options, cached=cached)
 
 

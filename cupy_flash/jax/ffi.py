@@ -16,6 +16,8 @@ from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_size
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from ..call.arrays import CPU
 from ..call.given import CacheCall, Options, Packing
@@ -23,7 +25,7 @@ from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
 from .run import Cached, Config, run
 
-__all__ = ["export_target", "exporting", "foreign", "is_exporting"]
+__all__ = ["export_target", "exporting", "foreign", "is_exporting", "not_exported"]
 
 TARGET = NAMESPACE
 _EXECUTE = 3
@@ -115,6 +117,24 @@ def exporting(context: Any) -> Iterator[None]:
         yield
     finally:
         _exporting.reset(token)
+
+
+def not_exported(x: Any, why: str, hint: str) -> Any:
+    """The array itself, for a call that only this process can run: exporting the program raises."""
+    return _not_exported_p.bind(x, why=why, hint=hint)
+
+
+def _lower_not_exported(context: Any, x: Any, *, why: str, hint: str) -> Any:
+    if context.module_context.lowering_parameters.for_export:
+        raise UnsupportedError(why, hint=hint)
+    return [x]
+
+
+_not_exported_p = Primitive("cupy_flash_not_exported")
+_not_exported_p.def_impl(lambda x, **_: x)
+_not_exported_p.def_abstract_eval(lambda x, **_: x)
+batching.defvectorized(_not_exported_p)
+mlir.register_lowering(_not_exported_p, _lower_not_exported)
 
 
 def foreign(config: Config, wire: Any, aliases: dict[int, int]) -> Callable[..., Any]:

@@ -76,6 +76,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Un
     -----
     Differentiable twice, in forward mode too (`jax.jvp`, `jax.hessian`), on GPUs too. It is linear in v:
     `jax.linear_transpose` by v alone is supported.
+    Under `jax.checkpoint` the backward pass computes o and lse again, unless the policy saves them by their
+    name: ``policy=jax.checkpoint_policies.save_only_these_names("cupy_flash")``.
     jit with sharded inputs gathers them first; `jax.shard_map` keeps each device to its own. A program that
     contains this call can be exported (see `export_target`), without second order, and is not stored in the
     persistent compilation cache.

@@ -24,7 +24,18 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
 from .call import vary_alike
 from .functional import attention, refuse_ragged
-from .numbers import as_arrays, fixed, fixed_options, is_array, static_size, symbolic, types_of
+from .numbers import (
+    accumulator,
+    as_arrays,
+    fixed,
+    fixed_options,
+    is_array,
+    one_int32,
+    own_promotion,
+    static_size,
+    symbolic,
+    types_of,
+)
 from .primitives import attention_over_cache
 from .run import READ, Cached, described
 
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_with_kv_cache"]
 
 
+@own_promotion()
 @takes(CacheOptions)
 def attention_with_kv_cache(
     q: Any,
@@ -115,11 +127,11 @@ def attention_with_kv_cache(
         layout = "bshd" if flat.get("cu_seqlens_q") is not None else flat.get("layout", "bhsd")
         q = jnp.asarray(q)
         factor = scale_shape(flat["scale"].shape, q.shape, layout)
-        scale = flat["scale"].reshape(factor).astype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
-        # why not q * scale: JAX may be set to refuse mixed dtypes (jax_numpy_dtype_promotion)
+        scale = flat["scale"].reshape(factor).astype(accumulator(q.dtype))
         q, flat["scale"] = times(q.astype(scale.dtype), scale).astype(q.dtype), 1.0
     want_lse, appends = flag(return_lse, "return_lse"), flat.get("k") is not None
     shared = Prefix.of_cache(q, flat["k_cache"], flat["v_cache"], flat)
+    cache_seqlens = _lengths(cache_seqlens)
     whole = {**flat, "cache_seqlens": cache_seqlens}
     own = flat if shared is None else {"q": q, **shared.behind(flat)}
     if shared is not None and shared.may_hold_queries(q, flat):
@@ -138,6 +150,20 @@ def attention_with_kv_cache(
     caches = [_as_given(name, x, written) for name, x in given] if appends else []
     results = (o, *[lse] * want_lse, *caches)
     return results if len(results) > 1 else o
+
+
+def _lengths(cache_seqlens: Any) -> Any:
+    """cache_seqlens as an array; one integer for all as int32 of shape ()."""
+    if isinstance(cache_seqlens, (int, np.integer)):
+        check_one_length(int(cache_seqlens))
+    lengths = as_arrays({"cache_seqlens": cache_seqlens})["cache_seqlens"]
+    if lengths.ndim:
+        return lengths
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise InvalidArgumentsError(
+            f"cache_seqlens is {cache_seqlens!r}.", hint="an int32 array (batch,), or one integer for all"
+        )
+    return one_int32(lengths)
 
 
 def _written(flat: dict[str, Any]) -> tuple[str, ...]:
@@ -175,18 +201,11 @@ def _over_cache(
     check = options.pop("check", None)
     optional, values, call = split_of_cache(options)
     given = {"q": q, "cache_seqlens": cache_seqlens, **optional}
-    if isinstance(cache_seqlens, (int, np.integer)):
-        check_one_length(int(cache_seqlens))
     arrays = as_arrays(given)
     packing = _packing(arrays, call.longest)
-    if arrays["cache_seqlens"].ndim == 0:
-        if not jnp.issubdtype(arrays["cache_seqlens"].dtype, jnp.integer):
-            raise InvalidArgumentsError(
-                f"cache_seqlens is {cache_seqlens!r}.", hint="an int32 array (batch,), or one integer for all"
-            )
-        lengths = arrays["cache_seqlens"].astype(jnp.int32)
+    if cache_seqlens.ndim == 0:
         batch = packing.batch if packing else arrays["q"].shape[0]
-        arrays["cache_seqlens"] = jnp.broadcast_to(lengths, (batch,))
+        arrays["cache_seqlens"] = jnp.broadcast_to(cache_seqlens, (batch,))
     look = None if check is None else flag(check, "tuning.check")
     # why flags: static arguments are keys, and 1 == True as a key.
     call = CacheCall(*map(fixed, call))._replace(
@@ -215,10 +234,8 @@ def _over_selected_keys(
             hint="tuning=None, or cupy_flash.attention_with_kv_cache outside of jit",
         )
     arrays = {name: x for name, x in options.items() if hasattr(x, "shape")} | {"q": jnp.asarray(q)}
-    if not isinstance(cache_seqlens, int):
-        arrays["cache_seqlens"] = cache_seqlens = jnp.asarray(cache_seqlens)
-        if not cache_seqlens.ndim:
-            del arrays["cache_seqlens"]
+    if cache_seqlens.ndim:
+        arrays["cache_seqlens"] = cache_seqlens
     _packing(arrays, options.get("max_seqlen_q"))
     call = Selection.of(jnp, arrays["q"], cache_seqlens, options, _stand_ins(arrays))
     o, *lse = _over_cache(call.q, call.lengths, {"v_cache": None, **call.options}, want_lse, columns)

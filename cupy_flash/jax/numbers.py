@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,11 +19,14 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..parallel.group import seed_step
 
 __all__ = [
+    "accumulator",
     "as_arrays",
     "fixed",
     "fixed_options",
     "is_array",
     "next_seed",
+    "one_int32",
+    "own_promotion",
     "split_numbers",
     "split_scale",
     "split_seed",
@@ -42,6 +45,25 @@ def split_numbers(arrays: dict[str, Any], options: Options) -> Options:
 def is_array(x: Any) -> bool:
     """Whether something is an array, and not one of NumPy's numbers, which have shapes too."""
     return hasattr(x, "shape") and not isinstance(x, np.generic)
+
+
+@contextlib.contextmanager
+def own_promotion() -> Iterator[None]:
+    """Promote dtypes and ranks as this library does, where JAX is set to refuse it in the caller's code."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype in which arrays of this one are added up; that of the LSE and of numbers."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def one_int32(x: Any) -> Any:
+    """An array of one integer as int32; what exceeds it becomes the nearest value."""
+    limits, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    inside = jnp.clip(x, max(limits.min, wanted.min), min(limits.max, wanted.max))
+    return inside.astype(jnp.int32)
 
 
 def as_arrays(given: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +156,7 @@ def _split_align(arrays: dict[str, Any], options: Options) -> Options:
             f"align is a JAX array of {align.dtype.name} of shape {align.shape}.",
             hint="one integer, the key position of query 0",
         )
-    arrays["align"] = align.astype(jnp.int32)
+    arrays["align"] = one_int32(align)
     return options._replace(align=0)
 
 
@@ -144,7 +166,7 @@ def split_scale(arrays: dict[str, Any], options: Options) -> Options:
     if not isinstance(scale, jax.Array) or not scale.shape or not jnp.issubdtype(scale.dtype, jnp.floating):
         return options
     shape = scale_shape(scale.shape, arrays["q"].shape, options.layout)
-    arrays["scale"] = scale.reshape(shape).astype(_real(arrays))
+    arrays["scale"] = scale.reshape(shape).astype(accumulator(arrays["q"].dtype))
     return options._replace(scale=None)
 
 
@@ -159,13 +181,8 @@ def _static_number(value: Any, name: str, arrays: dict[str, Any]) -> float | Non
             f"{name} is a JAX array of {value.dtype.name} of shape {value.shape}.",
             hint=f"one real number, such as {name}=0.125",
         )
-    arrays[name] = value.astype(_real(arrays))
+    arrays[name] = value.astype(accumulator(arrays["q"].dtype))
     return None
-
-
-def _real(arrays: dict[str, Any]) -> Any:
-    """The dtype of traced numbers of a call: that of its accumulator."""
-    return jnp.float64 if arrays["q"].dtype == jnp.float64 else jnp.float32
 
 
 def _words(seed: Any) -> Any:

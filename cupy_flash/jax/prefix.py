@@ -11,7 +11,7 @@ from ..call.options import RecordedPrefixOptions
 from ..call.signature import takes
 from ..shared_prefix import over_keys
 from .functional import attention
-from .numbers import as_arrays
+from .numbers import as_arrays, own_promotion
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_with_shared_prefix"]
 
 
+@own_promotion()
 @takes(RecordedPrefixOptions)
 def attention_with_shared_prefix(
     q: Any,

@@ -25,18 +25,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..call.given import Options
 from ..errors import UnsupportedError
-from .call import backward, differentiable, forward, over_cache, rows_of, vary_alike
+from ..namespace import NAMESPACE
+from .call import (
+    backward,
+    differentiable,
+    forward,
+    over_cache,
+    results_over_cache,
+    rows_of,
+    vary_alike,
+)
 from .directed import directed
 from .ffi import exporting
+from .numbers import accumulator
 from .run import Cached
 
-__all__ = ["attention", "attention_over_cache", "missing"]
+__all__ = ["attention", "attention_over_cache", "gradients", "missing", "named_results"]
 
 
 class _Params(NamedTuple):
@@ -53,6 +64,7 @@ class _Params(NamedTuple):
         str, ...
     ] = ()  # for `second_jvp`, names of the arrays whose tangents are among the residuals
     cached: Cached | None = None  # parameters of attention over a cache; None otherwise
+    unrounded: bool = False  # as in `call.forward` and `call.backward`; such calls have no derivatives
 
     @property
     def arrays(self) -> int:
@@ -79,16 +91,26 @@ def _bind(primitive: Primitive, params: _Params, *args: Any) -> Any:
     return primitive.bind(*vary_alike(*args), params=params)
 
 
-def _with_all_axes(x: Any, residual: int, params: _Params, lead: tuple[int, ...]) -> Any:
+def _with_axis(x: Any, axis: int, like: Any) -> Any:
+    """Broadcast along an axis of `like`, on the same axis of an explicit mesh."""
+    where, spec = jax.typeof(like).sharding, jax.typeof(x).sharding.spec
+    shape, more = (*x.shape[:axis], like.shape[axis], *x.shape[axis:]), {}
+    if (name := where.spec[axis]) is not None:  # older JAX has no out_sharding
+        whole = PartitionSpec(*spec[:axis], name, *spec[axis:])
+        more["out_sharding"] = NamedSharding(where.mesh, whole)
+    return jnp.broadcast_to(jnp.expand_dims(x, axis), shape, **more)
+
+
+def _with_all_axes(x: Any, residual: int, params: _Params, like: Any) -> Any:
     """Broadcast the tangent of a residual to every axis of vmap, which linear arguments must have."""
     for axis, level in enumerate(params.mapped):
         if not level[residual]:
-            x = jnp.expand_dims(x, axis)
-    return jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
+            x = _with_axis(x, axis, like)
+    return x
 
 
-def _dots(params: _Params, tangents: list[Any], lead: tuple[int, ...]) -> dict[str, Any]:
-    """The non-zero tangents of the arrays, by name."""
+def _dots(params: _Params, tangents: list[Any], like: Any) -> dict[str, Any]:
+    """The non-zero tangents of the arrays, by name; `like` is an array with every axis of vmap."""
     found = {}
     for i, name in enumerate(params.names):
         if type(tangents[i]) is ad.Zero or tangents[i].dtype == jax.dtypes.float0:
@@ -98,7 +120,7 @@ def _dots(params: _Params, tangents: list[Any], lead: tuple[int, ...]) -> dict[s
             raise UnsupportedError(
                 f"{name} has no gradient here.", hint=f"jax.lax.stop_gradient({name}){learned}"
             )
-        found[name] = _with_all_axes(tangents[i], i, params, lead)
+        found[name] = _with_all_axes(tangents[i], i, params, like)
     return found
 
 
@@ -120,30 +142,45 @@ def _all_or_none(some: list[Any]) -> list[Any] | None:
 # ---------------------------------------------------------------------------------------------- F
 
 
-def attention(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None) -> tuple[Any, Any]:
-    """O and LSE with derivatives; parameters as in `call.forward` and `call.backward`."""
-    params = _Params(options, longest, tuple(arrays))
+def attention(
+    arrays: dict[str, Any], options: Options, longest: tuple[int, int] | None, unrounded: bool = False
+) -> tuple[Any, Any]:
+    """O and LSE, with derivatives if they are rounded; parameters as in `call.forward`."""
+    params = _Params(options, longest, tuple(arrays), unrounded=unrounded)
     o, lse = _bind(_forward_p, params, *arrays.values())
     return o, lse
 
 
+def named_results(o: Any, lse: Any) -> tuple[Any, Any]:
+    """O and LSE by a name for policies of `jax.checkpoint`.
+
+    why here: gradients need these very arrays, and a name that the caller gives to o is one of another array.
+    """
+    return checkpoint_name(o, NAMESPACE), checkpoint_name(lse, NAMESPACE)
+
+
 def _forward(*args: Any, params: _Params) -> Any:
-    return forward(dict(zip(params.names, args, strict=True)), params.options, params.longest)
+    arrays = dict(zip(params.names, args, strict=True))
+    return forward(arrays, params.options, params.longest, params.unrounded)
 
 
 def _forward_shapes(*avals: Any, params: _Params) -> list[Any]:
     given = dict(zip(params.names, avals, strict=True))
     q, v, axes = given["q"], given["v"], len(params.mapped)
-    lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
 
     def rows(x: Any) -> Any:
         return (*x[:axes], *rows_of(x[axes:], params.options.layout))
 
     spec = q.sharding.spec
     return [
-        _placed(q, (*q.shape[:-1], v.shape[-1]), (*spec[:-1], None)),
-        _placed(q, rows(q.shape), rows(spec), dtype=jnp.dtype(lse)),
+        _placed(q, (*q.shape[:-1], v.shape[-1]), (*spec[:-1], None), dtype=_dtype_of(q, params)),
+        _placed(q, rows(q.shape), rows(spec), dtype=accumulator(q.dtype)),
     ]
+
+
+def _dtype_of(aval: Any, params: _Params) -> Any:
+    """The dtype of o and of the gradients that belongs to this dtype of an array."""
+    return accumulator(aval.dtype) if params.unrounded else aval.dtype
 
 
 def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:
@@ -153,9 +190,9 @@ def _placed(aval: Any, shape: Any, spec: Any, **more: Any) -> Any:
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
-    o, lse = _bind(_forward_p, params, *primals)
+    o, lse = named_results(*_bind(_forward_p, params, *primals))
     with_all = params._replace(mapped=tuple((True,) * params.arrays for _ in params.mapped))
-    dots = _dots(with_all, tangents, primals[0].shape[: len(params.mapped)])
+    dots = _dots(with_all, tangents, primals[0])
     if not dots:
         return (o, lse), tuple(ad.Zero(jax.typeof(x).to_tangent_aval()) for x in (o, lse))
     return (o, lse), _bind(_jvp_p, with_all._replace(along=tuple(dots)), *primals, o, lse, *dots.values())
@@ -225,7 +262,7 @@ def _jvp_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     by_linear = by_residuals = None
     if nonzero:
         by_linear = _bind(_jvp_p, params._replace(along=tuple(nonzero)), *residuals, *nonzero.values())
-    dots = _dots(params, tangents, along[0].shape[: len(params.mapped)])
+    dots = _dots(params, tangents, along[0])
     if dots:
         second_params = params.with_residuals(len(along), along=tuple(dots), fixed=params.along)
         by_residuals = _bind(_second_jvp_p, second_params, *residuals, *along, *dots.values())
@@ -250,16 +287,29 @@ def _named(params: _Params) -> list[str]:
     return [params.names[i] for i in params.wanted()]
 
 
+def gradients(
+    arrays: dict[str, Any],
+    results: tuple[Any, Any, Any, Any],
+    options: Options,
+    longest: tuple[int, int] | None,
+    unrounded: bool,
+) -> dict[str, Any]:
+    """Gradients by the names of their arrays; `results` are o, lse, do and dlse."""
+    params = _Params(options, longest, tuple(arrays), unrounded=unrounded)
+    return dict(zip(_named(params), _bind(_backward_p, params, *arrays.values(), *results), strict=True))
+
+
 def _backward(*args: Any, params: _Params) -> Any:
     *given, o, lse, do, dlse = args
     arrays = dict(zip(params.names, given, strict=True))
-    grads = backward(arrays, o, lse, do, dlse, params.options, params.longest)
+    grads = backward(arrays, o, lse, do, dlse, params.options, params.longest, params.unrounded)
     return [grads[name] for name in _named(params)]
 
 
 def _gradient_shapes(*avals: Any, params: _Params) -> list[Any]:
     """Results of B and H: shaped as the arrays with gradients."""
-    return [_shaped(avals, params, i) for i in params.wanted()]
+    shapes = [_shaped(avals, params, i) for i in params.wanted()]
+    return [x.update(dtype=_dtype_of(x, params)) for x in shapes]
 
 
 def _backward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
@@ -269,7 +319,7 @@ def _backward_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
     nonzero = _all_or_none(list(tangents[-2:]))
     if nonzero is not None:
         by_linear = _bind(_backward_p, params, *residuals, *nonzero)
-    dots = _dots(params, tangents, given[0].shape[: len(params.mapped)])
+    dots = _dots(params, tangents, given[0])
     if dots:
         hvp_params = params.with_residuals(2, along=tuple(dots))
         by_residuals = _bind(_hvp_p, hvp_params, *residuals, *given, *dots.values())
@@ -361,11 +411,18 @@ def _cache(*args: Any, params: _Params) -> Any:
 
 
 def _cache_shapes(*avals: Any, params: _Params) -> list[Any]:
-    axes = len(params.mapped)
-    lead, q = avals[0].shape[:axes], avals[0]
-    one = [jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for x in avals]
-    results = jax.eval_shape(functools.partial(_cache, params=params._replace(mapped=())), *one)
-    return [q.update(shape=(*lead, *x.shape), dtype=x.dtype, weak_type=False) for x in results]
+    assert params.cached is not None
+    axes, given = len(params.mapped), dict(zip(params.names, avals, strict=True))
+    one = {name: jax.ShapeDtypeStruct(x.shape[axes:], x.dtype) for name, x in given.items()}
+    q, layout = given["q"], "bshd" if params.cached.packing else params.options.layout
+    lead, spec = q.shape[:axes], q.sharding.spec
+    specs = {"o": (*spec[:-1], None), "lse": (*spec[:axes], *rows_of(spec[axes:], layout))}
+    return [
+        _placed(
+            q, (*lead, *x.shape), specs[name] if name in specs else given[name].sharding.spec, dtype=x.dtype
+        )
+        for name, x in results_over_cache(one, params.options, params.cached).items()
+    ]
 
 
 def _cache_jvp(primals: Any, tangents: Any, *, params: _Params) -> Any:
@@ -396,13 +453,13 @@ def missing(why: tuple[str, str], tangents: Any, results: Any) -> list[Any] | No
     given = [x for x in tangents if not (_is_zero(x) or x.dtype == jax.dtypes.float0)]
     if not given:
         return None
-    kinds = tuple((x.shape, jnp.dtype(x.dtype)) for x in results)
+    kinds = tuple(jax.typeof(x) if isinstance(x, jax.Array) else x for x in results)
     return list(_missing_p.bind(*vary_alike(*given), why=why, kinds=kinds))
 
 
-def _missing_shapes(*avals: Any, why: Any, kinds: Any) -> list[Any]:
+def _missing_shapes(*_: Any, why: Any, kinds: Any) -> list[Any]:
     del why
-    return [avals[0].update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in kinds]
+    return [x.update(weak_type=False) for x in kinds]
 
 
 def _missing_compute(*_: Any, why: tuple[str, str], kinds: Any) -> Any:
@@ -427,8 +484,12 @@ def _missing_transpose(cotangents: Any, *args: Any, why: Any, kinds: Any) -> lis
 
 
 def _missing_batched(args: Any, dims: Any, *, why: Any, kinds: Any) -> Any:
-    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-    kinds = tuple(((size, *shape), dtype) for shape, dtype in kinds)
+    size, name = next(
+        (x.shape[dim], jax.typeof(x).sharding.spec[dim])
+        for x, dim in zip(args, dims, strict=True)
+        if dim is not None
+    )
+    kinds = tuple(_placed(x, (size, *x.shape), (name, *x.sharding.spec)) for x in kinds)
     return _missing_p.bind(*args, why=why, kinds=kinds), [0] * len(kinds)
 
 
@@ -462,8 +523,13 @@ def _primitive(name: str, compute: Any, shapes: Any, derivative: Any, transpose:
         count = len(args) - _linear_count(name, params)
         level = tuple(dim is not None for dim in dims[:count])
         batch_first = [
-            x if dim is None and i < count else batching.bdim_at_front(x, dim, size)
-            for i, (x, dim) in enumerate(zip(args, dims, strict=True))
+            x if dim is None else batching.bdim_at_front(x, dim, size)
+            for x, dim in zip(args, dims, strict=True)
+        ]
+        like = next(x for x, dim in zip(batch_first, dims, strict=True) if dim is not None)
+        batch_first[count:] = [
+            _with_axis(x, 0, like) if dim is None else x
+            for x, dim in zip(batch_first[count:], dims[count:], strict=True)
         ]
         results = _bind(primitive, params._replace(mapped=(level, *params.mapped)), *batch_first)
         return results, [0] * len(results)

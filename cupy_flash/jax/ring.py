@@ -21,11 +21,11 @@ from ..merge import merge_parts
 from ..parallel.parts import DenseParts, Pair, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
-from .call import backward, forward, results_of, vary_alike
+from .call import results_of, vary_alike
 from .exchange import Call, all_gather, all_to_all
 from .functional import check
-from .numbers import as_arrays, next_seed, split_seed
-from .primitives import missing
+from .numbers import accumulator, as_arrays, next_seed, own_promotion, split_seed
+from .primitives import attention, gradients, missing, named_results
 from .shards import Packed, Shards, padded_half, visible_spans
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _attend(
 ) -> Any:
     """O and LSE of a part of queries over a part of keys, or of halves of parts."""
     given, longest = _with_offsets(static, arrays, offsets)
-    o, lse = forward(given, options, longest, _has_16_bits(arrays["q"]))
+    o, lse = attention(given, options, longest, _has_16_bits(arrays["q"]))
     return _upcast(o), lse
 
 
@@ -206,7 +206,7 @@ def _partial_gradients(
     def gradients_of(arrays: Any, offsets: Any, options: Options) -> tuple[Any, ...]:
         q, k, v, o, lse, do, dlse = arrays
         given, longest = _with_offsets(static, {"q": q, "k": k, "v": v, **extra}, offsets)
-        grads = backward(given, o, lse, do, dlse, options, longest, _has_16_bits(q))
+        grads = gradients(given, (o, lse, do, dlse), options, longest, _has_16_bits(q))
         return tuple(_upcast(grads[name]) for name in wanted)
 
     def early(*given: Any) -> tuple[Any, ...]:
@@ -244,7 +244,7 @@ def _partial_gradients(
 
 
 def _upcast(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(accumulator(x.dtype))
 
 
 _SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="alltoall" or "allgather"')
@@ -252,7 +252,7 @@ _SECOND = ("a ring has first derivatives only, in reverse mode.", 'schedule="all
 
 def _first_order_only(one_pass: Callable[..., Any]) -> Any:
     """A pass whose derivative raises our error instead of the one of JAX about callbacks."""
-    function = jax.custom_jvp(one_pass, nondiff_argnums=(0,))
+    function = jax.custom_jvp(own_promotion()(one_pass), nondiff_argnums=(0,))
 
     @function.defjvp
     def _derivative(static: _Static, primals: Any, tangents: Any) -> Any:
@@ -302,7 +302,7 @@ def _ring(q: Any, k: Any, v: Any, extras: _Extras, static: _Static) -> tuple[Any
 
 
 def _ring_forward(q: Any, k: Any, v: Any, extras: _Extras, static: _Static) -> tuple[Any, Any]:
-    o, lse = _results(static, q, k, v, extras)
+    o, lse = named_results(*_results(static, q, k, v, extras))
     return (o, lse), (q, k, v, o, lse, extras)
 
 
@@ -325,6 +325,7 @@ def _bands(whole: list[DenseParts], options: Options) -> tuple[tuple[Options | N
     return tuple(zip(near, far, strict=True))
 
 
+@own_promotion()
 @takes(ShardOptions)
 def ring_attention(
     q: Any,

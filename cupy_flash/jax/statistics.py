@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from .. import statistics
-from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
 from ..call.options import StatisticsOptions
 from ..call.public_names import type_phrase
 from ..call.signature import takes
@@ -19,6 +20,7 @@ from ..errors import InvalidArgumentsError
 from ..statistics import WANTED, AttentionStatistics, kinds_of_results, refuse_gpus, results_of
 from .buffers import address
 from .call import vary_alike
+from .ffi import not_exported
 from .numbers import fixed, is_array
 
 if TYPE_CHECKING:
@@ -71,6 +73,11 @@ def attention_statistics(
     sources = tuple(places.index(id(x)) if is_array(x) else None for x in leaves)
     values = tuple(None if is_array(x) else (type(x), x) for x in leaves)
     ins = [jax.lax.stop_gradient(x) for x in arrays.values()]
+    ins[0] = not_exported(
+        ins[0],
+        "a program with attention_statistics cannot be exported: Python computes them.",
+        "the program without them, or jax.jit in the process that runs it",
+    )
     dtypes = tuple("bool" if x.dtype == bool else x.dtype.name for x in ins)
     call = _Call(tree, sources, values, dtypes, names, top_k)
     wire = tuple(
@@ -125,9 +132,12 @@ def _callback(static: _Call) -> Callable[..., None]:
     """The callback of a call. why cached: JAX recompiles for every new function object."""
 
     def callback(_: Any, outs: Any, *ins: Any) -> None:
-        views = [_view(x, dtype) for x, dtype in zip(ins, static.dtypes, strict=True)]
-        refuse_gpus({"q": views[0]})  # q is the first leaf
-        arrays = [view.numpy() for view in views]
+        refuse_gpus({"q": _view(ins[0], static.dtypes[0])})  # q is the first leaf
+        # why np.asarray: what is refused for its dtype, is refused below; one length may have any.
+        arrays = [
+            _view(x, dtype).numpy() if dtype in ITEM_BYTES else np.asarray(x)
+            for x, dtype in zip(ins, static.dtypes, strict=True)
+        ]
         leaves = [
             arrays[source or 0] if x is None else x[1]
             for source, x in zip(static.sources, static.fixed, strict=True)

@@ -67,3 +67,87 @@ def test_results_are_sharded_as_queries(name):
     np.testing.assert_allclose(
         gradient, jax.jit(jax.grad(loss, argnums=1))(0.3, *arrays), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("spec", "of_cache", "of_lengths"),
+    [(("x",), ("x",), ("x",)), ((None, "x"), (None, "x"), ()), (("x",), (), ("x",))],
+    ids=["batch", "heads", "pages"],
+)
+def test_results_over_a_cache_are_sharded_as_queries_and_caches(spec, of_cache, of_lengths):
+    """Lengths and tables, whose names come first, say nothing; two devices do not divide 3 pages."""
+    pages = of_cache == ()
+    batch = 2 if pages else 4
+    caches = [x[: 3 if pages else 4].repeat(2, 2) for x in (K, V)]
+    q, k, v = (x[:batch] for x in (Q, K[:, :, :1] + 1, V[:, :, :1] + 1))
+    given = {"cache_seqlens": np.array([3, 5, 0, 0], np.int32)[:batch], "k": k, "v": v}
+    if pages:
+        given["block_table"] = np.array([[2], [0]], np.int32)
+
+    def call(q, k, v, given):
+        return cf.attention_with_kv_cache(q, k, v, **given, return_lse=True)
+
+    wanted = jax.jit(call)(q, *caches, given)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        of = {"cache_seqlens": of_lengths, "block_table": of_lengths, "k": spec, "v": spec}
+        placed = {name: jax.device_put(x, jax.P(*of[name])) for name, x in given.items()}
+        arrays = [
+            jax.device_put(x, jax.P(*s))
+            for x, s in zip((q, *caches), (spec, of_cache, of_cache), strict=True)
+        ]
+        found = jax.jit(call)(*arrays, placed)
+    for x, y, where in zip(found, wanted, (spec, spec, of_cache, of_cache), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert jax.typeof(x).sharding.spec == jax.P(*where, *(None,) * (x.ndim - len(where)))
+
+
+def shared_keys(q, k, v):
+    return jax.vmap(partial(batched, cf), in_axes=(0, None, None))(q, k[0], v[0])
+
+
+def each_gradient(q, k, v):
+    """Cotangents and tangents that are the same for all have the axis, too."""
+
+    def loss(q, k, v):
+        return sum(x.sum() for x in batched(cf, q, k, v, dropout=0.5, seed=3, return_lse=True))
+
+    def results(q, k, v):
+        of_ones = jax.jvp(partial(batched, cf, k=k, v=v), (q,), (np.ones_like(Q[0]),))[1]
+        return *jax.grad(loss, argnums=(0, 1, 2))(q, k, v), of_ones
+
+    return jax.vmap(results)(q, k, v)
+
+
+def summed_gradient(q, k, v):
+    return jax.grad(lambda *arrays: shared_keys(*arrays).sum(), argnums=(0, 1))(q, k, v)
+
+
+def dropped_gradient(q, k, v):
+    """The tangent of lse, which has fewer axes than q, and is dropped."""
+
+    def loss(q):
+        made = cf.attention_with_kv_cache(q, k, v, cache_seqlens=3, return_lse=True)
+        return q.sum() + jax.lax.stop_gradient(made[1]).sum()
+
+    return jax.grad(loss)(q)
+
+
+@pytest.mark.parametrize(
+    ("function", "spec"),
+    [
+        (shared_keys, ("x",)), (each_gradient, ("x",)), (summed_gradient, ("x",)),
+        (dropped_gradient, (None, None, None, "x")),
+    ],
+)  # fmt: skip
+def test_axes_of_vmap_and_of_derivatives(function, spec):
+    wanted = jax.jit(function)(Q, K, V)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        q, k, v = (jax.device_put(x, jax.P(*spec)) for x in (Q, K, V))
+        if function in (shared_keys, summed_gradient):
+            k, v = K, V
+        found = jax.jit(function)(q, k, v)
+    first = jax.tree.leaves(found)[0]
+    assert jax.typeof(first).sharding.spec == jax.P(*spec, *(None,) * (4 - len(spec)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)

@@ -90,6 +90,12 @@ def test_second_order_is_not_exported():
         exported(second, Q)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["", "vmap"])
+def test_statistics_are_not_exported(transform):
+    with pytest.raises(UnsupportedError, match=r"(?s)cannot be exported.*Try: the program without"):
+        exported(transform(cf.attention_statistics), Q, K)
+
+
 def over_tokens(q, k, v, cuts):
     return cf.attention_varlen(q, k, v, cuts, cuts, causal=True, max_seqlen_q=16, max_seqlen_k=16)
 
@@ -149,7 +155,7 @@ def test_what_symbolic_sizes_leave_unknown():
         jax.block_until_ready(program.call(Q, K[:, :3], V[:, :3]))
 
 
-@pytest.mark.parametrize("schedule", ["alltoall", "allgather"])
+@pytest.mark.parametrize("schedule", ["ring", "alltoall", "allgather"])
 def test_sequences_in_parts_are_exported(schedule):
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")

@@ -119,6 +119,21 @@ def test_vmap_scan_and_remat():
     close(remembered, jax.grad(lambda q: causal_by_jax(q, *arrays[1:]).sum())(arrays[0]))
 
 
+@pytest.mark.parametrize("function", ["attention", "ring_attention"])
+def test_a_policy_of_checkpoint_saves_results_by_name(function):
+    q, k, v = qkv()
+    if function == "attention":
+        attend = causal
+    else:
+        mesh, cut = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("rows",)), jax.sharding.PartitionSpec()
+        parts = partial(cf.ring_attention, axis_name="rows", schedule="ring")
+        attend = jax.shard_map(parts, mesh=mesh, in_specs=cut, out_specs=cut)
+    saved = jax.checkpoint_policies.save_only_these_names("cupy_flash")
+    for policy, passes in ((None, 2), (saved, 1)):
+        kept = jax.checkpoint(lambda q: jnp.sin(attend(q, k, v)).sum(), policy=policy)
+        assert str(jax.make_jaxpr(jax.grad(kept))(q)).count("cupy_flash_forward[") == passes
+
+
 def test_shard_map_keeps_every_device_to_its_own():
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices: XLA_FLAGS=--xla_force_host_platform_device_count=4")

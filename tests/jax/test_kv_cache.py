@@ -22,6 +22,7 @@ from cupy_flash import (
     UnsupportedError,
 )
 from cupy_flash.merge import merge_parts
+from tests.jax.x64 import enable_x64
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.jax
@@ -199,6 +200,23 @@ def test_one_length_is_an_integer(length):
     x = jnp.ones((2, 1, 4, 8))
     with pytest.raises(InvalidArgumentsError, match=r"cache_seqlens is (.|\n)*Try: "):
         cf.attention_with_kv_cache(x, x, x, cache_seqlens=length)
+
+
+@pytest.mark.parametrize("length", [2**32 + 3, -(2**33)])
+@pytest.mark.parametrize("kind", ["cache", "statistics"])
+def test_one_traced_length_of_64_bits_is_not_cut_to_32(kind, length):
+    x = jnp.ones((2, 1, 4, 8))
+
+    @jax.jit
+    def call(n):
+        if kind == "statistics":
+            return cf.attention_statistics(x, x, cache_seqlens=n, want="entropy").entropy
+        return cf.attention_with_kv_cache(x, x, x, cache_seqlens=n)
+
+    with enable_x64(True):
+        assert call(jnp.int64(4)).shape
+        with pytest.raises(Exception, match=r"cache_seqlens(\[0\])? is (.|\n)*Try: "):
+            jax.block_until_ready(call(jnp.int64(length)))
 
 
 def test_vmap_has_caches_of_its_own_for_each():

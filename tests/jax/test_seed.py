@@ -135,3 +135,6 @@ def test_a_position_may_be_traced_too():
             np.testing.assert_allclose(a, b, atol=1e-5)
     with pytest.raises(InvalidArgumentsError, match="align is a JAX array of float32"):
         results(Q, jnp.float32(1))
+    with enable_x64(True):  # every key is visible, and of 32 bits the number is 3
+        every = cf.attention(Q, K, V, causal=True, align=jnp.int64(2**32 + 3))
+    np.testing.assert_allclose(every, cf.attention(Q, K, V), atol=1e-6)
