@@ -114,13 +114,14 @@ class Soak:
         kind = random_.choices(self.kinds, [self._shares[name] for name in self.kinds])[0]
         call = self._kinds[kind].draw(random_, self.dtypes)
         changed: dict[str, Any] = {}
+        if hasattr(call, "function"):
+            changed["function"] = None  # it would have to be compiled first
         if isinstance(call, Dense):
-            # On a GPU gradients need finite keys, and a score function would have to be compiled first.
-            changed = {"holes": False, "function": None}
+            changed["holes"] = False  # on a GPU gradients need finite keys
             if call.bias_dtype not in dtypes_of(self.place.library):
                 changed["bias_dtype"] = None
         if getattr(call, "stored", "") == "e4m3" and self.place.library == "cupy":
-            changed = {"stored": "int8"}  # CuPy has no 8-bit floats
+            changed["stored"] = "int8"  # CuPy has no 8-bit floats
         return dataclasses.replace(call, **changed)
 
     def work(self, thread: int) -> None:
