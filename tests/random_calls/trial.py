@@ -18,6 +18,7 @@ from cupy_flash.cpu.core.isa import OVERRIDE
 
 from .cache import Cached, CachedStatistics
 from .dense import Dense, MergeOfTwo, SecondOrder, Statistics
+from .float8 import Float8
 from .memory import Pages
 from .packed import Packed, PackedStatistics
 
@@ -34,6 +35,7 @@ KINDS: dict[str, Any] = {
         PackedStatistics,
         Cached,
         CachedStatistics,
+        Float8,
     )
 }
 # How often each is drawn.
@@ -46,6 +48,7 @@ SHARES = {
     "PackedStatistics": 1,
     "Cached": 6,
     "CachedStatistics": 1,
+    "Float8": 1,
 }
 
 
@@ -78,7 +81,7 @@ class Trial(NamedTuple):
 
     Attributes
     ----------
-    call : Dense, SecondOrder, MergeOfTwo, Statistics, Packed or Cached
+    call : any of KINDS
     library : str
         Of the CPU core, or "numpy".
     threads : int
