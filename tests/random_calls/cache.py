@@ -165,7 +165,7 @@ class Cached(KvCase):
             holes=stored == "same" and not latent and draw.random() < 0.3,
             prefix=draw.randint(1, 150) if prefix else 0,
             units=draw.choice(("float16", "float32")),
-            reproducible=maybe(draw, 0.15, "batch"),
+            reproducible=maybe(draw, 0.15, "batch", "run", "prefill"),
         )
 
     # ---- arrays

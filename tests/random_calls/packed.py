@@ -144,7 +144,7 @@ class Packed:
             dropout=dropout,
             dlse=draw.random() < 0.4,
             style=style(draw),
-            reproducible=None if dropout or second else maybe(draw, 0.15, "batch"),
+            reproducible=None if dropout or second else maybe(draw, 0.15, "batch", "run", "prefill"),
             second=second,
         )
 
