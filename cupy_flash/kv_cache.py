@@ -203,7 +203,7 @@ def _over_selected_keys(q: Any, cache_seqlens: Any, options: dict[str, Any], wan
         given = {name: x for name, x in raw.items() if name != "indices"} | {"out": adopt(out, "out")}
         halves = 2 if kind_of_codes(options) else 1  # why: an element holds two 4-bit codes
         check_out(False, given, (*raw["q"].shape[:-1], halves * raw["v_cache"].shape[-1]))
-        check_overlap(given, extents(given))
+        check_overlap(given, extents(given), ["out"])
     results = attend_over_cache(call.q, call.lengths, call.options, want_lse)
     o, lse = call.results(*results) if want_lse else call.results(results)
     if out is not None:

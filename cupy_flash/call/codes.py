@@ -65,7 +65,7 @@ def _halves(xp: Any, codes: Any) -> Any:
 
 def _bytes(xp: Any, codes: Any, shape: tuple[int, ...]) -> Any:
     """Pack two codes per byte, for features of this shape."""
-    pairs = _cast(xp, codes, "uint8").reshape(*shape[:-1], -1, 2)
+    pairs = _cast(xp, codes, "uint8").reshape(*shape[:-1], shape[-1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
@@ -86,7 +86,7 @@ def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any
     dtype, wide : str
         Dtype of scale and zero, and dtype of the computation.
     """
-    rows = _cast(xp, x, wide).reshape(*x.shape[:-1], -1, group)
+    rows = _cast(xp, x, wide).reshape(*x.shape[:-1], x.shape[-1] // group, group)
     limit = LIMITS[dtype]
     rows = xp.clip(rows, -limit, limit)
     numbers = rows == rows
@@ -105,9 +105,14 @@ def packed(xp: Any, x: Any, group: int, dtype: str, wide: str) -> tuple[Any, Any
 
 def unpacked(xp: Any, codes: Any, scale: Any, zero: Any, dtype: str) -> Any:
     """Dequantise int4 codes."""
-    pairs = _cast(xp, _halves(xp, codes), dtype).reshape(*scale.shape, -1)
+    pairs = _in_groups(_cast(xp, _halves(xp, codes), dtype), codes, scale)
     rows = pairs * _cast(xp, scale, dtype)[..., None] + _cast(xp, zero, dtype)[..., None]
-    return rows.reshape(*codes.shape[:-1], -1)
+    return rows.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+def _in_groups(numbers: Any, codes: Any, scale: Any) -> Any:
+    """One number per code as (..., groups, features of a group). why no -1: there may be no keys."""
+    return numbers.reshape(*scale.shape, 2 * codes.shape[-1] // scale.shape[-1])
 
 
 def packed_e2m1(xp: Any, x: Any, wide: str) -> tuple[Any, Any]:
@@ -116,7 +121,7 @@ def packed_e2m1(xp: Any, x: Any, wide: str) -> tuple[Any, Any]:
     The scale maps the largest magnitude of a group to 6 and is rounded to float8_e4m3fn before the codes are
     computed. Codes round to nearest, ties to even mantissas. NaN is ignored and stored as 0.
     """
-    rows = _cast(xp, x, wide).reshape(*x.shape[:-1], -1, BLOCK)
+    rows = _cast(xp, x, wide).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     rows = xp.where(rows == rows, rows, xp.zeros_like(rows))
     sizes = abs(rows)
     scale = _nearest(xp, E4M3, xp.amax(sizes, -1) / E2M1[-1])
@@ -141,11 +146,11 @@ def unpacked_e2m1(xp: Any, codes: Any, scale: Any, dtype: str) -> Any:
     """Dequantise E2M1 codes with the bits of their block scales."""
     like = _cast(xp, scale, dtype)
     signed = (*E2M1, *(-x for x in E2M1))
-    values = _table(xp, signed, like)[_index(xp, _halves(xp, codes))].reshape(*scale.shape, -1)
+    values = _in_groups(_table(xp, signed, like)[_index(xp, _halves(xp, codes))], codes, scale)
     # why NaN and negative values: any 8 bits may be given as a block scale.
     scales = (*E4M3, np.nan, *(-x for x in E4M3), np.nan)
     rows = values * _table(xp, scales, like)[_index(xp, scale)][..., None]
-    return rows.reshape(*codes.shape[:-1], -1)
+    return rows.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def _index(xp: Any, x: Any) -> Any:

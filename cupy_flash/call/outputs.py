@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -126,25 +126,31 @@ def check_out(of_float8: bool, raw: Views, shape: tuple[int, ...]) -> None:
         raise InvalidArgumentsError(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
 
 
-def extents(raw: Views) -> tuple[tuple[str, int, int], ...]:
-    """Per array: its name, and the byte offsets from its pointer to the start and end of its memory."""
-    return tuple((n, x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items())
+def extents(raw: Views) -> dict[str, tuple[int, int]]:
+    """Per array the byte offsets from its pointer to the start and end of its memory."""
+    return {n: (x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items()}
 
 
-def check_overlap(raw: Views, spans: tuple[tuple[str, int, int], ...]) -> None:
-    """Refuse an out that shares memory with an input.
+def check_overlap(raw: Views, reach: Mapping[str, tuple[int, int]], written: Sequence[str]) -> None:
+    """Refuse an out, or a cache that grows, that shares memory with another array of the call.
 
-    `spans` is the result of `extents` for arrays of these kinds.
+    `reach` is the result of `extents` for arrays of these kinds. Two caches may be one array, or one of them
+    the first columns of the other.
     """
-    out = raw["out"]
-    low, high = next((out.pointer + a, out.pointer + b) for name, a, b in spans if name == "out")
-    for name, a, b in spans:
-        x = raw[name]
-        if x.pointer + a < high and low < x.pointer + b and name != "out" and overlap(out, x):
-            hint = f"out=None, or a new array of shape {out.shape}"
+    for name in written:
+        x, (low, high) = raw[name], reach[name]
+        for other, (first, last) in reach.items():
+            y = raw[other]
+            if y.pointer + first >= x.pointer + high or x.pointer + low >= y.pointer + last or other == name:
+                continue
+            caches = name != "out" and other in written and other != "out"
+            if (caches and (x.pointer, x.strides) == (y.pointer, y.strides)) or not overlap(x, y):
+                continue
+            hint = f"out=None, or a new array of shape {x.shape}"
             raise InvalidArgumentsError(
-                f"out overlaps {public_name(name)} in memory.", table_of(raw), hint=hint
-            )
+                f"{public_name(name)} overlaps {public_name(other)} in memory.", table_of(raw),
+                hint=hint if name == "out" else f"a copy of {public_name(other)}",
+            )  # fmt: skip
 
 
 def bump_versions(raw: Views, names: tuple[str, ...]) -> None:

@@ -73,8 +73,8 @@ class Prepared:
             for name, x in {**views, **seen}.items()
         )
         self._backend = prepare_backend(problem, {**views, **seen}, driver, table)
-        self._extents = None if out is None else extents(raw)
         self._written = (*([] if out is None else ["out"]), *written_caches(raw))
+        self._extents = extents(raw) if self._written else None
 
     def run(
         self,
@@ -112,7 +112,7 @@ class Prepared:
         if problem.function is not None and backend.integer_bits:
             check_integers(problem.function, problem.extents, backend.integer_bits, raw)
         if self._extents is not None:
-            check_overlap(raw, self._extents)
+            check_overlap(raw, self._extents, self._written)
         given = None
         if workspace is not None and backend.workspace_bytes is not None:
             given = workspace_address(workspace, q, backend.workspace_bytes)

@@ -81,6 +81,11 @@ LEFT_TO_NUMPY = {
     "a tile": (BASE._replace(tile=(4, 4)), BASE, "chooses its own tiles"),
     "codes of float64": (OF_CODES._replace(dtype="float64"), OF_CODES, "not to float64"),
     "codes apart": (OF_CODES._replace(in_rows=False), CACHED._replace(in_rows=False), "contiguous"),
+    "distances beyond 31 bits": (
+        BASE._replace(per_head=("alibi_slopes",), offset=-(2**31)),
+        BASE._replace(per_head=("alibi_slopes",), offset=-(2**30)),
+        "ALiBi in 31 bits",
+    ),
     "curvature of a function": (
         BASE._replace(direction="hvp", function=object()),
         BASE._replace(direction="backward", function=object()),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
+from cupy_flash import quantized
 from cupy_flash.call import outputs
 from cupy_flash.dispatch import memo
 from tests.cpu.core_calls import normal
@@ -97,14 +98,28 @@ def test_packed_sequences_without_keys_or_queries() -> None:
         assert not any(x.any() for x in made if x is not None)
 
 
-def test_caches_without_keys() -> None:
+STORED: dict[str, Any] = {
+    "floats": lambda x: x, "int8": quantized.int8, "int4": lambda x: quantized.int4(x, group=32),
+    "nvfp4": quantized.nvfp4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_caches_without_keys(stored: str) -> None:
     """A sequence of no key, beside one that has some."""
-    cache = normal(2, 2, 16, 8)
+    cache, lengths = STORED[stored](normal(2, 2, 16, 32)), np.array([0, 5], np.int32)
     for queries in (1, 20):
-        q = normal(2, 4, queries, 8)
-        o, lse = cupy_flash.attention_with_kv_cache(
-            q, cache, cache, cache_seqlens=np.array([0, 5], np.int32), return_lse=True
-        )
+        q = normal(2, 4, queries, 32)
+        o, lse = cupy_flash.attention_with_kv_cache(q, cache, cache, cache_seqlens=lengths, return_lse=True)
         assert not o[0].any()
         assert (lse[0] == -np.inf).all()
         assert np.isfinite(lse[1]).all()
+        made = cupy_flash.attention_statistics(q, cache, cache_seqlens=lengths)
+        assert not made.key_sum[0].any()
+        np.testing.assert_allclose(made.key_sum[1].sum(-1), queries, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["int4", "nvfp4"])
+def test_codes_of_no_keys(stored: str) -> None:
+    made = STORED[stored](normal(2, 0, 64))
+    assert (made.codes.shape, quantized.dequantize(made).shape) == ((2, 0, 32), (2, 0, 64))

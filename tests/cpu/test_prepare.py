@@ -84,7 +84,7 @@ CALLS = {
     ),
     # With the six that copy lengths in main memory, where this GPU's arrays are: of a real one they stay.
     "decode": (
-        (70, 89),
+        (71, 89),
         lambda: cupy_flash.attention_with_kv_cache(
             NEW, CACHE, VALUES, cache_seqlens=LENGTHS, k=NEW, v=NEW, tuning=UNCHECKED
         ),
@@ -189,6 +189,19 @@ def test_out_may_overlap_nothing_in_any_call():
     for x, name in ((q, "q"), (k, "k"), (v, "v")):
         with pytest.raises(InvalidArgumentsError, match=f"out overlaps {name}"):
             cupy_flash.attention(q, k, v, out=x)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "v_cache"])
+def test_a_cache_that_grows_may_overlap_nothing(name):
+    """But it may lie between the rows of the other cache."""
+    between, new = np.zeros((2, 2, 4, 17, 8), np.float32), np.zeros((2, 4, 1, 8), np.float32)
+    cache = between[:, 0, :, :16]
+    for values in (between[:, 1, :, 1:], np.zeros_like(cache)):
+        given = {"q": new.copy(), "k_cache": cache, "v_cache": values, "k": new, "v": new}
+        cupy_flash.attention_with_kv_cache(**given, cache_seqlens=5)
+        given[name] = between[:, 0, :, 1:] if name == "v_cache" else cache[:, :, 4:5]
+        with pytest.raises(InvalidArgumentsError, match=rf"k_cache overlaps {name} (?s:.*)\nTry: a copy of"):
+            cupy_flash.attention_with_kv_cache(**given, cache_seqlens=5)
 
 
 class Number:

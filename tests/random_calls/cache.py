@@ -13,16 +13,23 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import testing
-from cupy_flash.testing.kv_cache import Sequence, dequantized_int4, dequantized_nvfp4, rotated_queries
+from cupy_flash.testing.kv_cache import (
+    Sequence,
+    dequantized_int4,
+    dequantized_nvfp4,
+    rotate,
+    rotated_queries,
+)
 from tests.cases import DTYPES, numpy_dtype
 from tests.kv_cases import KvCase
-from tests.public import cached, int4_parts, nvfp4_parts
+from tests.public import cached, int4_parts, nvfp4_parts, over_cache
+from tests.statistic_checks import assert_close
 
 from .dense import ANYTHING
 from .edges import KEYS, bound, dtype_of, edge, head_dim, heads, length, maybe
 from .memory import numpy_of
 
-__all__ = ["Cached"]
+__all__ = ["Cached", "CachedStatistics"]
 
 PARTS = {"int4": ("scale", "zero"), "nvfp4": ("block_scale",)}
 WRITTEN = tuple(f"{x}_{part}" for x in "kv" for part in ("cache", "scale", "zero", "block_scale"))
@@ -42,6 +49,12 @@ class Cached(KvCase):
         The same of new keys.
     leftpad, outside, tree : bool
         Keys that nobody sees; entries of a table that lead nowhere; spans of the last keys.
+    used_q, ragged : bool
+        As of `Packed`.
+    on_read, moved : bool
+        Whether keys are rotated as they are read; whether rotation counts from other positions.
+    group : int
+        Features of a scale of int4.
     mask : str, optional
         Axes of a mask.
     holes : bool
@@ -54,9 +67,14 @@ class Cached(KvCase):
     leftpad: bool = False
     outside: bool = False
     tree: bool = False
+    used_q: bool = False
+    ragged: bool = False
+    on_read: bool = False
+    moved: bool = False
     mask: str | None = None
     holes: bool = False
     units: str = "float32"  # of int4
+    group: int = 32
     reproducible: str | None = None
 
     @classmethod
@@ -92,9 +110,17 @@ class Cached(KvCase):
             draw.choice((0, room, draw.randint(0, short), edge(draw, room), draw.randint(0, room)))
             for _ in range(batch)
         )
+        own_turns = bool(rotary) and not (prefix or latent)
+        on_read = own_turns and draw.random() < 0.3
         counts = [draw.choice((0, min(2, queries), queries, draw.randint(0, queries))) for _ in range(batch)]
-        tree = bool(not packed and queries <= 17 and new == queries and not rotary and draw.random() < 0.5)
+        tree = queries <= 17 and not rotary and draw.random() < (0.5 if new == queries else 0.1)
         selects = not (new or prefix or rotary or tree) and draw.random() < 0.25
+        each_new = tuple(draw.randint(0, new) for _ in range(batch)) if packed and new else ()
+        most = max(counts) if packed else queries
+        alike = not new or (each_new == tuple(counts) if packed else new == queries)
+        moved = own_turns and not on_read and alike and min(lengths) >= most and draw.random() < 0.5
+        used_q = packed and not (rotary or selects or tree or prefix) and draw.random() < 0.2
+        ragged = packed and not (selects or tree or prefix) and draw.random() < 0.2
         often = 0.35 if draw.random() < 0.5 else 0.12
         return cls(
             dtype=dtype,
@@ -121,10 +147,15 @@ class Cached(KvCase):
             layout="bshd" if packed else draw.choice(("bhsd", "bshd")),
             splits=maybe(draw, 0.2, 1, 2, 3, 7),
             each=tuple(counts) if packed else (),
-            each_new=tuple(draw.randint(0, new) for _ in range(batch)) if packed and new else (),
+            each_new=each_new,
             leftpad=draw.random() < 0.15,
             outside=kind == "paged" and not new and draw.random() < 0.15,
             tree=tree,
+            used_q=used_q,
+            ragged=ragged,
+            on_read=on_read,
+            moved=moved,
+            group=draw.choice([n for n in (32, 64, 128) if dims[0] % n == 0 == dims[1] % n] or [32]),
             mask=None if tree or packed or selects else maybe(draw, 0.15, "11qk", "bhqk", "b11k"),
             latent=latent,
             selected=draw.choice((1, 7, 16, draw.randint(1, 200))) if selects else 0,
@@ -133,7 +164,7 @@ class Cached(KvCase):
             holes=stored == "same" and not latent and draw.random() < 0.3,
             prefix=draw.randint(1, 150) if prefix else 0,
             units=draw.choice(("float16", "float32")),
-            reproducible=maybe(draw, 0.15, "batch"),
+            reproducible=maybe(draw, 0.15, "batch", "run", "prefill"),
         )
 
     # ---- arrays
@@ -152,7 +183,7 @@ class Cached(KvCase):
                 shape = (heads_k,) if self.scales == "h" else (batch, heads_k)
                 made[f"{x}_scale"] = np.exp2(rng.integers(-2, 2, shape)).astype(self.accumulator)
                 continue
-            codes, scale, zero = int4_parts(keys, group=32, dtype=self.units)
+            codes, scale, zero = int4_parts(keys, group=self.group, dtype=self.units)
             if self.dtype != "float32":  # numbers of few bits, which every dtype holds
                 scale[...], zero[...] = 0.125, rng.integers(-8, 0, zero.shape) / 8
             made |= {f"{x}_cache": codes, f"{x}_scale": scale, f"{x}_zero": zero}
@@ -163,6 +194,17 @@ class Cached(KvCase):
         if self.leftpad:
             after = made["cache_seqlens"] + self._counts("new")
             made["cache_leftpad"] = np.int32([rng.integers(0, n + 1) for n in after])
+        if self.on_read:  # quarters of a turn, which no dtype rounds
+            quarters = rng.integers(0, 4, made["rotary_cos"].shape)
+            for name, turned in (("rotary_cos", (1, 0, -1, 0)), ("rotary_sin", (0, 1, 0, -1))):
+                made[name] = np.array(turned)[quarters].astype(made[name].dtype)
+        if self.moved:
+            last = len(made["rotary_cos"]) - max(self.queries, self.new)
+            made["rotary_seqlens"] = rng.integers(0, last + 1, batch).astype(np.int32)
+        if self.used_q:
+            made["seqused_q"] = np.int32([rng.integers(0, n + 1) for n in self._counts("queries")])
+        if self.ragged:
+            made["ragged_mask"] = rng.random(self._pairs_before(made, batch)) < 0.7
         if self.outside:
             table = made["block_table"]
             lost = rng.random(table.shape) < 0.2
@@ -171,8 +213,9 @@ class Cached(KvCase):
         if self.mask is not None:
             made["mask"] = rng.random([axes[axis] for axis in self.mask]) < 0.7
         if self.tree:
-            n = self.queries
-            made["spans"] = rng.integers(0, n + 1, (batch, 1, 1, n, 4)).astype(np.int32)
+            n = int(self._counts("queries").max(initial=0)) if self.each else self.queries
+            lead = rng.choice((1, batch)), rng.choice((1, heads_q))
+            made["spans"] = rng.integers(0, n + 1, (*lead, 1, n, rng.choice((2, 4)))).astype(np.int32)
         if self.prefix:
             dtype = numpy_dtype(self.dtype)
             for x, dim in zip("kv", self.head_dims, strict=True):
@@ -199,6 +242,17 @@ class Cached(KvCase):
         each = self.each if what == "queries" else self.each_new
         # why the lesser: a call that is made smaller may have fewer rows than its sequences had
         return np.minimum(np.int32(each or (0,) * len(self.lengths)), np.int32(getattr(self, what)))
+
+    def _queries(self, arrays: Mapping[str, np.ndarray], b: int) -> slice:
+        """The rows of packed queries of a sequence that are in use."""
+        first, last = arrays["cu_seqlens_q"][b : b + 2].tolist()
+        return slice(first, first + int(arrays["seqused_q"][b]) if self.used_q else last)
+
+    def _pairs_before(self, arrays: Mapping[str, np.ndarray], b: int) -> int:
+        """Queries times keys, of all sequences before one."""
+        keys = arrays["cache_seqlens"] + self._counts("new")
+        rows = [self._queries(arrays, c) for c in range(b)]
+        return sum((at.stop - at.start) * int(n) for at, n in zip(rows, keys, strict=False))
 
     def _packed(self, made: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Rows of all sequences, one after the other; q and new keys are (batch, rows, ...) before."""
@@ -231,8 +285,11 @@ class Cached(KvCase):
         own = {n: x for n, x in host.items() if not (self.latent and n in ("v_cache", "v"))}
         given = {n: memory.put(n, x, self._style(n, x), changes=n in changes) for n, x in own.items()}
         options = self.options() | {
-            "splits": self.splits, "reproducible": self.reproducible, "check": False if self.outside else None
-        }  # fmt: skip
+            "rotate_cache": self.on_read,
+            "splits": self.splits,
+            "reproducible": self.reproducible,
+            "check": False if self.outside else None,
+        }
         if self.mask is not None:
             options["max_seqlen_k"] = self.room
         latents = {}
@@ -262,7 +319,8 @@ class Cached(KvCase):
             if name not in arrays:
                 continue
             cuts = arrays.get({"q": "cu_seqlens_q"}.get(name, "cu_seqlens_k_new"))
-            x = arrays[name][b] if cuts is None else arrays[name][cuts[b] : cuts[b + 1]]
+            rows = b if cuts is None else slice(*cuts[b : b + 2])
+            x = arrays[name][self._queries(arrays, b) if cuts is not None and name == "q" else rows]
             made[name] = (x if cuts is None and not swap else x.swapaxes(0, 1))[None]
         for name in WRITTEN:
             if name in arrays:
@@ -280,6 +338,11 @@ class Cached(KvCase):
         if self.rotary:
             # why without the first rows: there what stands in a prefix finds its angles
             made |= {name: arrays[name][self.prefix :] for name in ("rotary_cos", "rotary_sin")}
+        if self.moved:
+            usual = int(arrays["cache_seqlens"][b] + self._counts("new")[b]) - made["q"].shape[2]
+            places = np.arange(len(made["rotary_cos"])) + arrays["rotary_seqlens"][b] - usual
+            for name in ("rotary_cos", "rotary_sin"):
+                made[name] = made[name][np.clip(places, 0, len(places) - 1)]
         if self.sinks:
             made["sinks"] = arrays["sinks"]
         if "alibi_slopes" in arrays:
@@ -302,6 +365,8 @@ class Cached(KvCase):
         """New rows are within a rounding of FP64's, all others have the bits that they had."""
         for b in range(len(self.lengths)):
             call, now = self._one(host, b), self._one(after, b)
+            if self.on_read:  # new keys are stored as they are
+                del call["rotary_cos"], call["rotary_sin"]
             expected = testing.reference_with_kv_cache(**call)
             for x in "kv":
                 wanted = (expected.k_cache if x == "k" else expected.v_cache).astype(np.float64)
@@ -369,13 +434,12 @@ class Cached(KvCase):
             if not self.selected:  # otherwise each query is a sequence, of the keys that it names
                 sequences = [self._whole(arrays, b, sequences[0], call)]
             o, lse = self._rows(results, arrays, b)
-            for one in sequences if self._counts("queries")[b] else ():
+            for one in sequences if o.shape[2] else ():
                 self._judge(one, o[:, :, one.queries], lse[:, :, one.queries])
 
     def _named(self, arrays: Mapping[str, np.ndarray], b: int) -> np.ndarray:
         """The keys that the queries of a sequence name, but for those of its padding, (1, queries, keys)."""
-        cuts = arrays.get("cu_seqlens_q")
-        named = arrays["indices"][b] if cuts is None else arrays["indices"][cuts[b] : cuts[b + 1]]
+        named = arrays["indices"][self._queries(arrays, b) if self.each else b]
         first = arrays["cache_leftpad"][b] if self.leftpad else 0
         return np.where(named < first, -1, named)[None]
 
@@ -386,7 +450,10 @@ class Cached(KvCase):
         q, q_error, keys, values = own.q, own.q_error, own.k, own.v
         if self.prefix and self.rotary:
             q, q_error = self._turned(arrays, call)
-        seen = self._seen(arrays, b, keys.shape[2], int(self._counts("queries")[b]), own.options["mask"])
+        if self.on_read:
+            angles = (arrays[f"rotary_{name}"].astype(np.float64) for name in ("cos", "sin"))
+            keys = rotate(keys[0], np.arange(keys.shape[2]), *angles, self.interleaved, self.last)[None]
+        seen = self._seen(arrays, b, keys.shape[2], q.shape[2], own.options["mask"])
         options = own.options | {"mask": seen}
         if self.prefix:
             options["align"] = options["align"] + self.prefix
@@ -434,7 +501,7 @@ class Cached(KvCase):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Results of one sequence, (1, heads, queries, head_dim) and (1, heads, queries)."""
         if self.each:
-            cut = slice(*arrays["cu_seqlens_q"][b : b + 2])
+            cut = self._queries(arrays, b)
             return results["o"][cut].swapaxes(0, 1)[None], results["lse"][:, cut][None]
         o = results["o"][b : b + 1]
         return o.swapaxes(1, 2) if self.layout == "bshd" else o, results["lse"][b : b + 1]
@@ -450,15 +517,64 @@ class Cached(KvCase):
             mask = arrays["mask"]
             seen = seen & mask[b if len(mask) > 1 else 0][None, ..., :length]
         if self.tree:
-            bounds, rows = arrays["spans"][b], np.arange(queries)[:, None]
-            tree = np.zeros((queries, queries), bool)
-            for start in (0, 2):
-                tree |= (bounds[0, :, :, start] <= rows) & (rows < bounds[0, :, :, start + 1])
-            whole = np.ones((1, 1, queries, length), bool)
+            spans, rows = arrays["spans"], np.arange(queries)[:, None]
+            bounds = spans[b if len(spans) > 1 else 0, :, :, :queries]
+            tree = np.zeros((len(bounds), queries, queries), bool)
+            for start in range(0, bounds.shape[-1], 2):
+                tree |= (bounds[..., start] <= rows) & (rows < bounds[..., start + 1])
+            whole = np.ones((1, len(bounds), queries, length), bool)
             shared = min(queries, length)
-            whole[0, 0, :, length - shared :] = tree[:, queries - shared :]
+            whole[0, :, :, length - shared :] = tree[:, :, queries - shared :]
             seen = seen & whole
+        if self.ragged:
+            first = self._pairs_before(arrays, b)
+            bits = arrays["ragged_mask"][first : first + queries * length]
+            seen = seen & bits.reshape(1, 1, queries, length)
         if self.prefix:
             front = np.ones((*seen.shape[:-1], self.prefix), bool)
             seen = np.concatenate([front, seen], -1)
         return seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedStatistics(Cached):
+    """Statistics of the weights over a cache; `known` and `places` as of `Statistics`."""
+
+    known: bool = False
+    places: int = 8
+
+    @classmethod
+    def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> CachedStatistics:
+        """Any but what they do not have."""
+        plain = dataclasses.asdict(Cached.draw(draw, dtypes))
+        none = {"new": 0, "each_new": (), "prefix": 0, "rotary": 0, "selected": 0, "splits": None}
+        none |= {"tree": False, "outside": False, "on_read": False, "moved": False, "reproducible": None}
+        return cls(**plain | none, known=draw.random() < 0.5, places=draw.choice((1, 3, 8, 40)))
+
+    def check(self, memory: Any) -> None:
+        """Compare each head of each sequence with FP64."""
+        host = self.inputs()
+        given = {n: memory.put(n, x, self._style(n, x)) for n, x in host.items()}
+        options = self.options() | ({"max_seqlen_k": self.room} if self.mask is not None else {})
+        call = over_cache(**given, **options)
+        lse = None
+        if self.known:
+            lse = cupy_flash.attention_with_kv_cache(**call, return_lse=True)[1]
+        q, k, _ = (call.pop(name) for name in ("q", "k_cache", "v_cache"))
+        made = cupy_flash.attention_statistics(q, k, lse, top_k=self.places, **call)
+        found = numpy_of(made._asdict())
+        for b in range(len(self.lengths)):
+            alone = self._one(host, b)
+            (own,) = testing.reference_with_kv_cache(**alone).sequences
+            own = self._whole(host, b, own, alone)
+            length, rows = own.k.shape[2], self._queries(host, b) if self.each else slice(None)
+            mine = {}
+            for name, x in found.items():
+                if name in ("key_sum", "key_max"):
+                    assert not x[b, :, length:].any(), f"{name} has numbers of no key"
+                    mine[name] = x[b : b + 1, :, :length]
+                else:
+                    mine[name] = x[None, :, rows] if self.each else x[b : b + 1]
+            keys = own.k * own.k_scale[:, None, None]
+            with one_thread():
+                assert_close(made._replace(**mine), own.q, keys, self.places, **own.options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from typing import Any
 
 from cupy_flash.testing import STYLES
@@ -13,6 +14,7 @@ __all__ = [
     "affordable",
     "aligned",
     "band",
+    "blocks",
     "bound",
     "dtype_of",
     "edge",
@@ -22,7 +24,9 @@ __all__ = [
     "many",
     "maybe",
     "several",
+    "spans",
     "style",
+    "style_of",
 ]
 
 # Keys of a block, of a chunk; queries of panels; lanes; rows of a job, and what is beside each of them.
@@ -104,8 +108,13 @@ def affordable(batch: int, heads: tuple[int, int], lengths: tuple[int, int]) -> 
 
 
 def style(draw: random.Random) -> str:
-    """How arrays lie in memory."""
-    return draw.choice(("contiguous", "contiguous", *STYLES))
+    """How arrays lie in memory: all alike, or each by its name."""
+    return draw.choice(("contiguous", "contiguous", "mixed", *STYLES))
+
+
+def style_of(name: str, given: str) -> str:
+    """How the array of this name lies."""
+    return STYLES[zlib.crc32(name.encode()) % len(STYLES)] if given == "mixed" else given
 
 
 def bound(draw: random.Random, keys: int) -> int | None:
@@ -133,3 +142,15 @@ def aligned(draw: random.Random, made: dict[str, Any]) -> dict[str, Any]:
     if draw.random() < 0.3 and (not positional or made["lengths"][0] == made["lengths"][1]):
         return made | {"align": None}
     return made
+
+
+def spans(draw: random.Random, share: float) -> tuple[bool, int, str] | None:
+    """Spans in that share of draws: by query, intervals, leading axes."""
+    kinds = draw.random() < 0.5, draw.randint(1, 2), draw.choice(("", "h", "b1", "bh", "1h"))
+    return maybe(draw, share, kinds)
+
+
+def blocks(draw: random.Random, share: float) -> tuple[int, int, str] | None:
+    """Blocks in that share of draws: rows, columns, leading axes."""
+    kinds = draw.choice((16, 32, 64)), draw.choice((16, 64, 128)), draw.choice(("", "h", "b1", "bh"))
+    return maybe(draw, share, kinds)

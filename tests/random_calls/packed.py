@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import zlib
 from collections.abc import Mapping
@@ -13,15 +14,33 @@ import numpy as np
 import cupy_flash
 from cupy_flash import derivatives, testing
 from cupy_flash.testing.reference import keep
-from tests.cases import DTYPES, numpy_dtype, unusual
+from tests.block_cases import BlockCase
+from tests.cases import DTYPES, Case, numpy_dtype, unusual
+from tests.public import with_function, with_mask
+from tests.span_cases import SpanCase
+from tests.statistic_checks import assert_close
 
-from .dense import assert_of_second_order, largest_score, largest_term
-from .edges import HEAD_DIMS, affordable, band, dtype_of, head_dim, heads, length, maybe, style
+from .dense import FUNCTIONS, assert_of_second_order, largest_score, largest_term
+from .edges import (
+    HEAD_DIMS,
+    affordable,
+    band,
+    blocks,
+    dtype_of,
+    head_dim,
+    heads,
+    length,
+    maybe,
+    spans,
+    style,
+    style_of,
+)
 from .memory import numpy_of
 
-__all__ = ["Packed"]
+__all__ = ["Packed", "PackedStatistics"]
 
 OVER_PAIRS = ("bhqk", "1hqk", "b11k", "1111", "b1q1")
+ONE_PIECE = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "ragged_mask", "table", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +61,8 @@ class Packed:
         Whether there is a mask of all sequences in a row.
     longest : bool
         Whether the call is told the longest lengths.
+    spans, blocks, function
+        As of `Dense`, over the longest lengths.
     second : bool
         Whether tangents and the derivative of gradients are computed, not gradients.
     """
@@ -60,6 +81,9 @@ class Packed:
     window: tuple[int | None, int | None] | None = None
     align: str | int | None = "bottom_right"
     mask: str | None = None
+    spans: tuple[bool, int, str] | None = None
+    blocks: tuple[int, int, str] | None = None
+    function: str | None = None
     bias: str | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -93,6 +117,7 @@ class Packed:
         used_k = draw.random() < 0.3
         alibi = maybe(draw, often, "h", "bh")
         dropout = maybe(draw, often / 2, 0.1, 0.5) or 0.0
+        some = not ragged and min(longest) > 0
         return cls(
             dtype=dtype_of(draw, dtypes),
             heads=of,
@@ -106,6 +131,9 @@ class Packed:
             longest=draw.random() < 0.3,
             **band(draw, longest),
             mask=None if ragged else maybe(draw, often, *OVER_PAIRS),
+            spans=spans(draw, often / 2) if some else None,
+            blocks=blocks(draw, often / 3) if some else None,
+            function=maybe(draw, 0.1, *FUNCTIONS) if some and not second else None,
             # why not with ALiBi: where sequences differ, that is a bias of the padded batch
             bias=None if alibi else maybe(draw, often, *OVER_PAIRS),
             scale=maybe(draw, often, 0.3, -0.2),
@@ -115,7 +143,7 @@ class Packed:
             dropout=dropout,
             dlse=draw.random() < 0.4,
             style=style(draw),
-            reproducible=None if dropout or second else maybe(draw, 0.15, "batch"),
+            reproducible=None if dropout or second else maybe(draw, 0.15, "batch", "run", "prefill"),
             second=second,
         )
 
@@ -144,6 +172,16 @@ class Packed:
             made["alibi_slopes"] = rng.random([axes[axis] for axis in self.alibi]).astype(acc)
         if self.sinks:
             made["sinks"] = rng.standard_normal(heads_q).astype(acc)
+        padded = Case(
+            dtype=self.dtype, batch=batch, heads=self.heads, lengths=(axes["q"], axes["k"]), head_dims=(1, 1)
+        )
+        if self.spans is not None:
+            made["spans"] = SpanCase(padded, *self.spans).inputs()["spans"]
+        if self.blocks is not None:
+            found = BlockCase(padded, self.blocks[:2], self.blocks[2]).inputs()
+            made |= {name: found[name] for name in ("table", "bits")}
+        if self.function is not None:
+            made |= {f"bound[{n}]": x for n, x in enumerate(FUNCTIONS[self.function][1](rng, padded))}
         if self.ragged:
             of_q, of_k = self._used(made)
             made["ragged_mask"] = rng.random(int((of_q * of_k).sum())) < 0.7
@@ -162,17 +200,34 @@ class Packed:
         made = {name: arrays[name] for name in taken if name in arrays}
         if self.ragged:
             made["mask"] = cupy_flash.RaggedMask(arrays["ragged_mask"])
+        made = self._with_masks(made, arrays)
         made |= {name: getattr(self, name) for name in ("causal", "window", "align", "scale", "softcap",
                                                         "dropout", "reproducible")}  # fmt: skip
         if self.longest:
             made |= {"max_seqlen_q": max(self.lengths_q), "max_seqlen_k": max(self.lengths_k)}
         return made | {"seed": 77 if self.dropout else None}
 
+    def _with_masks(self, options: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with spans, blocks and the function."""
+        if self.spans is not None:
+            options = with_mask(options, cupy_flash.Spans(arrays["spans"]))
+        if self.blocks is not None:
+            options = with_mask(options, cupy_flash.BlockMask(arrays["table"], arrays["bits"]))
+        if self.function is not None:
+            bound = [x for name, x in arrays.items() if name.startswith("bound")]
+            options = with_function(options, FUNCTIONS[self.function][0], bound)
+        return options
+
+    def _placed(self, memory: Any, host: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        return {
+            n: memory.put(n, x, "contiguous" if n in ONE_PIECE else style_of(n, self.style))
+            for n, x in host.items()
+        }
+
     def check(self, memory: Any) -> None:
         """Compare both passes with FP64."""
         host = self.inputs()
-        one_piece = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "ragged_mask")
-        given = {n: memory.put(n, x, "contiguous" if n in one_piece else self.style) for n, x in host.items()}
+        given = self._placed(memory, host)
         qkv, cuts = [given[n] for n in "qkv"], [given["cu_seqlens_q"], given["cu_seqlens_k"]]
         options = self.options(given)
         if self.second:
@@ -182,7 +237,7 @@ class Packed:
         back = cupy_flash.attention_varlen_backward(
             given["do"], *qkv, o, lse, *cuts, dlse=given.get("dlse"), **options
         )
-        found = {"o": o, "lse": lse, **back._asdict()}
+        found = {"o": o, "lse": lse, **back._replace(dscore=None)._asdict()}
         arrays, how = self._in_a_batch(host)
         testing.assert_within_budget(self._results(host, found), precision=memory.precision, **arrays, **how)
         return None
@@ -194,7 +249,7 @@ class Packed:
         rng = np.random.default_rng(1)
         named = [name for name in ("q", "k", "v", "bias", "sinks") if name in host]
         dots = {f"d{n}": rng.standard_normal(host[n].shape).astype(host[n].dtype) for n in named}
-        along = {n: memory.put(f"tangent {n}", x, self.style) for n, x in dots.items()} | options
+        along = {n: memory.put(f"tangent {n}", x, style_of(n, self.style)) for n, x in dots.items()} | options
         along |= {n: given[n] for n in ("cu_seqlens_q", "cu_seqlens_k")}
         qkv = [given[n] for n in "qkv"]
         (o, lse), both = derivatives.value_and_jvp(*qkv, **along)
@@ -251,7 +306,7 @@ class Packed:
         }  # fmt: skip
         if self.alibi is not None:
             options["bias"] = self._distances(host, of_q, of_k)
-        return arrays, options
+        return arrays, options | {"score": self._with_masks({}, host).get("score")}
 
     def _results(
         self, host: Mapping[str, np.ndarray], found: Mapping[str, Any], empty: Any = None
@@ -272,7 +327,7 @@ class Packed:
         """Which pairs are seen, of the padded batch."""
         full = len(of_q), self.heads[0], max(self.lengths_q), max(self.lengths_k)
         seen, at = np.zeros(full, bool), 0
-        mask = np.broadcast_to(host["mask"], full) if "mask" in host else np.ones(full, bool)
+        mask = keep(testing.Options(mask=(host.get("mask"), self._with_masks({}, host).get("mask"))), full)
         for b, (n, m) in enumerate(zip(of_q.tolist(), of_k.tolist(), strict=True)):
             chosen = testing.Options(causal=self.causal, window=self.window, align=self._align(n, m))
             seen[b, :, :n, :m] = keep(chosen, (1, full[1], n, m))[0] & mask[b, :, :n, :m]
@@ -292,3 +347,46 @@ class Packed:
         for b, (n, m) in enumerate(zip(of_q.tolist(), of_k.tolist(), strict=True)):
             made[b] = -slopes[b][:, None, None] * np.abs(i + self._align(n, m) - j)
         return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedStatistics(Packed):
+    """Statistics of the weights of packed sequences; `known` and `places` as of `Statistics`."""
+
+    known: bool = False
+    places: int = 8
+
+    @classmethod
+    def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> PackedStatistics:
+        """Any but what they do not have."""
+        plain = dataclasses.asdict(Packed.draw(draw, dtypes))
+        none = {"dropout": 0.0, "dlse": False, "reproducible": None, "second": False}
+        return cls(**plain | none, known=draw.random() < 0.5, places=draw.choice((1, 3, 8, 40)))
+
+    def check(self, memory: Any) -> None:
+        """Compare with FP64."""
+        host = self.inputs()
+        given = self._placed(memory, host)
+        options = self.options(given) | {n: given[n] for n in ("cu_seqlens_q", "cu_seqlens_k")}
+        lse = None
+        if self.known:
+            lse = cupy_flash.attention_varlen(*(given[n] for n in "qkv"), return_lse=True, **options)[1]
+        for name in ("dropout", "seed", "reproducible"):
+            options.pop(name)
+        made = cupy_flash.attention_statistics(given["q"], given["k"], lse, top_k=self.places, **options)
+        arrays, how = self._in_a_batch(host)
+        padded = {}
+        for name, x in numpy_of(made._asdict()).items():
+            which = "k" if name in ("key_sum", "key_max") else "q"
+            (b, i), at = self._places(host, which)
+            nothing = -1 if name == "top_keys" else 0
+            rest = np.delete(x, at, axis=1)
+            assert (rest == nothing).all(), f"{name} has numbers of no sequence"
+            longest = max(self.lengths_k if which == "k" else self.lengths_q)
+            padded[name] = np.full(
+                (len(self.lengths_q), self.heads[0], longest, *x.shape[2:]), nothing, x.dtype
+            )
+            padded[name][b, :, i] = x[:, at].swapaxes(0, 1)
+        with one_thread():
+            own = {n: x for n, x in how.items() if n not in ("dropout", "seed")}
+            assert_close(made._replace(**padded), arrays["q"], arrays["k"], self.places, **own)

@@ -16,18 +16,40 @@ from cupy_flash import InvalidArgumentsError, UnsupportedError
 from cupy_flash.cpu.core import family
 from cupy_flash.cpu.core.isa import OVERRIDE
 
-from .cache import Cached
+from .cache import Cached, CachedStatistics
 from .dense import Dense, MergeOfTwo, SecondOrder, Statistics
+from .float8 import Float8
 from .memory import Pages
-from .packed import Packed
+from .packed import Packed, PackedStatistics
 
 __all__ = ["Outcome", "Trial", "draw", "smaller"]
 
 KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Dense, SecondOrder, MergeOfTwo, Statistics, Packed, Cached)
+    kind.__name__: kind
+    for kind in (
+        Dense,
+        SecondOrder,
+        MergeOfTwo,
+        Statistics,
+        Packed,
+        PackedStatistics,
+        Cached,
+        CachedStatistics,
+        Float8,
+    )
 }
 # How often each is drawn.
-SHARES = {"Dense": 9, "SecondOrder": 3, "MergeOfTwo": 1, "Statistics": 2, "Packed": 4, "Cached": 6}
+SHARES = {
+    "Dense": 9,
+    "SecondOrder": 3,
+    "MergeOfTwo": 1,
+    "Statistics": 2,
+    "Packed": 4,
+    "PackedStatistics": 1,
+    "Cached": 6,
+    "CachedStatistics": 1,
+    "Float8": 1,
+}
 
 
 # A line of `testing.Verdict`: the tensor, and whether its numbers are wrong (max) or its shape, dtype, NaNs.
@@ -59,7 +81,7 @@ class Trial(NamedTuple):
 
     Attributes
     ----------
-    call : Dense, SecondOrder, MergeOfTwo, Statistics, Packed or Cached
+    call : any of KINDS
     library : str
         Of the CPU core, or "numpy".
     threads : int
@@ -157,7 +179,7 @@ def draw(
     call = KINDS[kind].draw(random_, dtypes)
     if library == "numpy" and getattr(call, "reproducible", None):
         library = libraries[0]  # which keeps it
-    return Trial(call, library, random_.choice((1, 2, 3)), random_.random() < 0.5)
+    return Trial(call, library, random_.choice((1, 2, 3, 7)), random_.random() < 0.5)
 
 
 def smaller(trial: Trial) -> Iterator[Trial]:

@@ -55,6 +55,8 @@ def refusals(problem: Problem) -> list[str]:
         reasons.append("converts 4-bit codes to float32, not to float64")
     if p.cache is not None and p.cache.codes and not p.in_rows:
         reasons.append("reads 4-bit codes only where the bytes of a key are contiguous")
+    if p.alibi and p.accumulator == "float32" and abs(p.offset) + p.seqlen_q + p.seqlen_k >= 2**31:
+        reasons.append("counts distances of ALiBi in 31 bits")
     if p.function is not None and p.second_order:
         reasons.append("has no second derivatives of score functions")
     elif p.direction == "statistics" and p.cache is not None and p.cache.rotary:
