@@ -21,7 +21,7 @@ from .call.head_scale import scaled_over_cache
 from .call.offsets import with_own_tables
 from .call.opaque import opaque
 from .call.options import CacheOptions
-from .call.outputs import check_out, check_overlap, extents, namespace
+from .call.outputs import check_out, check_overlap, namespace, to_be_apart
 from .call.progress import CALLBACK
 from .call.signature import AnyArray, Array, takes
 from .call.values import NO_RUN_OPTIONS, RunOptions
@@ -203,7 +203,7 @@ def _over_selected_keys(q: Any, cache_seqlens: Any, options: dict[str, Any], wan
         given = {name: x for name, x in raw.items() if name != "indices"} | {"out": adopt(out, "out")}
         halves = 2 if kind_of_codes(options) else 1  # why: an element holds two 4-bit codes
         check_out(False, given, (*raw["q"].shape[:-1], halves * raw["v_cache"].shape[-1]))
-        check_overlap(given, extents(given), ["out"])
+        check_overlap(given, to_be_apart(given, ["out"]))
     results = attend_over_cache(call.q, call.lengths, call.options, want_lse)
     o, lse = call.results(*results) if want_lse else call.results(results)
     if out is not None:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,10 +29,10 @@ __all__ = [
     "check_out",
     "check_overlap",
     "empty",
-    "extents",
     "finished",
     "namespace",
     "strides_of_new",
+    "to_be_apart",
     "workspace_address",
     "zeros",
 ]
@@ -126,31 +126,44 @@ def check_out(of_float8: bool, raw: Views, shape: tuple[int, ...]) -> None:
         raise InvalidArgumentsError(f"out overlaps itself: strides {out.strides}.", table, hint=hint)
 
 
-def extents(raw: Views) -> dict[str, tuple[int, int]]:
-    """Per array the byte offsets from its pointer to the start and end of its memory."""
-    return {n: (x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for n, x in raw.items()}
+class Apart(NamedTuple):
+    """Two arrays of a call, one of them written, and how far apart they begin if they may share memory."""
+
+    written: str
+    other: str
+    # Exclusive bounds of the bytes from the begin of `written` to that of `other`.
+    least: int
+    most: int
+    are_caches: bool  # both are written, and neither is out
 
 
-def check_overlap(raw: Views, reach: Mapping[str, tuple[int, int]], written: Sequence[str]) -> None:
+def to_be_apart(raw: Views, written: Sequence[str]) -> tuple[Apart, ...]:
+    """The pairs of arrays that `check_overlap` looks at; they depend on shapes and strides only."""
+    reach = {name: (x.extent()[0] - x.pointer, x.extent()[1] - x.pointer) for name, x in raw.items()}
+    return tuple(
+        Apart(name, other, reach[name][0] - last, reach[name][1] - first, other in written and name != "out")
+        for name in written
+        for other, (first, last) in reach.items()
+        if other not in written[: written.index(name) + 1]
+    )
+
+
+def check_overlap(raw: Views, pairs: Sequence[Apart]) -> None:
     """Refuse an out, or a cache that grows, that shares memory with another array of the call.
 
-    `reach` is the result of `extents` for arrays of these kinds. Two caches may be one array, or one of them
-    the first columns of the other.
+    Two caches may be one array, or one of them the first columns of the other.
     """
-    for name in written:
-        x, (low, high) = raw[name], reach[name]
-        for other, (first, last) in reach.items():
-            y = raw[other]
-            if y.pointer + first >= x.pointer + high or x.pointer + low >= y.pointer + last or other == name:
-                continue
-            caches = name != "out" and other in written and other != "out"
-            if (caches and (x.pointer, x.strides) == (y.pointer, y.strides)) or not overlap(x, y):
-                continue
-            hint = f"out=None, or a new array of shape {x.shape}"
-            raise InvalidArgumentsError(
-                f"{public_name(name)} overlaps {public_name(other)} in memory.", table_of(raw),
-                hint=hint if name == "out" else f"a copy of {public_name(other)}",
-            )  # fmt: skip
+    for name, other, least, most, are_caches in pairs:
+        x, y = raw[name], raw[other]
+        if not least < y.pointer - x.pointer < most:
+            continue
+        if (are_caches and (x.pointer, x.strides) == (y.pointer, y.strides)) or not overlap(x, y):
+            continue
+        hint = f"out=None, or a new array of shape {x.shape}"
+        raise InvalidArgumentsError(
+            f"{public_name(name)} overlaps {public_name(other)} in memory.", table_of(raw),
+            hint=hint if name == "out" else f"a copy of {public_name(other)}",
+        )  # fmt: skip
 
 
 def bump_versions(raw: Views, names: tuple[str, ...]) -> None:

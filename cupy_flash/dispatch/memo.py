@@ -19,7 +19,7 @@ from ..call.given import CacheCall, Options, Packing
 from ..call.offsets import with_own_tables
 from ..call.operands import lower_shape
 from ..call.options import DIFFERENTIABLE
-from ..call.outputs import check_out, check_overlap, extents, workspace_address
+from ..call.outputs import check_out, check_overlap, to_be_apart, workspace_address
 from ..call.problem import Problem
 from ..call.spans import check_spans
 from ..call.tangents import tangent_operand
@@ -42,7 +42,7 @@ class Prepared:
     `results` are name, shape and dtype of each array that a call allocates.
     """
 
-    __slots__ = ("_backend", "_extents", "_make", "_written", "problem", "results")
+    __slots__ = ("_apart", "_backend", "_make", "_written", "problem", "results")
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -74,7 +74,7 @@ class Prepared:
         )
         self._backend = prepare_backend(problem, {**views, **seen}, driver, table)
         self._written = (*([] if out is None else ["out"]), *written_caches(raw))
-        self._extents = extents(raw) if self._written else None
+        self._apart = to_be_apart(raw, self._written)
 
     def run(
         self,
@@ -111,8 +111,8 @@ class Prepared:
             check_blocks(problem.blocks, raw)
         if problem.function is not None and backend.integer_bits:
             check_integers(problem.function, problem.extents, backend.integer_bits, raw)
-        if self._extents is not None:
-            check_overlap(raw, self._extents, self._written)
+        if self._apart:
+            check_overlap(raw, self._apart)
         given = None
         if workspace is not None and backend.workspace_bytes is not None:
             given = workspace_address(workspace, q, backend.workspace_bytes)
@@ -127,7 +127,7 @@ class Prepared:
     def only_addresses_differ(self) -> bool:
         """Whether such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs."""
         p, addressed = self.problem, self._backend.addressed
-        looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._extents
+        looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._apart
         plain = all(name == array and name in _PLAIN for name, array in addressed)
         return bool(addressed) and plain and not looked_at
 

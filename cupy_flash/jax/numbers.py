@@ -61,6 +61,8 @@ def accumulator(dtype: Any) -> Any:
 
 def one_int32(x: Any) -> Any:
     """An array of one integer as int32; what exceeds it becomes the nearest value."""
+    if x.dtype == jnp.int32:
+        return x
     limits, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     inside = jnp.clip(x, max(limits.min, wanted.min), min(limits.max, wanted.max))
     return inside.astype(jnp.int32)
