@@ -576,5 +576,4 @@ class CachedStatistics(Cached):
                 else:
                     mine[name] = x[None, :, rows] if self.each else x[b : b + 1]
             keys = own.k * own.k_scale[:, None, None]
-            with one_thread():
-                assert_close(made._replace(**mine), own.q, keys, self.places, **own.options)
+            assert_close(made._replace(**mine), own.q, keys, self.places, **own.options)
