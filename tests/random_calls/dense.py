@@ -184,18 +184,26 @@ class Dense(Case):
         if not found:
             return
         wide = {name: x.astype(np.float64) if x.dtype.kind not in "biu" else x for name, x in host.items()}
-        qkv, options = [wide[name] for name in "qkv"], self.options(wide)
-        with mock.patch.dict(os.environ, {OVERRIDE: "numpy"}):
-            o, lse = cupy_flash.attention(*qkv, return_lse=True, **options)
-            exact = cupy_flash.attention_backward(
-                wide["do"], *qkv, o, lse, dlse=wide.get("dlse"), **options
-            ).dscore
-        for x, wanted in zip(found, exact, strict=True):
+        exact = self._tables_of_numpy(wide)
+        # why: o in 16 bits is rounded, and the sums over all pairs cancel, so that no size bounds their error.
+        rounded = exact if self.dtype in WIDE else self._tables_of_numpy(host)
+        for x, wanted, near in zip(found, exact, rounded, strict=True):
             if x is not None:
                 coarse = max((x.dtype.name, self.dtype), key=testing.budget.UNIT_ROUNDOFF.__getitem__)
-                off = np.abs(x.astype(np.float64) - wanted).max(initial=0)
+                off, allowed = (np.abs(y.astype(np.float64) - wanted).max(initial=0) for y in (x, near))
                 units = 4096 * testing.budget.UNIT_ROUNDOFF[coarse] if coarse in WIDE else 2.0**-4
-                assert off <= units * max(1.0, np.abs(wanted).max(initial=0)), f"dscore is off by {off:.2e}"
+                allowed = 2 * allowed + units * max(1.0, np.abs(wanted).max(initial=0))
+                assert off <= allowed, f"dscore is off by {off:.2e}"
+
+    def _tables_of_numpy(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        """The gradients of what a function reads, by NumPy."""
+        qkv, options = [arrays[name] for name in "qkv"], self.options(arrays)
+        with mock.patch.dict(os.environ, {OVERRIDE: "numpy"}):
+            o, lse = cupy_flash.attention(*qkv, return_lse=True, **options)
+            back = cupy_flash.attention_backward(
+                arrays["do"], *qkv, o, lse, dlse=arrays.get("dlse"), **options
+            )
+        return back.dscore
 
     def _placed(self, memory: Any) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
         host = self.inputs()
