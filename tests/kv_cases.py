@@ -90,7 +90,8 @@ class KvCase:
                 if keys in made:
                     made[values] = np.ascontiguousarray(made[keys][..., :dim_v])
         if self.rotary:
-            angles = draw.random((self.prefix + self.room + 1, self.rotary // 2)) * 6
+            positions = max(self.prefix + self.room + 1, self.queries, self.new)
+            angles = draw.random((positions, self.rotary // 2)) * 6
             kind = dtype if self.tables == "same" else np.dtype(self.tables)
             made["rotary_cos"], made["rotary_sin"] = np.cos(angles).astype(kind), np.sin(angles).astype(kind)
         if self.stored != "same":
