@@ -111,7 +111,8 @@ def full_length(k_cache: Tensor, k: Tensor | None, table: Tensor | None, name: s
             f"cache_seqlens is None: with k or {name} the lengths are needed.",
             hint="cache_seqlens, the keys of each sequence before the call",
         )
-    return k_cache.shape[1]  # why no int(): a program would hold for one size of caches
+    length: int = k_cache.shape[1]  # why no int(): a program would hold for one size of caches
+    return length
 
 
 def rotary_starts(
