@@ -51,6 +51,7 @@ __all__ = [
     "Statistics",
     "assert_of_second_order",
     "largest_score",
+    "rows_of_a_key",
 ]
 
 # Roundings of a result of second order, in units of the largest number of all of them.
@@ -279,14 +280,14 @@ class SecondOrder(Dense):
             exact |= testing.reference_hvp(
                 host["do"], *qkv, dlse=host.get("dlse"), **own, **options
             )._asdict()
+            sizes = largest_score(host, options), largest_term(host, own, options)
             for results in found:
                 some = {name: x[n] if self.directions else x for name, x in results.items()}
-                terms = largest_term(host, own, options)
-                assert_of_second_order(some, exact, self.dtype, largest_score(host, options), terms)
+                assert_of_second_order(some, exact, self.dtype, *sizes, rows_of_a_key(host, options))
 
 
 def assert_of_second_order(
-    actual: Mapping[str, Any], exact: Mapping[str, Any], dtype: str, largest: float, terms: float
+    actual: Mapping[str, Any], exact: Mapping[str, Any], dtype: str, largest: float, terms: float, rows: float
 ) -> None:
     """Fail unless results of second order are within so many roundings of the largest number of them all.
 
@@ -306,7 +307,8 @@ def assert_of_second_order(
         if name in ("dk", "dv", "dbias", "dsinks"):
             # why: errors of a row's LSE and delta are its own, and add up over the rows as a random walk does
             elements = x.size if name == "dsinks" else math.prod(x.shape[:-1])
-            allowed *= max(1.0, exact["lse"].size / max(1, elements)) ** 0.5
+            of_a_key = rows if name in ("dk", "dv") else 1.0
+            allowed *= max(1.0, of_a_key, exact["lse"].size / max(1, elements)) ** 0.5
         assert error <= allowed, f"{name} of second order is off by {error:.2e} of {allowed:.2e}"
 
 
@@ -330,6 +332,13 @@ def largest_score(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> floa
     f = reference.forward(*(arrays[name] for name in "qkv"), testing.Options(**options))
     size = abs(f.scale) * np.abs(f.q) @ np.abs(f.k).swapaxes(-1, -2) + np.abs(f.added)
     return float(np.where(f.keep & np.isfinite(size), size, 0).max(initial=0))
+
+
+def rows_of_a_key(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """The largest sum of the weights of a key: of how many rows it has what is added up."""
+    f = reference.forward(*(arrays[name] for name in "qkv"), testing.Options(**options))
+    of_heads = f.p.sum(-2)
+    return float(of_heads.reshape(len(f.p), -1, f.group, f.p.shape[-1]).sum(2).max(initial=0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from tests.public import with_function, with_mask
 from tests.span_cases import SpanCase
 from tests.statistic_checks import assert_close
 
-from .dense import FUNCTIONS, assert_of_second_order, largest_score, largest_term
+from .dense import FUNCTIONS, assert_of_second_order, largest_score, largest_term, rows_of_a_key
 from .edges import (
     HEAD_DIMS,
     affordable,
@@ -264,8 +264,8 @@ class Packed:
         empty = dots.get("dsinks", 0.0)  # the lse of a row that sees no key is that of its sink
         for found in ({"o": j[0], "lse": j[1], **h._asdict()}, {"o": both[0], "lse": both[1]}):
             made = self._results(host, found, empty)
-            terms = largest_term({**arrays, "do": do}, tangents, how)
-            assert_of_second_order(made, exact, self.dtype, largest_score(arrays, how), terms)
+            sizes = largest_score(arrays, how), largest_term({**arrays, "do": do}, tangents, how)
+            assert_of_second_order(made, exact, self.dtype, *sizes, rows_of_a_key(arrays, how))
 
     # ---- the same in a padded batch
 
