@@ -337,8 +337,8 @@ def largest_score(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> floa
 def rows_of_a_key(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> float:
     """The largest sum of the weights of a key: of how many rows it has what is added up."""
     f = reference.forward(*(arrays[name] for name in "qkv"), testing.Options(**options))
-    of_heads = f.p.sum(-2)
-    return float(of_heads.reshape(len(f.p), -1, f.group, f.p.shape[-1]).sum(2).max(initial=0))
+    batch, heads, _, keys = f.p.shape
+    return float(f.p.sum(2).reshape(batch, heads // f.group, f.group, keys).sum(2).max(initial=0))
 
 
 @dataclass(frozen=True, kw_only=True)
