@@ -6,6 +6,11 @@
 #include <immintrin.h>
 #endif
 
+// Of an element; a byte of two codes is one.
+inline int64_t bytes_of(Type type) {
+    return type == kF64 ? 8 : type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 1;
+}
+
 INLINE float from_bits(uint32_t b) {
     float f;
     memcpy(&f, &b, 4);

@@ -1,7 +1,7 @@
 // Attention over a KV cache on the CPU: few queries, many keys, every key and value read once, at the speed of memory.
 //
 // Source: Flash-Decoding (Dao and others, 2023).
-//   [D1]  rotate and store the new keys and values, rotate the queries
+//   [D1]  append.h: rotate and store the new keys and values, rotate the queries
 //   [D2]  for each sequence, key head and chunk of its keys, at once for all rows: queries of the heads that share it
 //   [D3]      for each block of keys: S = score(Q K^T); row_max rises; P = e^(S - row_max); O += P V
 //   [D4]  O and LSE of a row from those of the chunks, from left to right
@@ -13,8 +13,8 @@
 // Jobs:    (sequence, key head, chunk of the keys).
 // Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied. Values of 16 bits
 //          seldom have: they are converted as they are read.
+#include "append.h"
 #include "chunk.h"
-#include "pool.h"
 #include "score.h"
 #include "softmax.h"
 
@@ -28,70 +28,25 @@ constexpr int64_t kAloneBytes = 256 << 10;    // keys and values of one thread: 
 template <class Real>
 constexpr int64_t kRowOfScores = up(kBlock, kPanel<Real>);
 
-struct Decode {
-    Call& p;
-    int64_t chunks;    // of the longest sequence
-    char* partial;     // (unit, chunk): row_max (rows), row_sum (rows), O (rows, up(head_dim_v, W))
-    int64_t partial_bytes;
-    Tensor rotated_q;    // queries, rotated
+// What a chunk of keys leaves of the rows of a key head.
+template <class Real>
+struct Partial {
+    Real *row_max, *row_sum;    // (rows)
+    Real* o;                    // (rows, up(head_dim_v, W))
 };
 
-// ---- [D1]
+struct Decode {
+    Call& p;
+    int64_t chunks;           // of the longest sequence
+    char* partials;           // (unit, chunk)
+    int64_t partial_bytes;    // of one
 
-template <class Real>
-RARE void append_job(void* what, int64_t unit) {
-    Call& p = *static_cast<Call*>(what);
-    int64_t b = unit / p.heads_k, head = unit % p.heads_k;
-    const Sequence s(p, b);
-    int64_t start = least(most(p.used_k[b * p.used_step], 0), p.seqlen_k);
-    Real *row, *cos_row, *sin_row;
-    pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.allocate(row, most(p.head_dim, p.head_dim_v)), x.allocate(cos_row, p.rotary / 2),
-            x.allocate(sin_row, p.rotary / 2);
-    });
-    if (!scratch) return;
-    for (int is_v = 0; is_v < 2; ++is_v) {
-        const Tensor &from = is_v ? p.new_v : p.new_k, &to = is_v ? p.v : p.k,
-                     &scale = is_v ? p.v_scale : p.k_scale;
-        int64_t width = is_v ? p.head_dim_v : p.head_dim;
-        const Keys<Real> cache{p, to, s, head, width};
-        Real unit_of = 1;
-        if (scale.data) unit_of = element<Real>(scale.data, b * scale.batch + head * scale.head);
-        for (int64_t j = start; j < s.keys; ++j) {
-            if (cache.hidden(j)) continue;
-            int64_t fresh = j - start, first = p.starts_new ? p.starts_new[b] : 0;
-            widen(row, from.data, b * from.batch + head * from.head + (first + fresh) * from.row, width,
-                  from.column, from.type);
-            if (!is_v && p.rotary && !p.rotate_cache)
-                rotate(p, row, p.rotary_starts ? p.rotary_starts[b] + fresh : j, cos_row, sin_row);
-            for (int64_t i = 0; scale.data && i < width; ++i) row[i] /= unit_of;
-            if (to.type == kCodes) cache.write_codes(row, j);
-            else narrow(to.data, cache.at(j), row, width, to.column, to.type);
-        }
+    template <class Real>
+    Partial<Real> partial(int64_t number, int64_t rows) const {
+        Real* x = reinterpret_cast<Real*>(partials + number * partial_bytes);
+        return {x, x + rows, x + 2 * rows};
     }
-}
-
-// Queries, rotated and rounded to their dtype, in memory of the call.
-template <class Real>
-RARE void rotate_job(void* what, int64_t unit) {
-    const Decode& f = *static_cast<Decode*>(what);
-    Call& p = f.p;
-    int64_t b = unit / p.heads_q, head = unit % p.heads_q, d = p.head_dim;
-    const Sequence s(p, b);
-    Real *row, *cos_row, *sin_row;
-    pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.allocate(row, d), x.allocate(cos_row, p.rotary / 2), x.allocate(sin_row, p.rotary / 2);
-    });
-    if (!scratch) return;
-    for (int64_t i = 0; i < s.queries; ++i) {
-        auto in = [&](const Tensor& t) { return b * t.batch + head * t.head + (s.first_q + i) * t.row; };
-        widen(row, p.q.data, in(p.q), d, p.q.column, p.q.type);
-        rotate(p, row, (p.rotary_starts ? p.rotary_starts[b] : s.offset) + i, cos_row, sin_row);
-        narrow(f.rotated_q.data, in(f.rotated_q), row, d, 1, p.q.type);
-    }
-}
-
-// ---- [D3]
+};
 
 // Rows to prefetch between the products. why not all at once: the core would stall until most lines have arrived.
 struct Ahead {
@@ -184,69 +139,64 @@ __attribute__((noinline)) void add_values(const Entry* s, const Value* v, int64_
         for (; c < wide; c += w) values_of<Entry, 1>(s, v + c, step, o + c, wide, rows, keys);
 }
 
-template <class Entry>
-void decode_job(void* what, int64_t number) {
-    using Real = RealOf<Entry>;
-    constexpr int64_t w = W<Real>, depth = kDepth<Entry>, of_scores = kRowOfScores<Real>;
-    constexpr bool pairs = depth > 1;
-    const Decode& f = *static_cast<Decode*>(what);
-    Call& p = f.p;
-    int64_t chunk = number % f.chunks, unit = number / f.chunks, b = unit / p.heads_k,
-            head_k = unit % p.heads_k;
-    const Sequence s(p, b);
-    int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
-    int64_t wide = up(d, w * depth), wide_v = up(dv, w);
-    Real *row_max = reinterpret_cast<Real*>(f.partial + number * f.partial_bytes), *row_sum = row_max + rows;
-    Real* o = row_sum + rows;
-    for (int64_t r = 0; r < rows; ++r) row_max[r] = -kInfinity<Real>, row_sum[r] = 0;
-    memset(o, 0, size_t(rows * wide_v) * sizeof(Real));
-    // [D2]
-    int64_t begin = most(most(s.unseen, s.offset - p.left), chunk * kChunkKeys);
-    int64_t end = least(least(s.keys, s.offset + s.queries + p.right), (chunk + 1) * kChunkKeys);
-    if (begin >= end || !rows) return;
+// ---- [D2]
 
+// The rows of a key head over a chunk of its keys.
+template <class Entry>
+struct KeyChunk {
+    using Real = RealOf<Entry>;
+    static constexpr int64_t w = W<Real>, depth = kDepth<Entry>, of_scores = kRowOfScores<Real>;
+    static constexpr bool pairs = depth > 1;
+    Call& p;
+    const Sequence& s;
+    const int64_t head_k, begin, end;    // keys that any row may see
+    const Partial<Real> sums;
+    const int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
+    const int64_t wide = up(d, w* depth), wide_v = up(dv, w), element_bytes = bytes_of(p.k.type);
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};
-    const Operand<Entry> k_rows{keys};
+    const Score<Real> score{p, s, head_k};
     // A vector of keys may cross pages that are no multiple of it, a pair odd ones; below it, runs are not worth their
     // start.
-    bool crosses = p.pages && p.page % w, short_pages = p.pages && (p.page < w || p.page % depth);
-    bool k_as_it_is = pairs ? k_rows.are_pairs() : keys.as_they_are();
-    bool k_copied = !k_as_it_is || d % (w * depth) || crosses;
-    bool halves = p.v.column == 1 && converts_values<Real>(p.v.type) && (pairs || dv % (4 * w) == 0);
-    bool v_copied = !(halves || (!pairs && values.as_they_are())) || dv % w || short_pages;
-    auto hidden = [&](int64_t j, int l) { return keys.hidden(crosses && j + l < s.keys ? j + l : j); };
-    Real *q, *scores, *k_space, *v_space, *slopes;
-    pool::Scratch scratch(p, [&](pool::Scratch& x) {
+    const bool crosses = p.pages && p.page % w, short_pages = p.pages && (p.page < w || p.page % depth);
+    const bool k_in_place = pairs ? Operand<Entry>{keys}.are_pairs() : keys.as_they_are();
+    const bool k_copied = !k_in_place || d % (w * depth) || crosses;
+    const bool halves = p.v.column == 1 && converts_values<Real>(p.v.type) && (pairs || dv % (4 * w) == 0);
+    const bool v_copied = !(halves || (!pairs && values.as_they_are())) || dv % w || short_pages;
+    Real *q = nullptr, *scores = nullptr, *k_space = nullptr, *v_space = nullptr, *slopes = nullptr;
+
+    void lay_out(pool::Scratch& x) {
         x.allocate(q, rows * wide), x.allocate(scores, rows * of_scores), x.allocate(slopes, rows);
         x.allocate(k_space, w * wide), x.allocate(v_space, v_copied ? kBlock * wide_v : pairs ? wide_v : 0);
         x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
-    });
-    if (!scratch) return;
-    const Score<Real> score(p, s, head_k);
-    const Real factor_of_q = score.factor_of_q(depth);
-    memset(q, 0, size_t(rows * wide) * sizeof(Real)), memset(k_space, 0, size_t(w * wide) * sizeof(Real));
-    if (v_copied || pairs) memset(v_space, 0, size_t((v_copied ? kBlock : 1) * wide_v) * sizeof(Real));
-    for (int64_t r = 0; r < rows; ++r) {
-        int64_t head = head_k * group + r % group;
-        widen(q + r * wide, p.q.data, b * p.q.batch + head * p.q.head + (s.first_q + r / group) * p.q.row, d,
-              p.q.column, p.q.type);
-        for (int64_t c = 0; c < wide; c += w) store(q + r * wide + c, load(q + r * wide + c) * factor_of_q);
-        const Tensor& t = p.alibi_slopes;
-        slopes[r] = t.data ? element<Real>(t.data, b * t.batch + head * t.head) : 0;
     }
-    const Entry* q_rows = along<Entry>(q, rows, wide);
-    I<Real> numbers;
-    for (int l = 0; l < w; ++l) numbers[l] = l;
 
-    int64_t k_size = p.k.type == kF64                        ? 8
-                     : p.k.type == kF32                      ? 4
-                     : p.k.type == kF16 || p.k.type == kBf16 ? 2
-                                                             : 1;
-    for (int64_t block = begin / kBlock * kBlock; block < end && !pool::stopped(p);
-         block += kBlock) {    // [D3]
-        int64_t first = most(block, begin / w * w), last = least(block + kBlock, end);
-        // why from `first`, a multiple of W: then a vector of keys crosses no page that is one too.
+    // Q times its factor, as entries.
+    const Entry* read_queries() {
+        const Real factor = score.factor_of_q(depth);
+        const Tensor& t = p.alibi_slopes;
+        memset(q, 0, size_t(rows * wide) * sizeof(Real)), memset(k_space, 0, size_t(w * wide) * sizeof(Real));
+        if (v_copied || pairs) memset(v_space, 0, size_t((v_copied ? kBlock : 1) * wide_v) * sizeof(Real));
+        for (int64_t r = 0; r < rows; ++r) {
+            int64_t head = head_k * group + r % group, row = s.first_q + r / group;
+            widen(q + r * wide, p.q.data, s.batch * p.q.batch + head * p.q.head + row * p.q.row, d,
+                  p.q.column, p.q.type);
+            for (int64_t c = 0; c < wide; c += w) store(q + r * wide + c, load(q + r * wide + c) * factor);
+            slopes[r] = t.data ? element<Real>(t.data, s.batch * t.batch + head * t.head) : 0;
+        }
+        return along<Entry>(q, rows, wide);
+    }
+
+    // S = Q K^T of the keys from first to last of a block, and prefetches of what comes next.
+    __attribute__((noinline)) void multiply_keys(const Entry* q_rows, int64_t block, int64_t first,
+                                                 int64_t last) {
+        // why copies: as members they would be read again after each store of scores.
+        const int64_t rows = this->rows, wide = this->wide, size = element_bytes;
+        const bool v_ahead_too = p.v.column == 1 && !(size == 4 && in_order<Real>(rows, wide_v)),
+                   k_ahead_too = p.k.column == 1;
+        const auto bytes = [size](const Keys<Real>& of, int64_t j) {
+            return static_cast<const char*>(of.t.data) + of.at(j) * size;
+        };
         for (int64_t j = first; j < last; j += w) {
             int64_t n = least(w, last - j), step;
             const Entry* k;
@@ -254,79 +204,94 @@ void decode_job(void* what, int64_t number) {
                 keys.copy(j, n, k_space, wide);
                 k = along<Entry>(k_space, n, wide), step = wide;
             } else {
-                const char* at = static_cast<const char*>(p.k.data) + keys.at(j) * k_size;
-                k = reinterpret_cast<const Entry*>(at), step = p.k.row / depth;
+                k = reinterpret_cast<const Entry*>(bytes(keys, j)), step = p.k.row / depth;
             }
             // V of these keys is read after the block's scores, K soon. why not both a block ahead: the
             // first block of each chunk, a quarter of it, would not be prefetched.
             int64_t later = j + kAhead;
             Ahead k_ahead{}, v_ahead{};
-            if (later + w <= end && p.k.column == 1 && !keys.hidden(later))
-                k_ahead = {static_cast<const char*>(p.k.data) + keys.at(later) * k_size, p.k.row * k_size,
-                           k_size};
-            if (n == w && p.v.column == 1 && !values.hidden(j) &&
-                !(k_size == 4 && in_order<Real>(rows, wide_v)))
-                v_ahead = {static_cast<const char*>(p.v.data) + values.at(j) * k_size, p.v.row * k_size,
-                           k_size};
+            if (later + w <= end && k_ahead_too && !keys.hidden(later))
+                k_ahead = {bytes(keys, later), p.k.row * size, size};
+            if (n == w && v_ahead_too && !values.hidden(j))
+                v_ahead = {bytes(values, j), p.v.row * size, size};
             scores_of(q_rows, rows, wide, k, step, scores + (j - block), k_ahead, v_ahead);
         }
-        int64_t from = first - block, to = up(last - block, w);
-        for (int64_t r = 0; r < rows; ++r) {
-            Real* x = scores + r * of_scores;
-            score.scale(x + from, to - from, depth);
-            int64_t position = s.offset + r / group;
-            int64_t low = most(begin, position - p.left), high = least(end, position + p.right + 1);
-            V<Real> top = splat(row_max[r]);
-            for (int64_t y = from; y < to; y += w) {
-                V<Real> z = load(x + y);
-                if (p.softcap > 0) z = tanh_<Real>(z) * splat<Real>(Real(p.softcap));
-                if (p.alibi_slopes.data) {
-                    I<Real> distance = Int<Real>(position - block - y) - numbers;
-                    distance = distance < 0 ? -distance : distance;
-                    z -= slopes[r] * __builtin_convertvector(distance, V<Real>);
-                }
-                if (block + y < low || block + y + w > high || crosses || keys.hidden(block + y))
-                    for (int l = 0; l < w; ++l)
-                        if (block + y + l < low || block + y + l >= high || hidden(block + y, l))
-                            z[l] = -kInfinity<Real>;
-                store(x + y, z);
-                top = bigger(z, top);
+    }
+
+    // Products of row r become scores, in place; x + y is that of key block + y. Returns the largest.
+    __attribute__((always_inline)) Real finish_scores(int64_t r, int64_t block, int64_t from, int64_t to) {
+        Real* x = scores + r * of_scores;
+        score.scale(x + from, to - from, depth);
+        I<Real> numbers;
+        UNROLL for (int l = 0; l < w; ++l) numbers[l] = l;
+        const Real softcap = Real(p.softcap);
+        const bool capped = p.softcap > 0, has_alibi = p.alibi_slopes.data, paged = p.pages, each = crosses;
+        const int64_t position = s.offset + r / group;
+        const int64_t low = most(begin, position - p.left), high = least(end, position + p.right + 1);
+        V<Real> top = splat(-kInfinity<Real>);
+        for (int64_t y = from; y < to; y += w) {
+            int64_t j = block + y;
+            V<Real> z = load(x + y);
+            if (capped) z = tanh_<Real>(z) * splat(softcap);
+            if (has_alibi) {
+                I<Real> distance = Int<Real>(position - j) - numbers;
+                distance = distance < 0 ? -distance : distance;
+                z -= slopes[r] * __builtin_convertvector(distance, V<Real>);
             }
-            Real highest = top[0];
-            for (int l = 1; l < w; ++l) highest = top[l] > highest ? top[l] : highest;
-            highest = risen_max<Real>(splat(row_max[r]), splat(highest))[0];
-            Real finite = highest == -kInfinity<Real> ? 0 : highest;
-            if (highest != row_max[r]) {
-                Real by = exp_<Real>(splat<Real>(row_max[r] - finite))[0];
-                row_sum[r] *= by, row_max[r] = highest;
-                for (int64_t c = 0; c < wide_v; c += w)
-                    store(o + r * wide_v + c, load(o + r * wide_v + c) * by);
-            }
-            for (int64_t y = from; y < to; y += w) { store(x + y, exp_<Real>(load(x + y) - splat(finite))); }
+            if (j < low || j + w > high || each || (paged && keys.hidden(j)))
+                for (int l = 0; l < w; ++l)
+                    if (j + l < low || j + l >= high || hidden(j, l)) z[l] = -kInfinity<Real>;
+            store(x + y, z);
+            top = bigger(z, top);
         }
-        // In the order of keys. why four rows: an addition waits for the one before it.
+        Real highest = top[0];
+        for (int l = 1; l < w; ++l) highest = top[l] > highest ? top[l] : highest;
+        return highest;
+    }
+
+    // Scores of row r become weights; what was summed under a lower maximum is multiplied.
+    __attribute__((always_inline)) void weigh(int64_t r, Real highest, int64_t from, int64_t to) {
+        Real *x = scores + r * of_scores, *o = sums.o + r * wide_v, &row_max = sums.row_max[r];
+        highest = risen_max<Real>(splat(row_max), splat(highest))[0];
+        Real finite = highest == -kInfinity<Real> ? 0 : highest;
+        if (highest != row_max) {
+            Real by = exp_<Real>(splat<Real>(row_max - finite))[0];
+            sums.row_sum[r] *= by, row_max = highest;
+            for (int64_t c = 0; c < wide_v; c += w) store(o + c, load(o + c) * by);
+        }
+        for (int64_t y = from; y < to; y += w) store(x + y, exp_<Real>(load(x + y) - splat(finite)));
+    }
+
+    // P = e^(S - row_max) of all rows.
+    __attribute__((noinline)) void weigh_all(int64_t block, int64_t from, int64_t to) {
+        for (int64_t r = 0; r < rows; ++r) weigh(r, finish_scores(r, block, from, to), from, to);
+    }
+
+    // row_sum += rowsum(P), in the order of keys. why four rows: an addition waits for the one before it.
+    __attribute__((noinline)) void sum_weights(int64_t from, int64_t to) {
         for (int64_t r = 0; r < rows; r += 4) {
             const int64_t last_row = least(r + 3, rows - 1);
             const Real* x[4];
             Real total[4];
             for (int i = 0; i < 4; ++i) {
                 const int64_t row = least(r + i, last_row);
-                x[i] = scores + row * of_scores, total[i] = row_sum[row];
+                x[i] = scores + row * of_scores, total[i] = sums.row_sum[row];
             }
             for (int64_t y = from; y < to; ++y) UNROLL for (int i = 0; i < 4; ++i) total[i] += x[i][y];
-            for (int i = 0; r + i <= last_row; ++i) row_sum[r + i] = total[i];
+            for (int i = 0; r + i <= last_row; ++i) sums.row_sum[r + i] = total[i];
         }
+    }
+
+    // O += P V of the keys from first to last of a block, run by run of what lies in one page.
+    __attribute__((noinline)) void multiply_values(int64_t block, int64_t first, int64_t last) {
         const Entry* weights = along<Entry>(scores, rows, of_scores);
-        for (int64_t j = first; j < last;) {
-            int64_t stop = short_pages ? last : least(last, values.page_end(j));
-            if (!short_pages && values.hidden(j)) {
-                j = stop;
-                continue;
-            }
+        for (int64_t j = first, stop; j < last; j = stop) {
+            stop = short_pages ? last : least(last, values.page_end(j));
+            if (!short_pages && values.hidden(j)) continue;
             bool alone = pairs && stop - j == 1;    // a key that has no other to be a pair with
             if (!v_copied && !alone) stop -= (stop - j) % depth;
             const auto add = [&](const auto* v, int64_t step) {
-                add_values(weights + (j - block) / depth, v, step, o, wide_v, rows,
+                add_values(weights + (j - block) / depth, v, step, sums.o, wide_v, rows,
                            blocks_of(stop - j, depth));
             };
             if (v_copied || alone) {
@@ -339,12 +304,48 @@ void decode_job(void* what, int64_t number) {
                 else if constexpr (kConvertsF16 && !pairs)
                     add(static_cast<const F16*>(p.v.data) + values.at(j), p.v.row);
             }
-            j = stop;
         }
+    }
+
+  private:
+    // Whether the l-th key from j on is outside the cache.
+    bool hidden(int64_t j, int l) const { return keys.hidden(crosses && j + l < s.keys ? j + l : j); }
+};
+
+template <class Entry>
+void decode_job(void* what, int64_t number) {
+    using Real = RealOf<Entry>;
+    constexpr int64_t w = W<Real>;
+    const Decode& f = *static_cast<Decode*>(what);
+    Call& p = f.p;
+    int64_t chunk = number % f.chunks, unit = number / f.chunks;
+    const Sequence s(p, unit / p.heads_k);
+    int64_t rows = s.queries * (p.heads_q / p.heads_k);
+    const Partial<Real> sums = f.partial<Real>(number, rows);
+    for (int64_t r = 0; r < rows; ++r) sums.row_max[r] = -kInfinity<Real>, sums.row_sum[r] = 0;
+    memset(sums.o, 0, size_t(rows * up(p.head_dim_v, w)) * sizeof(Real));
+    int64_t begin = most(most(s.unseen, s.offset - p.left), chunk * kChunkKeys);
+    int64_t end = least(least(s.keys, s.offset + s.queries + p.right), (chunk + 1) * kChunkKeys);
+    if (begin >= end || !rows) return;
+
+    KeyChunk<Entry> x{p, s, unit % p.heads_k, begin, end, sums};
+    pool::Scratch scratch(p, [&](pool::Scratch& space) { x.lay_out(space); });
+    if (!scratch) return;
+    const Entry* q = x.read_queries();
+    for (int64_t block = begin / kBlock * kBlock; block < end && !pool::stopped(p);
+         block += kBlock) {    // [D3]
+        // why a multiple of W: then a vector of keys crosses no page that is one too.
+        int64_t first = most(block, begin / w * w), last = least(block + kBlock, end);
+        int64_t from = first - block, to = up(last - block, w);
+        x.multiply_keys(q, block, first, last);
+        x.weigh_all(block, from, to);
+        x.sum_weights(from, to);
+        x.multiply_values(block, first, last);
     }
 }
 
-// [D4]
+// ---- [D4]
+
 template <class Real>
 void combine_job(void* what, int64_t unit) {
     constexpr int64_t w = W<Real>;
@@ -353,27 +354,24 @@ void combine_job(void* what, int64_t unit) {
     int64_t b = unit / p.heads_k, head_k = unit % p.heads_k, group = p.heads_q / p.heads_k;
     const Sequence s(p, b);
     int64_t wide_v = up(p.head_dim_v, w), rows = s.queries * group;
-    auto of_chunk = [&](int64_t chunk) {
-        return reinterpret_cast<Real*>(f.partial + (unit * f.chunks + chunk) * f.partial_bytes);
-    };
+    const Partial<Real> first = f.partial<Real>(unit * f.chunks, rows);
     Real unit_of = 1;
     if (p.v_scale.data)
         unit_of = element<Real>(p.v_scale.data, b * p.v_scale.batch + head_k * p.v_scale.head);
-    Real* o = of_chunk(0) + 2 * rows;
-    for (int64_t r = 0; r < rows; ++r, o += wide_v) {
-        Rows<Real> all = {splat(of_chunk(0)[r]), splat(of_chunk(0)[rows + r])};
+    for (int64_t r = 0; r < rows; ++r) {
+        Real* o = first.o + r * wide_v;
+        Rows<Real> all = {splat(first.row_max[r]), splat(first.row_sum[r])};
         for (int64_t chunk = 1; chunk < f.chunks; ++chunk) {
-            const Real* x = of_chunk(chunk);
-            if (x[rows + r] == 0) continue;    // nothing seen
-            merge<Real>(all, o, {splat(x[r]), splat(x[rows + r])}, x + 2 * rows + r * wide_v, wide_v / w, w);
+            const Partial<Real> x = f.partial<Real>(unit * f.chunks + chunk, rows);
+            if (x.row_sum[r] == 0) continue;    // nothing seen
+            merge<Real>(all, o, {splat(x.row_max[r]), splat(x.row_sum[r])}, x.o + r * wide_v, wide_v / w, w);
         }
         Real factor = 0, lse = 0;
-        int64_t head = head_k * group + r % group, i = r / group;
+        int64_t head = head_k * group + r % group, row = s.first_q + r / group;
         finish_row(p, head, all.row_max[0], all.row_sum[0], unit_of, &factor, &lse);
         for (int64_t c = 0; c < wide_v; c += w)
             // why + 0: keys that other rows of a panel see add 0, which turns -0 into 0; see write_panel.
             store(o + c, factor == 0 ? zero<Real>() : load(o + c) * factor + zero<Real>());
-        int64_t row = s.first_q + i;
         narrow(p.o.data, b * p.o.batch + head * p.o.head + row * p.o.row, o, p.head_dim_v, p.o.column,
                p.o.type);
         if (p.lse.data)
@@ -381,26 +379,12 @@ void combine_job(void* what, int64_t unit) {
     }
 }
 
-int64_t bytes_of(Type type) {
-    return type == kF64 ? 8 : type == kF32 ? 4 : type == kF16 || type == kBf16 ? 2 : 1;
-}
-
 template <class Entry>
 RARE void decode(Call& p) {
     using Real = RealOf<Entry>;
     int64_t units = p.batch * p.heads_k, rows = p.seqlen_q * (p.heads_q / p.heads_k);
     if (p.new_k.data) pool::run(p, append_job<Real>, &p, units);
-    Decode f{p, 1, nullptr, 0, {}};
-    char* rotated = nullptr;
-    if (p.rotary) {
-        int64_t of_head = (p.starts_q ? p.starts_q[p.batch] : p.seqlen_q) * p.head_dim;
-        int64_t of_batch = p.starts_q ? 0 : p.heads_q * of_head, batches = p.starts_q ? 1 : p.batch;
-        rotated = static_cast<char*>(malloc(size_t(batches * p.heads_q * of_head * bytes_of(p.q.type)) + 1));
-        if (!rotated) p.state = kNoMemory;
-        f.rotated_q = {rotated, of_batch, of_head, p.head_dim, 1, p.q.type, 0};
-        if (rotated) pool::run(p, rotate_job<Real>, &f, p.batch * p.heads_q);
-        p.q = f.rotated_q;
-    }
+    void* rotated = p.rotary ? rotate_queries<Real>(p) : nullptr;
     if (!few_rows(p)) {
         if (!pool::stopped(p)) cupy_flash_forward(&p);
         free(rotated);
@@ -412,13 +396,13 @@ RARE void decode(Call& p) {
         most_keys = most(most_keys, keys), all_keys += keys;
     }
     if (all_keys * p.heads_k * bytes < kAloneBytes) p.threads = 1;    // sooner done than another one is awake
-    f.chunks = blocks_of(most_keys, kChunkKeys);
-    f.partial_bytes = up(rows * (2 + up(p.head_dim_v, W<Real>)) * int64_t(sizeof(Real)), 64);
-    f.partial = static_cast<char*>(allocate_aligned(64, size_t(units * f.chunks * f.partial_bytes)));
-    if (!f.partial) p.state = kNoMemory;
+    Decode f{p, blocks_of(most_keys, kChunkKeys), nullptr,
+             up(rows * (2 + up(p.head_dim_v, W<Real>)) * int64_t(sizeof(Real)), 64)};
+    f.partials = static_cast<char*>(allocate_aligned(64, size_t(units * f.chunks * f.partial_bytes)));
+    if (!f.partials) p.state = kNoMemory;
     if (!pool::stopped(p)) pool::run(p, decode_job<Entry>, &f, units * f.chunks);
     if (!pool::stopped(p)) pool::run(p, combine_job<Real>, &f, units);
-    free_aligned(f.partial), free(rotated);
+    free_aligned(f.partials), free(rotated);
 }
 
 }    // namespace

@@ -96,8 +96,8 @@ FAULTS = {
     "only_key": Fault(
         "decode loses a chunk of keys if a row sees only one of them",
         "kernels_cpu/decode.cpp",
-        "            if (x[rows + r] == 0) continue;",
-        "            if (x[rows + r] <= 1) continue;",
+        "            if (x.row_sum[r] == 0) continue;",
+        "            if (x.row_sum[r] <= 1) continue;",
     ),
     "more_queries": Fault(
         "with more queries than keys the last query is not at the position of the last key",
