@@ -110,7 +110,106 @@ struct SharedStorage : Widened<kWidened> {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
-// S of a warp: 16 rows, kWarpKeys keys, one part of the features.
+// What a warp takes of S: 16 rows, kWarpKeys keys, one part of the features; and a thread of that.
+struct Place {
+    int row_warp, key_warp, depth_warp, lane;
+
+    CF_DEVICE Place()
+        : row_warp(threadIdx.x / 32 % kRowWarps), key_warp(threadIdx.x / 32 / kRowWarps % kKeyWarps),
+          depth_warp(threadIdx.x / 32 / (kRowWarps * kKeyWarps)), lane(threadIdx.x % 32) {}
+    CF_DEVICE int row(int half) const { return 16 * row_warp + 8 * half + lane / 4; }
+    CF_DEVICE int first_column() const { return kWarpKeys * key_warp + 2 * (lane % 4); }
+};
+
+// [D3] The tiles of all steps, which come into the ring one after the other. Threads copy chunks of one row.
+// layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th. The last
+// turn over a row of 36 chunks, a latent of 8 bits, is of four threads.
+constexpr bool kEven = StoredTile::kChunks % 8 == 0;
+constexpr int kRowThreads = (StoredTile::kChunks % 16 == 0 || !kEven) && kBlockN <= kThreads / 16 ? 16 : 8;
+constexpr int kRowCopies = (StoredTile::kChunks + kRowThreads - 1) / kRowThreads;
+static_assert(kBlockN <= kThreads / kRowThreads && kRowThreads % StoredTile::kSwizzledChunks == 0);
+struct CopiedTiles {
+    const DecodeParams& p;
+    SharedStorage& s;
+    const RowBlock& block;
+    const KeySteps& steps;
+    const int32_t seqlen_k;
+    const int32_t copied_row = threadIdx.x / kRowThreads, copied_chunk = threadIdx.x % kRowThreads;
+    const bool copies = kBlockN == kThreads / kRowThreads || copied_row < kBlockN;
+    const uint32_t ring = smem_addr(s.ring[0].data);
+    const uint32_t copied_to = ring + StoredTile::offset(copied_row, copied_chunk);
+    int32_t slot = slot_at(0);    // of this thread's row of the tile to be sent for next
+
+    // Sends for a tile; a group of copies is one tile, empty ones included.
+    CF_DEVICE void start(int32_t tile) {
+        const int32_t step = tile / kTiles, stage = tile % kStages;
+        const bool values = tile % kTiles;
+        if (step < steps.count) {
+            if (copies) copy(step, stage, values);
+            // why a step early: an entry of the table arrives while the products run.
+            if (kLatent || values) slot = slot_at(step + 1);
+        }
+        cp_async_commit();
+    }
+    // Where products find a tile that has come. why no barrier before it is widened: a thread does that to what it
+    // has copied itself.
+    CF_DEVICE uint32_t take(int32_t tile) const {
+        const uint32_t stored = ring + tile % kStages * StoredTile::kBytes;
+        if constexpr (kWidened) {
+            const uint32_t to = s.at(tile % kTiles);
+            CF_UNROLL
+            for (int i = 0; i < kRowCopies; i++) {
+                const int chunk = copied_chunk + i * kRowThreads;
+                if (copies && (kEven || chunk < StoredTile::kChunks))
+                    widen_chunk<kStored, StoredTile, KeyTile>(to, stored, copied_row, chunk);
+            }
+            return to;
+        } else return stored;
+    }
+
+  private:
+    CF_DEVICE int32_t key_of(int32_t step) const { return (steps.first + step) * kBlockN + copied_row; }
+    CF_DEVICE int32_t slot_at(int32_t step) const {
+        const int32_t key = key_of(step);
+        return copies && key < seqlen_k ? slot_of<true>(p.cache, block.batch, key) : -1;
+    }
+    CF_DEVICE void copy(int32_t step, int32_t stage, bool values) {
+        using Number = StoredTile::Element;
+        const Tensor& cache = values ? p.cache.v : p.cache.k;
+        const int32_t columns = values ? p.shape.head_dim_v : p.shape.head_dim;
+        const int bytes = slot < 0 ? 0 : kLatent ? 16 : columns * int(sizeof(Number)) - 16 * copied_chunk;
+        const Number* from = head_rows<const Number>(cache, larger(slot, 0), block.kv_head,
+                                                     row_in_slot<true>(p.cache, key_of(step))) +
+                             16 / sizeof(Number) * copied_chunk;
+        if (bytes <= 0) from = static_cast<const Number*>(cache.data);
+        const uint32_t to = copied_to + stage * StoredTile::kBytes;
+        CF_UNROLL
+        for (int i = 0; i < kRowCopies; i++) {
+            if (!kEven && copied_chunk + i * kRowThreads >= StoredTile::kChunks) break;
+            const int part = kLatent ? bytes : larger(0, smaller(16, bytes - i * kRowThreads * 16));
+            const int further = part == 0 ? 0 : i * kRowThreads * 16 / int(sizeof(Number));
+            cp_async16_part(to + i * kRowThreads * 16, from + further, part);
+        }
+        if (copied_chunk == 0) s.nowhere[stage][copied_row] = slot < 0;
+    }
+};
+
+// Q of the rows of a block: what does not exist becomes zero.
+CF_DEVICE void copy_queries(const DecodeParams& p, const RowBlock& block, QTile& tile) {
+    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
+    for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kThreads) {
+        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
+        uint4 value{};
+        if (row < block.rows) {
+            const Row at = block.row(row);
+            value = read_chunk(head_rows<const Element>(q, block.batch, at.head, at.query), chunk,
+                               p.shape.head_dim);
+        }
+        st_shared(smem_addr(tile.data) + QTile::offset(row, chunk), value);
+    }
+}
+
+// S of a warp over its part of the features.
 CF_DEVICE void multiply_by_keys(float (&s)[1][kN][4], uint32_t q, uint32_t keys, int depth_warp) {
     if constexpr (kDepthWarps == 1) {
         multiply<Product, kDepthSteps>(s, RowsAsA<QTile>(q, 0), RowsAsB<KeyTile>(keys, 0));
@@ -133,200 +232,166 @@ CF_DEVICE void multiply_by_keys(float (&s)[1][kN][4], uint32_t q, uint32_t keys,
     }
 }
 
+// Warps that take the same part of S over other features add theirs to that of the first one.
+CF_DEVICE void add_parts(float (&rS)[1][kN][4], SharedStorage& s, const Place& at) {
+    const int place = at.row_warp + kRowWarps * at.key_warp;
+    if (at.depth_warp > 0) {
+        CF_UNROLL
+        for (int n = 0; n < kN; n++)
+            st_shared(smem_addr(&s.parts[at.depth_warp - 1][place][n][at.lane]),
+                      float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
+    }
+    // sync: the other parts of the sums are visible.
+    __syncthreads();
+    if (at.depth_warp == 0) {
+        CF_UNROLL
+        for (int i = 0; i < kDepthWarps - 1; i++) {
+            CF_UNROLL
+            for (int n = 0; n < kN; n++) {
+                const float4 x = ld_shared<float4>(smem_addr(&s.parts[i][place][n][at.lane]));
+                rS[0][n][0] += x.x, rS[0][n][1] += x.y, rS[0][n][2] += x.z, rS[0][n][3] += x.w;
+            }
+        }
+    }
+}
+
+// Products become scores, -inf where a row does not see a key. key: the first of the step; cut: whether the band hides
+// any of its keys from a row.
+struct ScoreRule {
+    const DecodeParams& p;
+    const SharedStorage& s;
+    const Sequence& sequence;
+    const float scale, softcap;
+
+    CF_DEVICE void finish(float (&rS)[1][kN][4], const Place& at, int stage, int32_t key, bool cut) const {
+        const int32_t first = at.first_column();
+        const bool drafts =
+            !kLatent && p.score.spans.data && key + kBlockN > sequence.seqlen_k - sequence.seqlen_q;
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const RowScore& row = s.saved.scores[at.row(half)];
+            CF_UNROLL
+            for (int i = 0; i < 2 * kN; i++) {
+                float& x = rS[0][i / 2][2 * half + i % 2];
+                const int32_t column = first + i / 2 * 8 + i % 2;
+                x *= scale;
+                if (softcap != 0) x = softcap * bounded_tanh<false>(x / softcap);
+                if (p.score.alibi_slopes)
+                    x = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key - column)), x);
+                if (p.cache.table && s.nowhere[stage][column]) x = -kInfinity;
+            }
+            if (cut) mask_row(rS, 0, half, row.first_key - key - first, row.end_key - key - first);
+        }
+        if (drafts) mask_drafts(rS, p.score, sequence, s.saved.block, 16 * at.row_warp, key + first);
+    }
+};
+
+// O of the rows of a block times the factors in s.rescale: of its part of the keys as floats, or whole.
+CF_DEVICE void store_o(const float (&rO)[kM][kNO][4], const DecodeParams& p, const SharedStorage& s,
+                       const RowBlock& block, bool parted) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    CF_UNROLL
+    for (int i = 0; i < 2 * kM; i++) {
+        const int m = i / 2, half = i % 2, row = 16 * m + 8 * half + g;
+        if (row >= block.rows) continue;
+        const float factor = s.rescale[row];
+        const Row at = block.row(row);
+        CF_UNROLL
+        for (int n = 0; n < kNO; n++) {
+            const int column = grouped_column<kWarps>(n, warp) + 2 * t;
+            if (column >= p.shape.head_dim_v) continue;
+            const float x = rO[m][n][2 * half] * factor, y = rO[m][n][2 * half + 1] * factor;
+            if (parted)
+                st_global(reinterpret_cast<float2*>(
+                              p.partial_o + block.part_row(p.shape, at) * p.shape.head_dim_v + column),
+                          float2{x, y});
+            else
+                st_global(reinterpret_cast<uint32_t*>(
+                              head_rows<Element>(p.o, block.batch, at.head, at.query) + column),
+                          pack<Element>(x, y));
+        }
+    }
+}
+
 CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int row_warp = warp % kRowWarps, key_warp = warp / kRowWarps % kKeyWarps;
-    const int depth_warp = warp / (kRowWarps * kKeyWarps);
+    const Place place;
+    const int warp = threadIdx.x / 32, g = place.lane / 4, t = place.lane % 4;
 
     // [D1]
     const RowBlock block = RowBlock::of(blockIdx.x, p.shape, p.splits, kBlockM);
-    const int32_t batch = block.batch, kv_head = block.kv_head, rows_here = block.rows;
 
     // [D2]
-    const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
+    const Sequence sequence = sequence_in_cache(p.cache, p.shape, block.batch);
     const Band band(p.score, sequence);
     const int32_t first_query = block.first_query(), last_query = block.last_query();
     // why: a part of fewer rings costs merging and gains nothing.
     const KeySteps steps = KeySteps::of<kBlockN>(block, band, p.splits, 2 * kStages);
-    const int32_t first_step = steps.first, count = steps.count;
     const bool parted = p.partial_o != nullptr;
-    if (parted && count == 0) {
+    if (parted && steps.count == 0) {
         store_empty_part(p, block);
         return;
     }
-
-    // Q: what does not exist becomes zero.
-    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
-    for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kThreads) {
-        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
-        uint4 value{};
-        if (row < rows_here) {
-            const Row at = block.row(row);
-            value =
-                read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
-        }
-        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
-    }
+    copy_queries(p, block, s.q);
     if (threadIdx.x < kBlockM)
         s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.saved.block = block;
 
     // [D3]
-    // layout: kRowThreads neighbouring threads copy neighbouring chunks of a row, each every kRowThreads-th. The last
-    // turn over a row of 36 chunks, a latent of 8 bits, is of four threads.
-    constexpr bool kEven = StoredTile::kChunks % 8 == 0;
-    constexpr int kRowThreads =
-        (StoredTile::kChunks % 16 == 0 || !kEven) && kBlockN <= kThreads / 16 ? 16 : 8;
-    static_assert(kBlockN <= kThreads / kRowThreads && kRowThreads % StoredTile::kSwizzledChunks == 0);
-    constexpr int kRowCopies = (StoredTile::kChunks + kRowThreads - 1) / kRowThreads;
-    const int32_t copied_row = threadIdx.x / kRowThreads, copied_chunk = threadIdx.x % kRowThreads;
-    const bool copies = kBlockN == kThreads / kRowThreads || copied_row < kBlockN;
-    const uint32_t ring = smem_addr(s.ring[0].data);
-    const uint32_t copied_to = ring + StoredTile::offset(copied_row, copied_chunk);
-    const auto slot_at = [&](int32_t step) {
-        const int32_t key = (first_step + step) * kBlockN + copied_row;
-        return copies && key < sequence.seqlen_k ? slot_of<true>(p.cache, batch, key) : -1;
-    };
-    int32_t slot = slot_at(0);    // of this thread's row of the tile to be sent for next
-    // Sends for a tile; a group of copies is one tile, empty ones included.
-    const auto start = [&](int32_t tile) {
-        const int32_t step = tile / kTiles, stage = tile % kStages;
-        const bool values = tile % kTiles;
-        if (step < count) {
-            if (copies) {
-                using Number = StoredTile::Element;
-                const Tensor& cache = values ? p.cache.v : p.cache.k;
-                const int32_t key = (first_step + step) * kBlockN + copied_row;
-                const int32_t columns = values ? p.shape.head_dim_v : p.shape.head_dim;
-                const int bytes = slot < 0  ? 0
-                                  : kLatent ? 16
-                                            : columns * int(sizeof(Number)) - 16 * copied_chunk;
-                const Number* from = head_rows<const Number>(cache, larger(slot, 0), kv_head,
-                                                             row_in_slot<true>(p.cache, key)) +
-                                     16 / sizeof(Number) * copied_chunk;
-                if (bytes <= 0) from = static_cast<const Number*>(cache.data);
-                const uint32_t to = copied_to + stage * StoredTile::kBytes;
-                CF_UNROLL
-                for (int i = 0; i < kRowCopies; i++) {
-                    if (!kEven && copied_chunk + i * kRowThreads >= StoredTile::kChunks) break;
-                    const int part = kLatent ? bytes : larger(0, smaller(16, bytes - i * kRowThreads * 16));
-                    const int further = part == 0 ? 0 : i * kRowThreads * 16 / int(sizeof(Number));
-                    cp_async16_part(to + i * kRowThreads * 16, from + further, part);
-                }
-                if (copied_chunk == 0) s.nowhere[stage][copied_row] = slot < 0;
-            }
-            // why a step early: an entry of the table arrives while the products run.
-            if (kLatent || values) slot = slot_at(step + 1);
-        }
-        cp_async_commit();
-    };
-    // Where products find a tile that has come. why no barrier before it is widened: a thread does that to what it
-    // has copied itself.
-    const auto take = [&](int32_t tile) {
-        const uint32_t stored = ring + tile % kStages * StoredTile::kBytes;
-        if constexpr (kWidened) {
-            const uint32_t to = s.at(tile % kTiles);
-            CF_UNROLL
-            for (int i = 0; i < kRowCopies; i++) {
-                const int chunk = copied_chunk + i * kRowThreads;
-                if (copies && (kEven || chunk < StoredTile::kChunks))
-                    widen_chunk<kStored, StoredTile, KeyTile>(to, stored, copied_row, chunk);
-            }
-            return to;
-        } else return stored;
-    };
+    CopiedTiles tiles{p, s, block, steps, sequence.seqlen_k};
     CF_UNROLL
-    for (int i = 0; i < kStages - 1; i++) start(i);
+    for (int i = 0; i < kStages - 1; i++) tiles.start(i);
 
     float scale = static_cast<float>(p.score.scale);
-    if constexpr (kWidened) scale *= kUnit<kStored, Element> * k_scale_of<float>(p.cache, batch, kv_head);
-    const float softcap = static_cast<float>(p.score.softcap);
+    if constexpr (kWidened)
+        scale *= kUnit<kStored, Element> * k_scale_of<float>(p.cache, block.batch, block.kv_head);
+    const ScoreRule score{p, s, sequence, scale, static_cast<float>(p.score.softcap)};
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
-    const AccumulatorWriter<WeightTile> write_p(smem_addr(s.p.data), 16 * row_warp, kN * key_warp);
+    const AccumulatorWriter<WeightTile> write_p(smem_addr(s.p.data), 16 * place.row_warp,
+                                                kN * place.key_warp);
     float rO[kM][kNO][4] = {};
     OnlineSoftmax<Product, 1> softmax;
 #pragma unroll 1
-    for (int32_t step = 0; step < count; step++) {
-        const int32_t tile = step * kTiles, key = (first_step + step) * kBlockN;
+    for (int32_t step = 0; step < steps.count; step++) {
+        const int32_t tile = step * kTiles, key = (steps.first + step) * kBlockN;
         cp_async_wait<kStages - 2>();
         if constexpr (kLatent && kWidened) {
             // sync: all are done with values of the step before, over which these keys are widened.
             __syncthreads();
         }
-        const uint32_t sK = take(tile);
+        const uint32_t sK = tiles.take(tile);
         // sync: keys of this step are visible to all, in the first step Q and the saved values too; all are done
         // with the tile before, whose stage is filled next.
         __syncthreads();
-        start(tile + kStages - 1);
+        tiles.start(tile + kStages - 1);
 
         // [A1.8]
         float rS[1][kN][4] = {};
-        multiply_by_keys(rS, smem_addr(s.q.data) + 16 * row_warp * QTile::kPitch,
-                         sK + kWarpKeys * key_warp * KeyTile::kPitch, depth_warp);
-        if constexpr (kDepthWarps > 1) {
-            const int place = row_warp + kRowWarps * key_warp;
-            if (depth_warp > 0) {
-                CF_UNROLL
-                for (int n = 0; n < kN; n++)
-                    st_shared(smem_addr(&s.parts[depth_warp - 1][place][n][lane]),
-                              float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
-            }
-            // sync: the other parts of the sums are visible.
-            __syncthreads();
-            if (depth_warp == 0) {
-                CF_UNROLL
-                for (int i = 0; i < kDepthWarps - 1; i++) {
-                    CF_UNROLL
-                    for (int n = 0; n < kN; n++) {
-                        const float4 x = ld_shared<float4>(smem_addr(&s.parts[i][place][n][lane]));
-                        rS[0][n][0] += x.x, rS[0][n][1] += x.y, rS[0][n][2] += x.z, rS[0][n][3] += x.w;
-                    }
-                }
-            }
-        }
+        multiply_by_keys(rS, smem_addr(s.q.data) + 16 * place.row_warp * QTile::kPitch,
+                         sK + kWarpKeys * place.key_warp * KeyTile::kPitch, place.depth_warp);
+        if constexpr (kDepthWarps > 1) add_parts(rS, s, place);
         float highest[2];
-        if (depth_warp == 0) {
-            const int32_t first =
-                kWarpKeys * key_warp + 2 * t;    // of the step: the key of column 0 of this thread
-            const bool drafts =
-                !kLatent && p.score.spans.data && key + kBlockN > sequence.seqlen_k - sequence.seqlen_q;
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const RowScore& row = s.saved.scores[16 * row_warp + 8 * half + g];
-                CF_UNROLL
-                for (int i = 0; i < 2 * kN; i++) {
-                    float& x = rS[0][i / 2][2 * half + i % 2];
-                    const int32_t column = first + i / 2 * 8 + i % 2;
-                    x *= scale;
-                    if (softcap != 0) x = softcap * bounded_tanh<false>(x / softcap);
-                    if (p.score.alibi_slopes)
-                        x = fmaf(-row.slope, fabsf(static_cast<float>(row.position - key - column)), x);
-                    if (p.cache.table && s.nowhere[tile % kStages][column]) x = -kInfinity;
-                }
-                if (key < whole_first || key + kBlockN > whole_end)
-                    mask_row(rS, 0, half, row.first_key - key - first, row.end_key - key - first);
-            }
-            if (drafts) mask_drafts(rS, p.score, sequence, s.saved.block, 16 * row_warp, key + first);
+        if (place.depth_warp == 0) {
+            score.finish(rS, place, tile % kStages, key, key < whole_first || key + kBlockN > whole_end);
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
                 highest[half] = softmax.row_max_of(rS, 0, half);
-                if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = highest[half];
+                if (t == 0) s.row_max[place.key_warp][place.row(half)] = highest[half];
             }
         }
         // sync: maxima of the warps that share rows are visible.
         __syncthreads();
         // [A1.9]
-        if (depth_warp == 0) {
+        if (place.depth_warp == 0) {
             CF_UNROLL
             for (int half = 0; half < 2; half++) {
-                const int row = 16 * row_warp + 8 * half + g;
+                const int row = place.row(half);
                 CF_UNROLL
                 for (int w = 0; w < kKeyWarps; w++) highest[half] = fmaxf(highest[half], s.row_max[w][row]);
                 const auto to = softmax.update_max(0, half, highest[half], kLog2e);
                 const float sum = softmax.scale_apply_exp2(rS, 0, half, kLog2e, to.reference);
                 softmax.row_sum[0][half] = fmaf(softmax.row_sum[0][half], to.rescale, sum);
-                if (key_warp == 0 && t == 0) s.rescale[row] = to.rescale;
+                if (place.key_warp == 0 && t == 0) s.rescale[row] = to.rescale;
                 CF_UNROLL
                 for (int n = 0; n < kN; n++)
                     write_p.store(rS[0][n][2 * half], rS[0][n][2 * half + 1], 0, n, half, 0);
@@ -335,11 +400,11 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         uint32_t sV = sK;
         if constexpr (!kLatent) {
             cp_async_wait<kStages - 2>();
-            sV = take(tile + 1);
+            sV = tiles.take(tile + 1);
         }
         // sync: P and the factors on O are visible, and values of this step; all are done with its keys.
         __syncthreads();
-        if constexpr (!kLatent) start(tile + kStages);
+        if constexpr (!kLatent) tiles.start(tile + kStages);
         // [A1.10]
         CF_UNROLL
         for (int m = 0; m < kM; m++)
@@ -355,11 +420,11 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     }
 
     // Nobody reads maxima any more: P of the last step, which came after them, has been waited for.
-    if (depth_warp == 0) {
+    if (place.depth_warp == 0) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
-            if (t == 0) s.row_max[key_warp][16 * row_warp + 8 * half + g] = sum;
+            if (t == 0) s.row_max[place.key_warp][place.row(half)] = sum;
         }
     }
     // sync: row_sum of every warp, and the saved values if there was no step, are visible.
@@ -370,10 +435,10 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     float v_scale = 1;
     if constexpr (kWidened)
         v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
-    if (depth_warp == 0 && key_warp == 0 && t == 0) {
+    if (place.depth_warp == 0 && place.key_warp == 0 && t == 0) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
-            const int row = 16 * row_warp + 8 * half + g;
+            const int row = place.row(half);
             const Row at = saved.row(smaller(row, saved.rows - 1));
             float sum = 0;
             CF_UNROLL
@@ -391,27 +456,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     }
     // sync: factors of all rows are visible.
     __syncthreads();
-    CF_UNROLL
-    for (int i = 0; i < 2 * kM; i++) {
-        const int m = i / 2, half = i % 2, row = 16 * m + 8 * half + g;
-        if (row >= saved.rows) continue;
-        const float factor = s.rescale[row];
-        const Row at = saved.row(row);
-        CF_UNROLL
-        for (int n = 0; n < kNO; n++) {
-            const int column = grouped_column<kWarps>(n, warp) + 2 * t;
-            if (column >= p.shape.head_dim_v) continue;
-            const float x = rO[m][n][2 * half] * factor, y = rO[m][n][2 * half + 1] * factor;
-            if (parted)
-                st_global(reinterpret_cast<float2*>(
-                              p.partial_o + saved.part_row(p.shape, at) * p.shape.head_dim_v + column),
-                          float2{x, y});
-            else
-                st_global(reinterpret_cast<uint32_t*>(
-                              head_rows<Element>(p.o, saved.batch, at.head, at.query) + column),
-                          pack<Element>(x, y));
-        }
-    }
+    store_o(rO, p, s, saved, parted);
 }
 
 CF_KERNEL(DecodeParams, kThreads, kBlockM == 16 ? 2 : 1, flash_decode_wide)

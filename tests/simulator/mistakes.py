@@ -232,7 +232,7 @@ FLASH_BACKWARD_F64 = (
 # Of keys that are not there, and of a ring that is one step short.
 _DECODE_WIDE = "flash_decode_wide.cu"
 FLASH_DECODE_WIDE = (
-    Mistake("keys without a page seen", _DECODE_WIDE, "s.nowhere[tile % kStages][column]", "false"),
+    Mistake("keys without a page seen", _DECODE_WIDE, "s.nowhere[stage][column]", "false"),
     Mistake("a stage filled while it is read", _DECODE_WIDE,
             "start(tile + kStages - 1);", "start(tile + kStages);"),
     Mistake("keys overwritten while they are read", _DECODE_WIDE,
