@@ -128,15 +128,11 @@ CF_DEVICE void each(float (&s)[1][kStepKeys / 8][4], Act act) {
 // Q of the block's rows, zeros where there are none. Of integers each row is raised to the range of halves, and its
 // factor saved; scale: of all scores.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& block, float scale) {
-    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
     static_assert(!kIntegers || kRows * QTile::kChunks % kThreads == 0,
                   "scale_row_to_halves wants whole warps");
-    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
-        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
+    load_queries<Element, kThreads>(s.q, p, block, [&](const Element* from, int row, int chunk) {
         uint4 value{};
-        if (row < block.rows) {
-            const Row at = block.row(row);
-            const Element* from = head_rows<const Element>(q, block.batch, at.head, at.query);
+        if (from) {
             if constexpr (kCodes) value = read_for_codes(from, chunk, p.shape.head_dim);
             else value = read_chunk(from, chunk, p.shape.head_dim);
         }
@@ -144,8 +140,8 @@ CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const RowBlock& b
             const float unit = scale_row_to_halves<Element, QTile::kChunks>(value, chunk);
             if (chunk == 0) s.saved.q_scales[row] = unit * scale;
         }
-        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
-    }
+        return value;
+    });
 }
 
 // O of a warp, in float, with the maxima and sums of its rows.

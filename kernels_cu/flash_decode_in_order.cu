@@ -118,18 +118,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     }
     const int32_t first_key = keys.first / kBlockN * kBlockN, blocks = cdiv(keys.end - first_key, kBlockN);
 
-    // Q: what does not exist becomes zero.
-    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
-    for (int32_t i = threadIdx.x; i < kRows * QTile::kChunks; i += kThreads) {
-        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
-        uint4 value{};
-        if (row < block.rows) {
-            const Row at = block.row(row);
-            value =
-                read_chunk(head_rows<const Element>(q, batch, at.head, at.query), chunk, p.shape.head_dim);
-        }
-        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
-    }
+    load_queries<Element, kThreads>(s.q, p, block);
     if (threadIdx.x < kRows) s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.saved.block = block;
 

@@ -93,18 +93,7 @@ CF_DEVICE void produce(const HopperDecodeParams& p, SharedStorage& s, const Work
 
 // By the consumers: rows that do not exist are zeros, and see no key.
 CF_DEVICE void load_q(const DecodeParams& p, SharedStorage& s, const Work& work, const Band& band) {
-    const Tensor& q = p.rotated_q.data ? p.rotated_q : p.q;
-#pragma unroll 4
-    for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kConsumers) {
-        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
-        uint4 value{};
-        if (row < work.block.rows) {
-            const Row at = work.block.row(row);
-            value =
-                read_chunk(head_rows<const Element>(q, work.block.batch, at.head, at.query), chunk, kHeadDim);
-        }
-        st_shared(smem_addr(s.q.data) + QTile::offset(row, chunk), value);
-    }
+    load_queries<Element, kConsumers, 4>(s.q, p, work.block);
     if (threadIdx.x < kBlockM) {
         const int32_t row = threadIdx.x;
         s.seen[row] = row < work.block.rows ? band.keys_of(work.block.row(row).query) : Range{0, 0};

@@ -194,21 +194,6 @@ struct CopiedTiles {
     }
 };
 
-// Q of the rows of a block: what does not exist becomes zero.
-CF_DEVICE void copy_queries(const DecodeParams& p, const RowBlock& block, QTile& tile) {
-    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
-    for (int32_t i = threadIdx.x; i < kBlockM * QTile::kChunks; i += kThreads) {
-        const int32_t row = i / QTile::kChunks, chunk = i % QTile::kChunks;
-        uint4 value{};
-        if (row < block.rows) {
-            const Row at = block.row(row);
-            value = read_chunk(head_rows<const Element>(q, block.batch, at.head, at.query), chunk,
-                               p.shape.head_dim);
-        }
-        st_shared(smem_addr(tile.data) + QTile::offset(row, chunk), value);
-    }
-}
-
 // S of a warp over its part of the features.
 CF_DEVICE void multiply_by_keys(float (&s)[1][kN][4], uint32_t q, uint32_t keys, int depth_warp) {
     if constexpr (kDepthWarps == 1) {
@@ -332,7 +317,7 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         store_empty_part(p, block);
         return;
     }
-    copy_queries(p, block, s.q);
+    load_queries<Element, kThreads>(s.q, p, block);
     if (threadIdx.x < kBlockM)
         s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.saved.block = block;

@@ -64,6 +64,30 @@ struct KeySteps {
     }
 };
 
+// Q of the rows of a block, into a tile, by kThreads threads. read(row of q, row, chunk) returns 16 bytes; the row of q is null
+// where there is none. kAtOnce: reads of a thread that wait for memory together.
+template <class Element, int kThreads, int kAtOnce = 1, class T, class Read>
+CF_DEVICE void load_queries(T& tile, const DecodeParams& p, const RowBlock& block, Read read) {
+    const Tensor q = p.rotated_q.data ? p.rotated_q : p.q;
+#pragma unroll kAtOnce
+    for (int32_t i = threadIdx.x; i < T::kRows * T::kChunks; i += kThreads) {
+        const int32_t row = i / T::kChunks, chunk = i % T::kChunks;
+        const Element* from = nullptr;
+        if (row < block.rows) {
+            const Row at = block.row(row);
+            from = head_rows<const Element>(q, block.batch, at.head, at.query);
+        }
+        st_shared(smem_addr(tile.data) + T::offset(row, chunk), read(from, row, chunk));
+    }
+}
+// The same without a change: what does not exist becomes zeros.
+template <class Element, int kThreads, int kAtOnce = 1, class T>
+CF_DEVICE void load_queries(T& tile, const DecodeParams& p, const RowBlock& block) {
+    load_queries<Element, kThreads, kAtOnce>(tile, p, block, [&](const Element* from, int, int chunk) {
+        return from ? read_chunk(from, chunk, p.shape.head_dim) : uint4{};
+    });
+}
+
 // Of a part without keys: flash_combine reads no O of it. By the threads of a block, at least one for each row.
 CF_DEVICE void store_empty_part(const DecodeParams& p, const RowBlock& block) {
     const int32_t row = threadIdx.x;
