@@ -35,7 +35,6 @@ class Cubin(NamedTuple):
     registers: int
     spills: int
     shared_bytes: int
-    abi: int  # version of the params structs
     set: str  # {"cuda12", "cuda13"}
     origin: str  # the place where it was found, for messages
     target: str  # target of the compilation, e.g. "sm_80"; its minor version may be lower than the GPU's
@@ -251,7 +250,7 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
         LOG.debug("found %s for %s: %s, of %s", variant.name, arch, path, origin.name)
         return Cubin(
             path, entry["sha256"], entry["registers"], entry["spill_bytes"], entry["shared_bytes"],
-            ABI_VERSION, f"cuda{cuda}", origin.name, target,
+            f"cuda{cuda}", origin.name, target,
         )  # fmt: skip
     raise _not_found(variant, arch, driver_version, origins)
 

@@ -128,7 +128,7 @@ def test_what_is_returned(cache):
     found = locate.locate(VARIANT, "sm_86", 12040)
     path = folder / f"{VARIANT.name}.cubin"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert found == (path, digest, 40, 0, 512, ABI_VERSION, "cuda12", "user cache", "sm_80")
+    assert found == (path, digest, 40, 0, 512, "cuda12", "user cache", "sm_80")
 
 
 # ---------------------------------------------------------------------------------------------- which place
