@@ -181,16 +181,6 @@ def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
     return on_demand.policy(policy)
 
 
-if not TYPE_CHECKING:  # type checkers know the names
-
-    def __getattr__(name: str) -> Any:
-        if name == "jit":  # to be removed in 0.2, as `cupy_flash._REMOVED`
-            raise AttributeError(
-                "cupy_flash.functions has no 'jit' any more.\nTry: cupy_flash.set_compile_policy(policy)"
-            )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 @_once
 def mask(function: Callable[..., Any] | str) -> ScoreFunction:
     """A mask function (mask_mod), for ``mask=`` of `attention`: which pairs to keep.
