@@ -51,7 +51,7 @@ class ScoreFunction(Program):
         dtypes : sequence of str
             Dtypes of q, k and v: float16, bfloat16, float32, float64.
         head_dims : sequence of int
-            A kernel serves head dims up to the next of 64, 128, 256 and 512.
+            Head dims of q, k and v.
         second_order : bool
             Whether to compile the kernels of `derivatives` too, which double backward needs.
         cuda : {12, 13}, optional
