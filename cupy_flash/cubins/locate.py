@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -243,10 +244,10 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
         if damage:
             raise CubinNotFoundError(f"{path} cannot be used: {damage}.", hint=origin.hint(cuda, target))
         if origin.name == OVERRIDE:
-            others = _matches(origins[1:], variant, arch, driver_version)
-            for shadowed in (other.name for other, *_ in others):
-                warnings.warn(f"{OVERRIDE} is set, and hides {shadowed}", RuntimeWarning, stacklevel=2)
-                break
+            with contextlib.suppress(CubinNotFoundError):  # a place that cannot be used hides nothing
+                for hidden, *_ in _matches(origins[1:], variant, arch, driver_version):
+                    warnings.warn(f"{OVERRIDE} is set, and hides {hidden.name}", RuntimeWarning, stacklevel=2)
+                    break
         LOG.debug("found %s for %s: %s, of %s", variant.name, arch, path, origin.name)
         return Cubin(
             path, entry["sha256"], entry["registers"], entry["spill_bytes"], entry["shared_bytes"],

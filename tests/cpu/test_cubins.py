@@ -153,6 +153,13 @@ def test_an_override_that_hides_nothing_says_nothing(tmp_path, monkeypatch):
     assert locate.locate(VARIANT, "sm_80").origin == locate.OVERRIDE
 
 
+def test_an_override_serves_beside_a_place_that_cannot_be_used(tmp_path, monkeypatch):
+    store(tmp_path / "mine")
+    store(package(tmp_path, monkeypatch), version="0.0.9")
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "mine"))
+    assert locate.locate(VARIANT, "sm_80").origin == locate.OVERRIDE
+
+
 def test_both_data_packages(tmp_path, monkeypatch):
     store(package(tmp_path, monkeypatch), 12)
     store(package(tmp_path, monkeypatch, "cupy_flash_cuda13x"), 13)
