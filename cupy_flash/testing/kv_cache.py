@@ -96,6 +96,8 @@ def reference_with_kv_cache(
     CacheReference
         o and lse in float64; the caches in their dtype, but 4-bit codes dequantised to floats.
     """
+    if options.keys() & {"align", "mask"}:
+        raise ValueError("the specification of a cache sets align and mask itself, and takes neither")
 
     def four(x: Any) -> np.ndarray:
         lifted: np.ndarray = np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)

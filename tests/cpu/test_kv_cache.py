@@ -393,3 +393,10 @@ def test_memory_is_linear() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**22  # the scores would be 2**23 bytes
+
+
+def test_the_specification_takes_no_mask() -> None:
+    """Its own, of keys whose page does not exist, would take the place of it."""
+    made = KvCase(dtype="float64").inputs()
+    with pytest.raises(ValueError, match="takes neither"):
+        testing.reference_with_kv_cache(**made, mask=np.zeros((1, 1, 1, 160), bool))
