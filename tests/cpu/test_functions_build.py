@@ -248,7 +248,7 @@ def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, middle: Any) ->
 @pytest.mark.slow
 @pytest.mark.skipif(sass.disassembler() is None, reason=f"nvdisasm is not installed: {sass.REQUIREMENT}")
 def test_functions_take_on_tensor_cores_what_options_take(tmp_path: Path) -> None:
-    """At most 10 % of a block of keys more; docs/score_functions.md has what the options take."""
+    """At most 10 % of a block of keys more, as docs/score_functions.md says."""
     if not nvrtc.installed(12):
         pytest.skip("NVRTC is not installed")
     compiler, of_block = nvrtc.Compiler(12), 700
