@@ -5,8 +5,6 @@
 >>> o = cupy_flash.attention(q, k, v, causal=True)
 """
 
-from typing import TYPE_CHECKING
-
 from . import derivatives as derivatives
 from . import quantized as quantized
 from . import spans as spans
@@ -64,28 +62,3 @@ __all__ = [
     "score",
     "set_compile_policy",
 ]
-
-# Names from before 0.1.0 -> their replacement. To be removed in 0.2.
-_REMOVED = {
-    "CubinNotFound": "CubinNotFoundError",
-    "InvalidArguments": "InvalidArgumentsError",
-    "Unsupported": "UnsupportedError",
-    "attention_hvp": "derivatives.hvp",
-    "attention_jvp": "derivatives.jvp",
-    "attention_varlen_hvp": "derivatives.hvp(..., cu_seqlens_q=..., cu_seqlens_k=...)",
-    "attention_varlen_jvp": "derivatives.jvp(..., cu_seqlens_q=..., cu_seqlens_k=...)",
-    "attention_varlen_with_jvp": "derivatives.value_and_jvp(..., cu_seqlens_q=..., cu_seqlens_k=...)",
-    "attention_with_jvp": "derivatives.value_and_jvp",
-    "int4": "quantized.int4",
-    "mpi": "parallel.mpi",
-    "nvfp4": "quantized.nvfp4",
-    "ring": "parallel",
-}
-
-
-if not TYPE_CHECKING:  # type checkers know the names
-
-    def __getattr__(name: str) -> object:
-        if name in _REMOVED:
-            raise AttributeError(f"cupy_flash has no {name!r} any more.\nTry: cupy_flash.{_REMOVED[name]}")
-        raise AttributeError(f"module 'cupy_flash' has no attribute {name!r}")

@@ -63,14 +63,6 @@ else:
     )
     Gradients.__class_getitem__ = classmethod(GenericAlias)
 
-    def _refuse_removed(_: Gradients[Any], name: str) -> Any:
-        """Raise for an unknown name, with a hint for a removed one; to be removed in 0.2."""
-        if name == "dscore_args":
-            raise AttributeError("Gradients has no 'dscore_args' any more.\nTry: dscore")
-        raise AttributeError(f"'Gradients' object has no attribute {name!r}")
-
-    Gradients.__getattr__ = _refuse_removed
-
 
 @overload
 def attention(

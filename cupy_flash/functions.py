@@ -51,7 +51,7 @@ class ScoreFunction(Program):
         dtypes : sequence of str
             Dtypes of q, k and v: float16, bfloat16, float32, float64.
         head_dims : sequence of int
-            A kernel serves head dims up to the next of 64, 128, 256 and 512.
+            Head dims of q, k and v.
         second_order : bool
             Whether to compile the kernels of `derivatives` too, which double backward needs.
         cuda : {12, 13}, optional
@@ -179,16 +179,6 @@ def set_compile_policy(policy: Literal["allow", "refuse"]) -> str:
     from .cubins import on_demand
 
     return on_demand.policy(policy)
-
-
-if not TYPE_CHECKING:  # type checkers know the names
-
-    def __getattr__(name: str) -> Any:
-        if name == "jit":  # to be removed in 0.2, as `cupy_flash._REMOVED`
-            raise AttributeError(
-                "cupy_flash.functions has no 'jit' any more.\nTry: cupy_flash.set_compile_policy(policy)"
-            )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @_once

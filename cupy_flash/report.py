@@ -23,7 +23,7 @@ from .call.options import BandOptions, CacheOptions, DenseOptions, defaults
 from .call.outputs import namespace
 from .call.problem import Problem
 from .call.public_names import type_phrase
-from .call.signature import REMOVED, takes
+from .call.signature import INSTEAD, takes
 from .call.values import check_options
 from .dispatch.backends import driver_of, refuse_tensor_cores
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
@@ -206,7 +206,7 @@ def _describe_cache(
         if name not in own:
             raise InvalidArgumentsError(
                 f"attention_with_kv_cache() has no option {name!r}.",
-                hint=REMOVED.get(name, "of kv_cache: " + ", ".join(own)),
+                hint=INSTEAD.get(name, "of kv_cache: " + ", ".join(own)),
             )
         if name in kv_cache and name in shared:
             raise InvalidArgumentsError(f"{name} is given twice.", hint=f"{name} in kv_cache alone")

@@ -1,8 +1,8 @@
-"""cpu: the compiled core compared with NumPy, torch and JAX on the CPU, for the table of the README."""
+"""cpu: the compiled core compared with NumPy, torch and JAX on the CPU, for docs/benchmarks/cpu.md."""
 
 from __future__ import annotations
 
-from math import exp, log
+from statistics import geometric_mean
 
 from ..measure import results
 from ..measure.peers import OURS, chosen
@@ -38,7 +38,7 @@ def run(settings: Settings) -> None:
         for case in session.cases(suite)
         for row in session.measure(case, everyone if case.dtype == "float32" else torch_alone)
     ]
-    logarithms: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str], list[float]] = {}
     ours: dict[tuple[str, ...], float] = {}
     for row in map(results.pooled, results.runs(rows)):  # ours is the first of a case
         _, name, *case = results.identity(row)
@@ -46,11 +46,10 @@ def run(settings: Settings) -> None:
         if name == OURS.name:
             ours[tuple(case)] = taken
         elif tuple(case) in ours:
-            logarithms.setdefault((name, row["dtype"]), []).append(log(taken / ours[tuple(case)]))
-    for (name, dtype), ratios in logarithms.items():
-        mean = exp(sum(ratios) / len(ratios))
+            found.setdefault((name, row["dtype"]), []).append(taken / ours[tuple(case)])
+    for (name, dtype), ratios in found.items():
         print(
-            f"{dtype}, as fast as {name}: geometric mean {mean:.2f}, least {exp(min(ratios)):.2f}, "
-            f"of {len(ratios)} cases"
+            f"{dtype}, as fast as {name}: geometric mean {geometric_mean(ratios):.2f}, "
+            f"least {min(ratios):.2f}, of {len(ratios)} cases"
         )
     print(f"appended to {session.path}")

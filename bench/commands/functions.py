@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupy_flash
+from cupy_flash.check.places import as_tensor
 from cupy_flash.functions import ScoreFunction
 
-from ..machine.place import Place, tensor_of
+from ..machine.place import Place
 from ..measure import peers
 from ..measure.peers import Call, Inputs, Peer, Skipped
 from ..measure.session import Session, Settings
@@ -199,7 +200,7 @@ def _attend(name: str, heads: int, length: int, compiled: bool) -> tuple[Callabl
     entry = GALLERY[name]
     function, arguments = (
         entry.for_torch or entry.function,
-        [tensor_of(torch, x) if x.ndim else x.item() for x in entry.arguments(heads, length)],
+        [as_tensor(torch, x) if x.ndim else x.item() for x in entry.arguments(heads, length)],
     )
     attend = flex.flex_attention
     if compiled:

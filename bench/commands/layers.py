@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from math import exp, log
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from ..machine import timing
@@ -59,8 +58,8 @@ def run(settings: Settings) -> None:
     for dtype in DTYPES:
         found = [median(of_case) for name, of_case in ratios.items() if f" {dtype} " in name]
         if found:
-            mean = exp(sum(map(log, found)) / len(found))
-            print(f"{dtype}, as fast as torch: geometric mean {mean:.2f}, least {min(found):.2f}")
+            mean, least = geometric_mean(found), min(found)
+            print(f"{dtype}, as fast as torch: geometric mean {mean:.2f}, least {least:.2f}")
     print(f"appended to {session.path}")
 
 

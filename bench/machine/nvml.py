@@ -21,7 +21,6 @@ class State(NamedTuple):
     celsius: int | None = None
     busy_percent: int | None = None
     free_bytes: int | None = None
-    used_bytes: int | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -86,7 +85,6 @@ class Nvml:
             celsius=celsius.value if celsius else None,
             busy_percent=busy.gpu if busy else None,
             free_bytes=memory.free if memory else None,
-            used_bytes=memory.used if memory else None,
         )
 
     def _number(self, function: str, out: Any, *arguments: Any) -> Any:

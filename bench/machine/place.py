@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.check.places import as_tensor
 from cupy_flash.plan.catalog import architecture
 
 from ..work import FLOAT8
@@ -85,7 +86,7 @@ class TorchGpu:
         return bool(self._capability >= (8, 0))
 
     def put(self, x: np.ndarray) -> Any:
-        return tensor_of(self.torch, np.ascontiguousarray(x)).to(self.device)
+        return as_tensor(self.torch, np.ascontiguousarray(x)).to(self.device)
 
     def inputs(self, case: Any) -> dict[str, Any]:
         """Random inputs, generated on the GPU: for long sequences the host would take seconds."""
@@ -121,15 +122,6 @@ class TorchGpu:
     def arch(self) -> str:
         major, minor = self._capability
         return f"sm_{major}{minor}"
-
-
-def tensor_of(torch: Any, x: np.ndarray) -> Any:
-    """View a NumPy array as a tensor; torch cannot convert dtypes of ml_dtypes itself."""
-    if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    if x.dtype.name == FLOAT8:
-        return torch.from_numpy(x.view(np.int8)).view(torch.float8_e4m3fn)
-    return torch.from_numpy(x)
 
 
 def _pci(properties: Any) -> str:

@@ -52,10 +52,9 @@ def measure(prepare: Callable[[Case, dict[str, Any], Place], Any], case: Case, p
         verdicts = small.verdicts(results, host, precision)
     if wrong := [str(verdict) for verdict in verdicts if verdict.mismatch]:
         raise ValueError("; ".join(wrong))
-    shares = [max(v.largest / v.largest_allowed, v.rms / v.rms_allowed) for v in verdicts]
     sizes = (np.abs(results[verdict.tensor].astype(np.float64)).max() for verdict in verdicts)
     errors = (verdict.largest / size for verdict, size in zip(verdicts, sizes, strict=True))
-    return Accuracy(max(errors), max(shares))
+    return Accuracy(max(errors), max(verdict.used for verdict in verdicts))
 
 
 def of_rows(o: Any, case: Case, inputs: dict[str, Any], rows: int = 32) -> float:

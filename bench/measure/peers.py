@@ -13,11 +13,12 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import testing
+from cupy_flash.check.places import as_tensor
 from cupy_flash.device import choice, cuda
 from cupy_flash.dispatch import backends
 
 from ..machine import timing
-from ..machine.place import Place, tensor_of
+from ..machine.place import Place
 from ..model.candidates import preferred
 from ..work import FLOAT8, Case
 
@@ -129,10 +130,7 @@ def _deterministic(case: Case, inputs: Inputs, place: Place) -> Call:
         raise Skipped("is about the backward pass alone")
     if place.name == "cpu":
         raise Skipped("is what the CPU path always is")
-    do, q, k, v = (inputs[name] for name in ("do", "q", "k", "v"))
-    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **case.options())
-    how = case.options() | {"reproducible": "run"}
-    return lambda: tuple(cupy_flash.attention_backward(do, q, k, v, o, lse, **how)[:3])
+    return ours(case, inputs, place, reproducible="run")
 
 
 def _naive(case: Case, inputs: Inputs, place: Place) -> Call:
@@ -208,7 +206,7 @@ def tensors(inputs: Inputs, place: Place) -> list[Any]:
     torch = importlib.import_module("torch")
     values = [inputs[name] for name in ("q", "k", "v", "do")]
     if place.library == "numpy":
-        return [tensor_of(torch, np.ascontiguousarray(x)) for x in values]
+        return [as_tensor(torch, np.ascontiguousarray(x)) for x in values]
     return [x if place.library == "torch" else torch.from_dlpack(x) for x in values]
 
 

@@ -14,7 +14,7 @@ from ..errors import InvalidArgumentsError, UnsupportedError
 from ..namespace import PACKAGE
 from .options import WITH_GRADIENT, DenseOptions, Option, declared, types
 
-__all__ = ["REMOVED", "AnyArray", "Array", "TranslateError", "documented", "takes"]
+__all__ = ["INSTEAD", "AnyArray", "Array", "TranslateError", "documented", "takes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,20 +50,15 @@ _SYNONYMS = {
 }  # fmt: skip
 
 
-# Options of other libraries that this one infers -> what to write instead.
-_SEEN = {"enable_gqa": "the call without it: k and v may have fewer heads than q"}
-
-# Names from before 0.1.0 -> their replacement. To be removed in 0.2.
+# Options that this library writes otherwise, or infers -> what to write instead.
 _SCALES = (
     "k_cache=cupy_flash.QuantizedCache(codes, scale, zero, block_scale)"
     "; of attention k=cupy_flash.QuantizedArray(codes, scale)"
 )
-REMOVED = {
+INSTEAD = {
+    "enable_gqa": "the call without it: k and v may have fewer heads than q",
     "spans": "mask=cupy_flash.Spans(bounds), or a function of cupy_flash.spans",
     "blocks": "mask=, which takes a BlockMask",
-    "score_args": "score=f(array, ...), a call of what cupy_flash.score made; mask=m(array, ...) of a mask",
-    "args": "block_mask(mask(f)(a, ...), ...), a call of what cupy_flash.mask made",
-    "ragged_mask": "mask=cupy_flash.RaggedMask(bits)",
     "deterministic": 'reproducible="run"',
     "progress": "with cupy_flash.progress(): ...",
     "q_scale": "q=cupy_flash.QuantizedArray(codes, scale), and k and v alike",
@@ -71,7 +66,6 @@ REMOVED = {
     **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotary=cupy_flash.Rotary(cos, sin)"),
     "rotary_seqlens": "rotary=cupy_flash.Rotary(cos, sin, seqlens)",
     "rotary_interleaved": "rotary=cupy_flash.Rotary(cos, sin, interleaved=True)",
-    "rotate_cache": "rotary=cupy_flash.Rotary(cos, sin, on_read=True)",
     **dict.fromkeys(("prefix_k", "prefix_v"), "prefix=(keys, values)"),
     "cache_batch_idx": "block_table=, which takes slots of shape (batch,) too",
     **{name: f"tuning=cupy_flash.Tuning({name}=...)" for name in ("tile", "splits", "workspace", "check")},
@@ -155,8 +149,8 @@ def takes(
 
 def _suggestion(name: str, called: str, names: list[str]) -> str:
     """The hint for an unknown name: the option that it probably means."""
-    if name in REMOVED or name in _SEEN:
-        return REMOVED.get(name) or _SEEN[name]
+    if name in INSTEAD:
+        return INSTEAD[name]
     import difflib  # why here: it takes 6 ms to import, and only errors need it
 
     # why 0.75: with difflib's default of 0.6, "out" matches "layout"

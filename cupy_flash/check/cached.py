@@ -11,8 +11,9 @@ import numpy as np
 from .. import kv_cache, quantized, testing
 from ..call.arrays import numpy_dtype
 from ..call.compound import LatentCache, QuantizedCache, Rotary
+from ..call.operands import FLOAT8
 from ..testing import Verdict
-from .cases import FLOAT8, accumulator, named, precision_of
+from .cases import accumulator, named, precision_of
 from .places import Place
 
 __all__ = ["Cached"]

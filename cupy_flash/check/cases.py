@@ -13,12 +13,12 @@ from numpy.random import default_rng  # why at import: NumPy loads it lazily, wh
 from .. import api, blocks, functions, spans, testing, varlen
 from ..call.arrays import numpy_dtype
 from ..call.compound import QuantizedArray
+from ..call.operands import FLOAT8
 from ..testing import Verdict
 from .places import Place
 
 __all__ = ["Case", "Dense", "Packed", "drawing"]
 
-FLOAT8 = "float8_e4m3fn"
 # A score with a table per head and distance, and a mask that hides keys of the past at regular distances.
 BY_DISTANCE = functions.score(lambda s, _b, h, i, j, table: s + table[h, abs(i - j)])
 STRIDED = functions.mask(lambda _b, h, i, j: (j <= i) & ((i - j) % (h + 2) != 1))

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..call.arrays import CPU
+from ..call.operands import FLOAT8
 from ..device import choice
 from ..device.gpu import Device
 from ..dispatch.backends import driver_of
 
 __all__ = ["Place", "as_tensor", "find", "first_line", "torch_gpu", "torch_module"]
 
-CPU = ("cpu", 0)
 ROWS, MOST_CALLS = 5, 200  # timed runs, and the most calls of a run
-FLOAT8 = "float8_e4m3fn"  # passed as uint8 bits, which every library has
+# Dtypes of ml_dtypes, which torch cannot convert itself -> integers of their bits.
+_BITS = {"bfloat16": np.int16, FLOAT8: np.int8}
 
 
 class Place(NamedTuple):
@@ -33,6 +35,7 @@ class Place(NamedTuple):
     def put(self, x: Any) -> Any:
         """Copy arrays to the device, also in tuples and mappings; return other values unchanged."""
         if isinstance(x, np.ndarray):
+            # why bits: not every library has 8-bit floats
             return self.array(x.view(np.uint8) if x.dtype.name == FLOAT8 else x)
         if isinstance(x, Mapping):
             return {name: self.put(part) for name, part in x.items()}
@@ -132,9 +135,10 @@ def _device(ordinal: int, library: str) -> Device:
 
 
 def as_tensor(torch: Any, x: np.ndarray) -> Any:
-    """View a NumPy array as a tensor; torch cannot convert the bfloat16 of ml_dtypes itself."""
-    if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    """View a NumPy array as a tensor."""
+    name = x.dtype.name
+    if name in _BITS:
+        return torch.from_numpy(x.view(_BITS[name])).view(getattr(torch, name))
     return torch.from_numpy(x)
 
 

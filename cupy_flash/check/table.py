@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call.operands import FLOAT8
 from .cached import Cached
-from .cases import FLOAT8, Case, Dense, Packed
+from .cases import Case, Dense, Packed
 from .second_order import SecondOrder
 
 __all__ = ["COMMON", "EVERY", "OTHERS"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -35,7 +36,6 @@ class Cubin(NamedTuple):
     registers: int
     spills: int
     shared_bytes: int
-    abi: int  # version of the params structs
     set: str  # {"cuda12", "cuda13"}
     origin: str  # the place where it was found, for messages
     target: str  # target of the compilation, e.g. "sm_80"; its minor version may be lower than the GPU's
@@ -244,14 +244,14 @@ def locate(variant: Variant, arch: str, driver_version: int | None = None) -> Cu
         if damage:
             raise CubinNotFoundError(f"{path} cannot be used: {damage}.", hint=origin.hint(cuda, target))
         if origin.name == OVERRIDE:
-            others = _matches(origins[1:], variant, arch, driver_version)
-            for shadowed in (other.name for other, *_ in others):
-                warnings.warn(f"{OVERRIDE} is set, and hides {shadowed}", RuntimeWarning, stacklevel=2)
-                break
+            with contextlib.suppress(CubinNotFoundError):  # a place that cannot be used hides nothing
+                for hidden, *_ in _matches(origins[1:], variant, arch, driver_version):
+                    warnings.warn(f"{OVERRIDE} is set, and hides {hidden.name}", RuntimeWarning, stacklevel=2)
+                    break
         LOG.debug("found %s for %s: %s, of %s", variant.name, arch, path, origin.name)
         return Cubin(
             path, entry["sha256"], entry["registers"], entry["spill_bytes"], entry["shared_bytes"],
-            ABI_VERSION, f"cuda{cuda}", origin.name, target,
+            f"cuda{cuda}", origin.name, target,
         )  # fmt: skip
     raise _not_found(variant, arch, driver_version, origins)
 

@@ -24,7 +24,6 @@ class Toolkit(NamedTuple):
     # cuda-pathfinder: where both majors are installed, it finds only that of CUDA 13.)
     version: tuple[int, int]
     requirements: tuple[str, str]  # requirements for pip, of the library and of the headers
-    extra: str  # the extra of cupy-flash that installs them
     # Paths inside site-packages.
     library: str
     windows_library: str
@@ -32,7 +31,7 @@ class Toolkit(NamedTuple):
 
     @property
     def extra_requirements(self) -> tuple[str, ...]:
-        """All requirements of the extra, including nvdisasm for the checks of SASS, and tqdm."""
+        """All requirements of the extra compiler12 or compiler13: also nvdisasm, for SASS, and tqdm."""
         return (*self.requirements, sass.REQUIREMENT, "tqdm")
 
     @property
@@ -45,7 +44,6 @@ TOOLKITS = {
     12: Toolkit(
         version=(12, 9),
         requirements=("nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79"),
-        extra="compiler12",
         library="nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
         windows_library="nvidia/cuda_nvrtc/bin/nvrtc64_120_0.dll",
         include="nvidia/cuda_runtime/include",
@@ -53,7 +51,6 @@ TOOLKITS = {
     13: Toolkit(
         version=(13, 5),
         requirements=("nvidia-cuda-nvrtc==13.5.37", "nvidia-cuda-runtime==13.5.37"),
-        extra="compiler13",
         library="nvidia/cu13/lib/libnvrtc.so.13",
         windows_library="nvidia/cu13/bin/x86_64/nvrtc64_130_0.dll",
         include="nvidia/cu13/include",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import CubinNotFoundError, InvalidArgumentsError
 from ..log import LOG
-from ..plan.catalog import SHORT, Variant
+from ..plan.catalog import Variant
 from . import locate
 
 __all__ = ["COMPILED", "locate_or_compile", "policy"]
@@ -40,12 +40,8 @@ def locate_or_compile(variant: Variant, arch: str, driver_version: int | None) -
             return locate.locate(variant, arch, driver_version)
         except CubinNotFoundError:
             # why here: this import loads the compiler
-            from .user_cache import function_into_cache
+            from .user_cache import kernel_into_cache
 
             LOG.info("compiling %s for %s", variant.name, arch)
-            dtype = next(name for name, short in SHORT.items() if short == variant.dtype)
-            COMPILED.update(function_into_cache(
-                variant.function, [arch], [dtype], [variant.head_dim], locate.usable_sets(driver_version),
-                kernels={variant.name}, progress=False,
-            ))  # fmt: skip
+            COMPILED.update(kernel_into_cache(variant, arch, locate.usable_sets(driver_version)))
             return locate.locate(variant, arch, driver_version)

@@ -7,13 +7,16 @@ from itertools import chain, product
 from pathlib import Path
 
 from ..plan import catalog, families
-from ..plan.families import simple
+from ..plan.families import flash_tiles, simple
 from ..program.graph import Body
 from ..store import writing
 from . import locate, nvrtc
 from .build import build, native_targets
 
-__all__ = ["function_into_cache", "into_user_cache"]
+__all__ = ["function_into_cache", "into_user_cache", "kernel_into_cache"]
+
+# Head dims that have kernels of their own.
+_HEAD_DIMS = sorted({*simple.HEAD_DIMS, *(d for d, _ in flash_tiles.HEAD_DIMS)})
 
 
 def into_user_cache(archs: Sequence[str], cudas: Sequence[int] = (12, 13)) -> list[Path]:
@@ -55,8 +58,6 @@ def function_into_cache(
     *,
     second_order: bool = False,
     out: Path | None = None,
-    kernels: Collection[str] | None = None,
-    progress: bool = True,
 ) -> list[Path]:
     """Compile the kernels of a score function into the user's cache, or a folder.
 
@@ -72,10 +73,6 @@ def function_into_cache(
         Also compile kernels of tangents and second derivatives.
     out : Path, optional
         A folder for CUPY_FLASH_CUBIN_DIR instead; it may hold kernels of several functions.
-    kernels : collection of str, optional
-        Compile the kernels with these names instead.
-    progress : bool
-        As in `build`.
 
     Returns
     -------
@@ -87,27 +84,47 @@ def function_into_cache(
     UnsupportedError, BuildFailed, CubinNotFoundError
         As in `into_user_cache`.
     """
+    selected = [target for arch in archs for target in native_targets(arch)]
+    wanted = {
+        v.name for target in selected for v in _offered(function, target, dtypes, head_dims, second_order)
+    }
+    return _into(function, archs, wanted, cudas, out=out)
 
-    def offered(
-        target: str, dtypes: Iterable[str], head_dims: Iterable[int], second_order: bool
-    ) -> tuple[catalog.Variant, ...]:
-        kinds = product(dtypes, head_dims)
-        found = (families.of_function(function, x, d, target, second_order) for x, d in kinds)
-        return tuple(dict.fromkeys(chain.from_iterable(found)))
+
+def kernel_into_cache(variant: catalog.Variant, arch: str, cudas: Sequence[int]) -> list[Path]:
+    """Compile one kernel of a score function into the user's cache; errors as in `into_user_cache`."""
+    assert variant.function is not None
+    return _into(variant.function, [arch], {variant.name}, cudas, progress=False)
+
+
+def _into(
+    function: Body,
+    archs: Sequence[str],
+    wanted: Collection[str],
+    cudas: Sequence[int],
+    *,
+    out: Path | None = None,
+    progress: bool = True,
+) -> list[Path]:
+    """Compile kernels of a score function by name; others that are in the store stay."""
 
     def every(target: str) -> tuple[catalog.Variant, ...]:
-        return offered(target, catalog.SHORT, simple.HEAD_DIMS, True)
+        return _offered(function, target, catalog.SHORT, _HEAD_DIMS, True)
 
-    selected = [target for arch in archs for target in native_targets(arch)]
-    wanted = {v.name for target in selected for v in offered(target, dtypes, head_dims, second_order)}
-    if kernels is not None:
-        wanted = set(kernels)
     store = locate.functions_cache(function, out)
     if out is None:
         with writing(store):
             locate.make_private(store)
     made = build(_cuda(cudas), archs, store, only=wanted, progress=progress, every=every)
     return [built.folder for built in made]
+
+
+def _offered(
+    function: Body, target: str, dtypes: Iterable[str], head_dims: Iterable[int], second_order: bool
+) -> tuple[catalog.Variant, ...]:
+    kinds = product(dtypes, head_dims)
+    found = (families.of_function(function, x, d, target, second_order) for x, d in kinds)
+    return tuple(dict.fromkeys(chain.from_iterable(found)))
 
 
 def _cuda(cudas: Sequence[int]) -> int:

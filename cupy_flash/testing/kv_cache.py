@@ -82,8 +82,10 @@ def reference_with_kv_cache(
 
     Parameters
     ----------
-    q, k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, indices, k, v, layout
+    q, k_cache, v_cache, cache_seqlens, block_table, indices, k, v, layout
         As in `cupy_flash.attention_with_kv_cache`.
+    cache_batch_idx
+        A block_table of shape (batch,).
     rotary_cos, rotary_sin, rotary_interleaved, rotary_last
         cos, sin, interleaved and last of `cupy_flash.Rotary`.
     k_scale, v_scale, k_zero, v_zero, k_block_scale, v_block_scale
@@ -96,6 +98,8 @@ def reference_with_kv_cache(
     CacheReference
         o and lse in float64; the caches in their dtype, but 4-bit codes dequantised to floats.
     """
+    if options.keys() & {"align", "mask"}:
+        raise ValueError("the specification of a cache sets align and mask itself, and takes neither")
 
     def four(x: Any) -> np.ndarray:
         lifted: np.ndarray = np.asarray(x).swapaxes(1, 2) if layout == "bshd" else np.asarray(x)
@@ -114,7 +118,7 @@ def reference_with_kv_cache(
     slots, heads_k, page, _ = caches[0].shape
     table = np.arange(batch)[:, None] if cache_batch_idx is None else np.asarray(cache_batch_idx)[:, None]
     if block_table is not None:
-        table = np.asarray(block_table)
+        table = np.asarray(block_table).reshape(batch, -1)
     room = table.shape[1] * page
     before = np.clip(np.broadcast_to(cache_seqlens, batch), 0, room)
     new = [] if k is None else [four(k), four(v)]

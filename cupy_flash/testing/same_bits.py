@@ -146,13 +146,15 @@ def same_bits(
     """
     if not lengths or min(lengths) < 1:
         raise InvalidArgumentsError(f"lengths is {lengths!r}.", hint="lengths=(1, 10, 300)")
+    if not options.setdefault("causal", True):
+        raise InvalidArgumentsError(f"causal is {options['causal']!r}.", hint="causal=True: chunks need it")
     rng = np.random.default_rng(seed)
     sequences = []
     for length in lengths:
         q, do = rng.standard_normal((2, heads[0], length, head_dim), np.float32)
         k, v = rng.standard_normal((2, heads[1], length, head_dim), np.float32)
         sequences.append(_Sequence(q, k, v, do))
-    options |= {"reproducible": reproducible, "causal": True}
+    options["reproducible"] = reproducible
     case = _Case(sequences, array, array if cast is None else lambda x: cast(array(x)), options, [])
     for s in sequences:
         o, lse = attention(*(case.array(x[None]) for x in (s.q, s.k, s.v)), return_lse=True, **options)

@@ -57,7 +57,7 @@ def reference_jvp(
     dq, dk, dv, dbias, dsinks : array, optional
         Tangents of q, k, v, bias and sinks, shaped like these; None is 0.
     **options
-        The fields of `Options`.
+        The fields of `Options` except score.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def reference_hvp(
     dq, dk, dv, dbias, dsinks
         As in `reference_jvp`.
     **options
-        The fields of `Options`.
+        The fields of `Options` except score.
 
     Returns
     -------
@@ -121,6 +121,8 @@ def reference_hvp(
 
 def along(at: Forward, chosen: Options, dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any) -> Directional:
     """Differentiate every intermediate of the forward pass in a direction."""
+    if chosen.score is not None:
+        raise ValueError("the specification of second order has no score functions: compare with differences")
     heads_k = at.k.shape[1] // at.group
 
     def tangent(x: Any, like: np.ndarray) -> np.ndarray:

@@ -225,14 +225,14 @@ def test_what_a_gpu_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu = nvml.Nvml("0000:0F:00.0")
         return gpu.state(), gpu.driver()
 
-    everything = nvml.State(1980, 512.5, 41, 97, 10, 20)
+    everything = nvml.State(1980, 512.5, 41, 97, 10)
     assert state(FakeNvml()) == (everything, "570.1")
     assert str(everything) == "1980 MHz 512 W 41 C"
     parts = {"PowerUsage": "watts", "UtilizationRates": "busy_percent", "ClockInfo": "clock_mhz",
              "Temperature": "celsius"}  # fmt: skip
     for name, field in parts.items():
         assert state(FakeNvml(f"nvmlDeviceGet{name}"))[0] == everything._replace(**{field: None})
-    less = everything._replace(free_bytes=None, used_bytes=None)
+    less = everything._replace(free_bytes=None)
     assert state(FakeNvml("nvmlDeviceGetMemoryInfo"))[0] == less
     assert state(FakeNvml("nvmlDeviceGetHandleByPciBusId_v2")) == (nvml.State(), "570.1")
     for library in (None, FakeNvml("nvmlInit_v2"), FakeNvml("nvmlInit_v2", "nvmlSystemGetDriverVersion")):

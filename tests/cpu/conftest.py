@@ -43,7 +43,7 @@ def located(monkeypatch, tmp_path):
         calls.append((variant.name, arch, driver_version))
         path = tmp_path / f"{variant.name}.cubin"
         path.touch()
-        return locate.Cubin(path, hashlib.sha256().hexdigest(), 40, 0, 0, 1, "cuda12", "test", arch)
+        return locate.Cubin(path, hashlib.sha256().hexdigest(), 40, 0, 0, "cuda12", "test", arch)
 
     monkeypatch.setattr(locate, "locate", find)
     return calls

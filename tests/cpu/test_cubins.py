@@ -128,7 +128,7 @@ def test_what_is_returned(cache):
     found = locate.locate(VARIANT, "sm_86", 12040)
     path = folder / f"{VARIANT.name}.cubin"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert found == (path, digest, 40, 0, 512, ABI_VERSION, "cuda12", "user cache", "sm_80")
+    assert found == (path, digest, 40, 0, 512, "cuda12", "user cache", "sm_80")
 
 
 # ---------------------------------------------------------------------------------------------- which place
@@ -149,6 +149,13 @@ def test_the_order_of_places(tmp_path, monkeypatch, cache):
 
 def test_an_override_that_hides_nothing_says_nothing(tmp_path, monkeypatch):
     store(tmp_path / "mine")
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "mine"))
+    assert locate.locate(VARIANT, "sm_80").origin == locate.OVERRIDE
+
+
+def test_an_override_serves_beside_a_place_that_cannot_be_used(tmp_path, monkeypatch):
+    store(tmp_path / "mine")
+    store(package(tmp_path, monkeypatch), version="0.0.9")
     monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / "mine"))
     assert locate.locate(VARIANT, "sm_80").origin == locate.OVERRIDE
 

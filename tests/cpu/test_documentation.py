@@ -20,7 +20,7 @@ from bench.commands import pages, spans
 from bench.measure import results
 from bench.measure.tables import between
 from cupy_flash.__main__ import main
-from cupy_flash.call.signature import REMOVED
+from cupy_flash.call.signature import INSTEAD
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.plan.catalog import ARCHITECTURES
 from cupy_flash.plan.families import FAMILIES, hopper
@@ -388,28 +388,19 @@ def test_every_maker_of_spans_is_in_their_table():
     assert not said
 
 
-GONE = {*REMOVED, *cupy_flash._REMOVED}
-
-
-def test_no_name_that_is_gone_is_there():
-    assert set(cupy_flash._REMOVED) & set(dir(cupy_flash)) == set()
+def test_no_option_is_written_otherwise_too():
     for call in (cupy_flash.attention, cupy_flash.attention_varlen, cupy_flash.attention_with_kv_cache):
-        assert set(REMOVED) & set(inspect.signature(call).parameters) == set()
-
-
-def test_every_name_that_is_gone_is_beside_the_new_one():
-    before = " ".join(re.findall(r"^\| (.*?) \| ", TEXT[DOCS / "renamed.md"], re.MULTILINE))
-    assert GONE - set(re.findall(r"\w+", before)) == set()
+        assert set(INSTEAD) & set(inspect.signature(call).parameters) == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_page_says_a_name_that_is_gone(page):
-    if page.name in ("renamed.md", "coming_from.md"):  # names of others stand there, beside ours
+def test_no_page_says_an_option_that_is_written_otherwise(page):
+    if page.name == "coming_from.md":  # names of others stand there, beside ours
         return
     if KERNELS.search(str(page)):  # `tile/` and `spans` are a folder and a kind of variant there
         return
     said = [re.match(r"(?:cupy_flash\.)?(\w+)(?![\w.])", span) for span in INLINE.findall(TEXT[page])]
-    assert [name[1] for name in said if name and name[1] in GONE] == []
+    assert [name[1] for name in said if name and name[1] in INSTEAD] == []
 
 
 def exported(path):

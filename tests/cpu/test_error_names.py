@@ -30,7 +30,7 @@ from cupy_flash import (
 )
 from cupy_flash.call.options import CacheOptions, DenseOptions, declared
 from cupy_flash.call.public_names import PUBLIC_NAMES, public_name
-from cupy_flash.call.signature import REMOVED
+from cupy_flash.call.signature import INSTEAD
 from tests.paths import ROOT
 
 # Adapters are read where their framework is installed.
@@ -342,28 +342,7 @@ def test_float8_scales() -> None:
     assert "numpy.asarray(k.scale)" in str(caught.value)
 
 
-# -------------------------------------------------------------------------------------- names before 0.1.0
-
-
-def removed() -> Iterator[str]:
-    """The first column of docs/renamed.md, but for what is still there."""
-    still = (*dir(cupy_flash), "mask=", "score=")
-    for line in (ROOT / "docs" / "renamed.md").read_text().splitlines():
-        if line.startswith("| `"):
-            yield from (x for x in re.findall(r"`([^`]+)`", line.split(" | ")[0]) if x not in still)
-
-
-def told_by(text: str) -> str:
-    """What somebody is told who writes what the table has in its first column."""
-    options = [name for name in (text, *re.findall(r"(\w+)=", text)) if name in REMOVED]
-    if options:
-        call = cupy_flash.block_mask if text.startswith("block_mask(") else cupy_flash.attention
-        return _refused_option(call, options[0])
-    owner, _, name = text.partition("(")[0].rpartition(".")
-    of = {"Gradients": cupy_flash.Gradients(Q, K, K), "functions": cupy_flash.functions}
-    with pytest.raises(AttributeError) as caught:
-        getattr(*((of[owner], name) if owner in of else (cupy_flash, owner or name)))
-    return str(caught.value)
+# ---------------------------------------------------------------------- options that are written otherwise
 
 
 def _refused_option(call: Any, name: str) -> str:
@@ -373,17 +352,15 @@ def _refused_option(call: Any, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("text", [*dict.fromkeys(removed())])
-def test_a_removed_name_tells_the_new_one(text: str) -> None:
-    said = told_by(text)
-    assert "Try: " in said
-    assert "Try: one of" not in said
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_option_of_another_name_tells_ours(name: str) -> None:
+    assert INSTEAD[name] in _refused_option(cupy_flash.attention, name)
 
 
 @pytest.mark.parametrize("adapter", ["torch", "jax"])
-@pytest.mark.parametrize("name", [name for name in REMOVED if name != "args"])
+@pytest.mark.parametrize("name", INSTEAD)
 def test_adapters_tell_it_too(adapter: str, name: str) -> None:
     pytest.importorskip(adapter)
     module = importlib.import_module(f"cupy_flash.{adapter}")
     for call in (module.attention, module.attention_varlen, module.attention_with_kv_cache):
-        assert REMOVED[name] in _refused_option(call, name)
+        assert INSTEAD[name] in _refused_option(call, name)

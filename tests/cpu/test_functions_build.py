@@ -22,6 +22,7 @@ from cupy_flash.cubins import locate, nvrtc, on_demand, sass, sources, user_cach
 from cupy_flash.cubins.build import BuildFailed
 from cupy_flash.cubins.compile import compile_variant
 from cupy_flash.plan import families
+from cupy_flash.plan.catalog import SHORT
 from cupy_flash.plan.choose import choose
 from cupy_flash.plan.families import flash, simple
 from cupy_flash.program.c_text import header
@@ -161,17 +162,18 @@ def test_wrong_words_are_refused(words: str, says: str, capsys: pytest.CaptureFi
 
 def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at first; and then what is missing once, that kernel alone, and of functions only."""
-    variant = of(ALIBI_GRAPH, "float64", 64)["simple_forward"]
+    variant = of(ALIBI_GRAPH, "float32", 96)["flash_forward"]
+    assert variant.dtype not in SHORT.values()  # tf32x3 or tf32
     plain = next(v for v in families.variants("sm_80") if v.kernel == "simple_forward")
     made: list[tuple[Any, ...]] = []
 
-    def make(function: Graph, *given: Any, kernels: set[str], progress: bool) -> list[Path]:
-        made.append((function, *given, kernels))
+    def make(*given: Any) -> list[Path]:
+        made.append(given)
         monkeypatch.setattr(locate, "locate", lambda *_: "a cubin")
         return [cache]
 
     monkeypatch.setattr(on_demand, "COMPILED", set())
-    monkeypatch.setattr(user_cache, "function_into_cache", make)
+    monkeypatch.setattr(user_cache, "kernel_into_cache", make)
     with pytest.raises(CubinNotFoundError, match="are compiled when it is asked for"):
         on_demand.locate_or_compile(variant, "sm_86", 12080)
     assert cupy_flash.set_compile_policy("allow") == "refuse"
@@ -181,7 +183,7 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
             on_demand.locate_or_compile(plain, "sm_86", 12080)
         assert not made
         assert on_demand.locate_or_compile(variant, "sm_86", 12080) == "a cubin"
-        assert made == [(ALIBI_GRAPH, ["sm_86"], ["float64"], [64], (12,), {variant.name})]
+        assert made == [(variant, "sm_86", (12,))]
         assert on_demand.locate_or_compile(variant, "sm_86", 12080) == "a cubin"
         assert len(made) == 1
         assert {cache} == on_demand.COMPILED
@@ -189,8 +191,26 @@ def test_a_process_may_allow_calls_to_compile(cache: Path, monkeypatch: pytest.M
         assert cupy_flash.set_compile_policy("refuse") == "allow"
     with pytest.raises(InvalidArgumentsError, match=r"policy is 'yes'(?s:.*)Try: ."):
         cupy_flash.set_compile_policy("yes")  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match=r"Try: cupy_flash\.set_compile_policy"):
-        cupy_flash.functions.jit  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_kernels_of_every_head_dim_are_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `build`, and by a call that may compile; flash kernels have more classes than simple ones."""
+    del cache
+    compiled: set[str] = set()
+
+    def build(_cuda: int, _archs: Any, _store: Path, *, only: Any, every: Any, **_: Any) -> list[Any]:
+        compiled.update({v.name for v in every("sm_80")} & {*only})
+        return []
+
+    monkeypatch.setattr(user_cache, "build", build)
+    for dtype, head_dim in (("float16", 24), ("float32", 96), ("bfloat16", 160)):
+        made = {v.name: v for v in families.of_function(ALIBI_GRAPH, dtype, head_dim, "sm_80")}
+        ALIBI.build((np.ones(1, np.float32),), archs=["sm_80"], dtypes=[dtype], head_dims=[head_dim])
+        assert compiled == made.keys()
+        compiled.clear()
+    flash_kernel = next(name for name in made if name.startswith("flash_forward"))
+    user_cache.kernel_into_cache(made[flash_kernel], "sm_80", (12,))
+    assert compiled == {flash_kernel}
 
 
 def test_no_call_imports_a_compiler() -> None:
@@ -228,7 +248,7 @@ def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, middle: Any) ->
 @pytest.mark.slow
 @pytest.mark.skipif(sass.disassembler() is None, reason=f"nvdisasm is not installed: {sass.REQUIREMENT}")
 def test_functions_take_on_tensor_cores_what_options_take(tmp_path: Path) -> None:
-    """At most 10 % of a block of keys more; docs/score_functions.md has what the options take."""
+    """At most 10 % of a block of keys more, as docs/score_functions.md says."""
     if not nvrtc.installed(12):
         pytest.skip("NVRTC is not installed")
     compiler, of_block = nvrtc.Compiler(12), 700

@@ -393,3 +393,17 @@ def test_memory_is_linear() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**22  # the scores would be 2**23 bytes
+
+
+def test_the_specification_takes_slots_as_a_call_does() -> None:
+    made = KvCase(dtype="float64", kind="indexed").inputs()
+    wanted = testing.reference_with_kv_cache(**made)
+    made["block_table"] = made.pop("cache_batch_idx")
+    np.testing.assert_array_equal(testing.reference_with_kv_cache(**made).o, wanted.o)
+
+
+def test_the_specification_takes_no_mask() -> None:
+    """Its own, of keys whose page does not exist, would take the place of it."""
+    made = KvCase(dtype="float64").inputs()
+    with pytest.raises(ValueError, match="takes neither"):
+        testing.reference_with_kv_cache(**made, mask=np.zeros((1, 1, 1, 160), bool))

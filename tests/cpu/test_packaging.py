@@ -60,8 +60,9 @@ def test_every_pin_of_the_compiler_is_the_same():
     }
     for cuda, toolkit in nvrtc.TOOLKITS.items():
         pins = {*toolkit.requirements, sass.REQUIREMENT}
-        assert pins <= set(extras[toolkit.extra])
-        assert {*toolkit.extra_requirements} == {pin.partition(">=")[0] for pin in extras[toolkit.extra]}
+        extra = extras[f"compiler{cuda}"]
+        assert pins <= set(extra)
+        assert {*toolkit.extra_requirements} == {pin.partition(">=")[0] for pin in extra}
         assert pins <= set(of_core[cuda])
         assert pins <= set(DATA[cuda]["tool"]["scikit-build"]["build"]["requires"])
 

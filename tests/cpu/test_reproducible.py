@@ -240,6 +240,8 @@ def test_nothing_compared_is_not_the_same() -> None:
     assert not SameBits(0).same
     with pytest.raises(InvalidArgumentsError, match="lengths"):
         same_bits(lengths=())
+    with pytest.raises(InvalidArgumentsError, match="causal is False"):  # and not computed with causal
+        same_bits(causal=False)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cupy_flash
 from cupy_flash import testing
 from tests.cases import Case, exact_cases
 
@@ -82,3 +84,11 @@ def test_the_gradient_is_the_transpose_of_the_tangent(case: Case) -> None:
 
 def inner(gradients: Any, tangents: dict[str, np.ndarray]) -> float:
     return float(sum((getattr(gradients, name) * x).sum() for name, x in tangents.items()))
+
+
+def test_score_functions_are_refused() -> None:
+    """Their derivatives are not in it, so that it would be wrong without a word."""
+    x, options = np.ones((3, 4)), {"score": cupy_flash.score(lambda s, b, h, i, j: 3 * s)()}
+    for compute in (testing.reference_jvp, partial(testing.reference_hvp, x)):
+        with pytest.raises(ValueError, match="no score functions"):
+            compute(x, x, x, dq=x, **options)
