@@ -37,10 +37,11 @@ def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     dtype, rank = given["q"].dtype, given["q"].dim()
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     swapped = given["layout"] == "bshd" and rank > 2
-    q, k, v = (given[name].to(acc) for name in ("q", "k", "v"))
+    # why four axes: so many may a mask, a bias or slopes have, whatever the rank of q.
+    q, k, v = (given[name].to(acc)[(None,) * (4 - rank)] for name in ("q", "k", "v"))
     if swapped:
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    if rank > 2 and q.shape[-3] != k.shape[-3]:
+    if q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
     scores = (q * scale) @ k.transpose(-2, -1)
@@ -68,4 +69,5 @@ def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     total = total if sinks is None else total + torch.exp(sinks - top)
     o = (weights @ v) / torch.where(total == 0, 1.0, total)
     lse = (top + torch.log(total)).squeeze(-1)
-    return (o.transpose(-3, -2) if swapped else o).to(dtype), lse
+    own = (0,) * (4 - rank)
+    return (o.transpose(-3, -2) if swapped else o)[own].to(dtype), lse[own]
