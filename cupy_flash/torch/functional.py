@@ -73,7 +73,7 @@ def _attend_sharded(call: Call, return_lse: bool) -> Any:
 
     turned = head_first(call)
     o, lse = _attend_to_tensors(turned, True)
-    o = o.transpose(-3, -2) if turned is not call and turned.options.layout != call.options.layout else o
+    o = o if turned is call else o.transpose(-3, -2)
     return (o, lse) if return_lse else o
 
 

@@ -11,12 +11,11 @@ import torch
 from torch._decomp import register_decomposition
 
 from ..errors import UnsupportedError
-from .call import ARGUMENTS, TENSORS
+from .call import NAMES, TENSORS
 from .ops import fake_forward, operator
 
 __all__ = ["attention_by_textbook"]
 
-_NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
 _KNOWN = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
 
 
@@ -27,7 +26,7 @@ register_decomposition(operator, type="meta")(fake_forward)
 @register_decomposition(operator)  # type: ignore[untyped-decorator]
 def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     """O and LSE from the operator's arguments."""
-    given = dict(zip(_NAMES, values, strict=False))
+    given = dict(zip(NAMES, values, strict=True))
     odd = [name for name in TENSORS if given[name] is not None and name not in _KNOWN]
     if odd or given["dropout"]:
         raise UnsupportedError(
