@@ -92,7 +92,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         )
     for at in NO_GRADIENTS:
         x = call.tensors[at]
-        if x is not None and x.requires_grad:
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
             name = TENSORS[at]
             raise UnsupportedError(
                 f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias"
