@@ -19,7 +19,7 @@ from ..call.codes import CODE_SCALES, kind_of_codes
 from ..call.functions import learned_by
 from ..call.given import Options
 from ..call.options import WITH_GRADIENT
-from .buffers import address
+from .buffers import address, device_of
 from .ffi import foreign, is_exporting
 from .numbers import accumulator
 from .run import Cached, Config, run
@@ -45,7 +45,7 @@ def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fix
     config = Config(
         direction,
         names=names,
-        dtypes=tuple("bool" if x.dtype == bool else x.dtype.name for x in inputs),
+        dtypes=tuple(x.dtype.name for x in inputs),
         ranks=tuple(x.ndim for x in inputs),
         results=tuple((name, len(x.shape), x.dtype.name) for name, x in results.items()),
         **fixed,
@@ -93,11 +93,11 @@ def _callback(config: Config) -> Callable[..., None]:
     def callback(ctx: Any, outs: Any, *ins: Any) -> None:
         # After the inputs come zeros, which are the same memory as the outputs of packed sequences.
         buffers = (*ins[: len(config.names)], *outs)
-        kind, ordinal = ins[0].__dlpack_device__()
-        device = CPU if kind == 1 else ("cuda", ordinal)
-        pointers = [address(b, dtype, device == CPU) for b, dtype in zip(buffers, dtypes, strict=True)]
+        device = device_of(ins[0])
+        pointers = [address(b, dtype, device) for b, dtype in zip(buffers, dtypes, strict=True)]
         # A context has a stream on a GPU only, and raises elsewhere.
-        run(config, [tuple(b.shape) for b in buffers], pointers, device, None if kind == 1 else ctx.stream)
+        stream = None if device == CPU else ctx.stream
+        run(config, [tuple(b.shape) for b in buffers], pointers, device, stream)
 
     return callback
 

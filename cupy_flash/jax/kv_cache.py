@@ -288,10 +288,6 @@ def _check(arrays: dict[str, Any], options: Options, cached: Cached) -> None:
 def _stand_ins(arrays: dict[str, Any]) -> dict[str, ArrayView]:
     """Views of arrays being traced: shapes and dtypes without addresses."""
     return {
-        name: ArrayView(0, x.shape, contiguous(x.shape), _name(x), CPU, "jax", False, None)
+        name: ArrayView(0, x.shape, contiguous(x.shape), x.dtype.name, CPU, "jax", False, None)
         for name, x in arrays.items()
     }
-
-
-def _name(x: Any) -> str:
-    return "bool" if x.dtype == bool else str(x.dtype.name)
