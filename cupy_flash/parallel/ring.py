@@ -141,7 +141,7 @@ def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) ->
         call = checked(local_call)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
-        home = tuple(x for x, local_call in zip((k, v), wanted, strict=True) if local_call)
+        home = tuple(x for x, asked_for in zip((k, v), wanted, strict=True) if asked_for)
         room_of_sums = _Buffers(link, call, home, len(call.parts.steps), wide=True)
         dq, sums = link.upcast(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
@@ -158,7 +158,7 @@ def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) ->
         given = do[mine], q[mine], *(x[theirs] for x in keys), o[mine], lse[of_lse]
         grads = parts.differentiate(todo, given, sinks, dlse=None if dlse is None else dlse[of_lse])
         dq[mine] += grads.dq
-        shares = tuple(x for x, local_call in zip((grads.dk, grads.dv), wanted, strict=True) if local_call)
+        shares = tuple(x for x, asked_for in zip((grads.dk, grads.dv), wanted, strict=True) if asked_for)
         dsinks = grads.dsinks if dsinks is None else dsinks
 
     def add(todo: Pair) -> None:
@@ -191,5 +191,5 @@ def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) ->
         if returning is not None:
             sums = returning()
     narrowed = iter([link.cast_like(x, like) for x, like in zip(sums, home, strict=True)])
-    dk, dv = (next(narrowed) if local_call else None for local_call in wanted)
+    dk, dv = (next(narrowed) if asked_for else None for asked_for in wanted)
     return Gradients(link.cast_like(dq, q), dk, dv, dsinks=dsinks)
