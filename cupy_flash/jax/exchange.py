@@ -85,7 +85,7 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         return x if x.ndim < -axis or x.shape[axis] == 1 else own_heads(x, axis)
 
     def own_mask(mask: Any) -> Any:
-        if type(mask) in (tuple, list):
+        if type(mask) is tuple:
             return tuple(map(own_mask, mask))
         if isinstance(mask, Spans):
             return Spans(cut_heads(jnp.asarray(mask.bounds), -4))
@@ -205,7 +205,7 @@ def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any,
 
 def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
     """Select some queries of a mask of the whole sequence."""
-    if type(mask) in (tuple, list):
+    if type(mask) is tuple:
         return tuple(_of_rows(x, mine, call) for x in mask)
     if isinstance(mask, BlockMask):
         rows = [stretches(r, call.ranks, call.queries.length, call.queries.zigzag) for r in range(call.ranks)]

@@ -130,7 +130,7 @@ def _stretches(
 def _mask_of(mask: Any, rows: range, whole: Split, index_array: Callable[..., Any]) -> Any:
     """The mask for the queries in `rows`."""
     queries = whole.lengths[0]
-    if mask is None or type(mask) in (tuple, list):
+    if mask is None or type(mask) is tuple:
         return mask and tuple(_mask_of(x, rows, whole, index_array) for x in mask)
     if isinstance(mask, BlockMask):
         size = block_rows(mask, whole.queries, queries)

@@ -104,7 +104,7 @@ class _Call:
 
     def _mask(self, mask: Any) -> Any:
         """A mask for the heads of this process."""
-        if mask is None or type(mask) in (tuple, list):
+        if mask is None or type(mask) is tuple:
             return mask and tuple(map(self._mask, mask))
         if isinstance(mask, Spans):
             return Spans(self._heads_of_process(mask.bounds, -4))

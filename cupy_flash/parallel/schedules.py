@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..api import Gradients
 from ..call.blocks import BlockMask
 from ..call.checks import flag, integer, one_of
-from ..call.compound import Spans
+from ..call.compound import Spans, masks_of
 from ..call.options import RingOptions, defaults
 from ..call.reproducible import MODES
 from ..call.signature import takes
@@ -56,14 +56,9 @@ def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple
         if name not in _TAKES[schedule][packed]:
             found.append((name, f'{name}="{x}"' if name == "reproducible" else name))
         elif name == "mask":
-            kinds = [x for x in _masks(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS))]
+            kinds = [x for x in masks_of(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS))]
             found += [(name, f"a mask of type {type(x).__name__}") for x in kinds]
     return found
-
-
-def _masks(mask: Any) -> list[Any]:
-    """The members of a mask: itself, or those of a tuple, nested or not."""
-    return [x for part in mask for x in _masks(part)] if type(mask) in (tuple, list) else [mask]
 
 
 def check(options: dict[str, Any], packed: bool) -> list[str]:
