@@ -20,7 +20,7 @@ import numpy as np
 
 from ..api import Gradients
 from ..merge import merge
-from .group import Link, LocalCall, Round, at, row_axis
+from .group import Link, LocalCall, Round, at, with_length
 from .parts import DenseParts, PackedParts, Pair
 
 __all__ = ["backward", "checked", "forward"]
@@ -47,7 +47,7 @@ def checked(local_call: LocalCall) -> _Call:
     """Check a call and return its parts; all refusals happen here, before the first message."""
     link, arrays, causal, options, cu_seqlens, _ = local_call
     terms = dict(local_call.terms)
-    q, axis = arrays["q"], row_axis(options, arrays["q"])
+    q, axis = arrays["q"], local_call.row_axis
     plain = {name: x for name, x in options.items() if name != "sinks"}
     parts: DenseParts | PackedParts
     if cu_seqlens is None:
@@ -68,17 +68,14 @@ class _Buffers:
         self, link: Link, call: _Call, like: tuple[Any, ...], turns: int, wide: bool = False
     ) -> None:
         self._call, self._like = call, like
-        counts = [(x, math.prod(self._shape(x, call.parts.most_rows))) for x in like]
+        most = call.parts.most_rows
+        counts = [(x, math.prod(with_length(x.shape, call.axis, most))) for x in like]
         self._each = [[link.reserve(x, n, wide) for x, n in counts] for _ in range(min(turns, 2))]
-
-    def _shape(self, x: Any, rows: int) -> tuple[int, ...]:
-        shape = list(x.shape)
-        shape[self._call.axis] = rows
-        return tuple(shape)
 
     def of(self, owner: int, turn: int) -> tuple[Any, ...]:
         """The buffers for the arrays of a process, in this turn."""
-        shapes = (self._shape(x, self._call.parts.rows(owner)) for x in self._like)
+        parts, axis, _ = self._call
+        shapes = (with_length(x.shape, axis, parts.rows(owner)) for x in self._like)
         return tuple(
             flat[: math.prod(shape)].reshape(shape)
             for flat, shape in zip(self._each[turn % 2], shapes, strict=True)

@@ -23,7 +23,7 @@ from ..call.reproducible import MODES
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from . import allgather, alltoall, ring
-from .group import LocalCall, at, row_axis, terms_of
+from .group import LocalCall, at, terms_of
 from .parts import lengths_of, order_of, stretches
 from .traffic import part_of, sent
 
@@ -95,10 +95,7 @@ def _costs_of_shards(local_call: LocalCall, supported: list[str]) -> _Costs:
     options, ranks, arrays = local_call.options, local_call.link.ranks, local_call.arrays
     part = part_of(local_call, (True, True), padded=True)
     if local_call.cu_seqlens is None and options["seqlen"] is not None:
-        axis, zigzag = (
-            row_axis(options, arrays["q"]),
-            order_of(options["parts"], local_call.causal) == "zigzag",
-        )
+        axis, zigzag = local_call.row_axis, order_of(options["parts"], local_call.causal) == "zigzag"
         rows = [sum(map(len, stretches(0, ranks, n, zigzag))) for n in lengths_of(options["seqlen"])]
         arrays = {name: x[at(slice(0, rows[name != "q"]), axis)] for name, x in arrays.items()}
     steps, unable = _unsupported(local_call._replace(arrays=arrays), supported)
