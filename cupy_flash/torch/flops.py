@@ -61,7 +61,7 @@ def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) 
 
 @register_flop_formula(operators.attention_with_kv_cache, get_raw=True)
 def _over_cache(*values: Any, **_: Any) -> int:
-    """FLOPs of Q K^T and P V over the keys in use."""
+    """FLOPs of Q K^T and P V over the keys in use, or over those that each query selects."""
     given = dict(zip(CACHE_NAMES, values, strict=True))
     q, rows = given["q"], -3 if given["layout"] == "bshd" else -2
     if given["cu_seqlens_q"] is None:
@@ -84,6 +84,8 @@ def _over_cache(*values: Any, **_: Any) -> int:
         lengths = lengths.tolist() if _known(lengths) else [room] * batch
     before = 0 if given["prefix_k"] is None else given["prefix_k"].shape[rows]
     keys = [min(max(n, 0) + more, room) + before for n, more in zip(lengths, appended, strict=True)]
+    if given["indices"] is not None:
+        keys = [given["indices"].shape[-1]] * batch
     halves = 2 if kind_of_codes(given) else 1  # codes of 4 bits
     pairs = heads * sum(i * j for i, j in zip(queries, keys, strict=True))
     return int(2 * pairs * (q.shape[-1] + halves * given["v_cache"].shape[-1]))

@@ -227,6 +227,13 @@ class TestFlops:
 
         assert counted(step, lengths) == counted(step, 4) == 2 * 2 * 4 * 3 * 7 * (8 + 8)
 
+    def test_selected_keys_of_a_cache_by_their_number(self):
+        q, cache = new(4)[0], torch.zeros(2, 1, 32, 8)
+        indices = torch.zeros(2, q.shape[2], 5, dtype=torch.int32)
+        over = {"k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": 20, "indices": indices}
+        flops = counted(lambda: cf.attention_with_kv_cache(q, **over))
+        assert flops == 2 * q.shape[:-1].numel() * 5 * (8 + 8)
+
     def test_without_values_the_longest_counts(self):
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             rows, cuts = [mode.from_tensor(x) for x in ROWS], mode.from_tensor(CUTS)
