@@ -1,4 +1,4 @@
-"""Calls inside compiled programs, forward and backward; `attend` makes them differentiable.
+"""Calls inside compiled programs, forward and backward; `primitives` makes them differentiable.
 
 Compiled programs call the kernels through ``jax.experimental.buffer_callback``, which passes buffers and the
 stream; exported programs call them through `ffi`.
@@ -26,7 +26,7 @@ from .run import Cached, Config, run
 
 __all__ = [
     "backward", "differentiable", "forward", "over_cache", "results_of", "results_over_cache", "rows_of",
-    "vary_alike",
+    "vary_alike", "written",
 ]  # fmt: skip
 
 
@@ -142,14 +142,19 @@ def forward(
     return results["o"], results["lse"]
 
 
+def written(arrays: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the arrays that appending writes, in the order of the results of `over_cache`."""
+    names = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(arrays), ()))
+    return tuple(name for name in names if name in arrays)
+
+
 def results_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
     """Shapes and dtypes of what `over_cache` returns."""
     results = results_of(arrays, "bshd" if cached.packing else options.layout, cached.head_dim_v)
     if not cached.want_lse:
         del results["lse"]
     if "k" in arrays:
-        written = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(arrays), ()))
-        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written if n in arrays}
+        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written(arrays)}
     return results
 
 

@@ -5,8 +5,8 @@ results over the parts [1]_. Only the heads of k and v are sent, however many he
 as far as a process attends to them.
 
 This module is the loop. `parts` defines how a sequence is split, `agreement` what is compared before the
-first message, `alltoall` and `allgather` are the other schedules. The adapters `cupy_flash.torch`,
-`cupy_flash.jax` and `cupy_flash.parallel.mpi` send the arrays.
+first message, `alltoall` and `allgather` are the other schedules. The adapters `cupy_flash.torch` and
+`cupy_flash.parallel.mpi` send the arrays; `cupy_flash.jax` has the loop in a program.
 """
 
 from __future__ import annotations
