@@ -35,11 +35,6 @@ FLASH_ATTN_3 = {
 _LAYOUT = re.compile(r'; or layout="\w+", if these arrays are \([^)]*\)')
 
 
-def _translated(text: str, names: Mapping[str, str]) -> str:
-    text = _LAYOUT.sub("", text)
-    return renamed(text, names)
-
-
 def errors_in_names_of(names: Mapping[str, str]) -> TranslateError:
     """Return a function that translates errors to the caller's parameter names, for `signature.takes`.
 
@@ -58,7 +53,7 @@ def errors_in_names_of(names: Mapping[str, str]) -> TranslateError:
         slots = {"block_table": "cache_batch_idx"} if _by_slots(given) else {}
         over_cache = "return_softmax_lse" in inspect.signature(function).parameters
         flag = {"return_lse": "return_softmax_lse" if over_cache else "return_attn_probs"}
-        error.args = (_translated(str(error), {**names, **slots, **flag}),)
+        error.args = (renamed(_LAYOUT.sub("", str(error)), {**names, **slots, **flag}),)
 
     return translate_error
 

@@ -1,4 +1,4 @@
-"""Calls inside compiled programs, forward and backward; `attend` makes them differentiable.
+"""Calls inside compiled programs, forward and backward; `primitives` makes them differentiable.
 
 Compiled programs call the kernels through ``jax.experimental.buffer_callback``, which passes buffers and the
 stream; exported programs call them through `ffi`.
@@ -19,14 +19,14 @@ from ..call.codes import CODE_SCALES, kind_of_codes
 from ..call.functions import learned_by
 from ..call.given import Options
 from ..call.options import WITH_GRADIENT
-from .buffers import address
+from .buffers import address, device_of
 from .ffi import foreign, is_exporting
 from .numbers import accumulator
 from .run import Cached, Config, run
 
 __all__ = [
     "backward", "differentiable", "forward", "over_cache", "results_of", "results_over_cache", "rows_of",
-    "vary_alike",
+    "vary_alike", "written",
 ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def _call(arrays: dict[str, Any], results: dict[str, Any], direction: str, **fix
     config = Config(
         direction,
         names=names,
-        dtypes=tuple("bool" if x.dtype == bool else x.dtype.name for x in inputs),
+        dtypes=tuple(x.dtype.name for x in inputs),
         ranks=tuple(x.ndim for x in inputs),
         results=tuple((name, len(x.shape), x.dtype.name) for name, x in results.items()),
         **fixed,
@@ -93,11 +93,11 @@ def _callback(config: Config) -> Callable[..., None]:
     def callback(ctx: Any, outs: Any, *ins: Any) -> None:
         # After the inputs come zeros, which are the same memory as the outputs of packed sequences.
         buffers = (*ins[: len(config.names)], *outs)
-        kind, ordinal = ins[0].__dlpack_device__()
-        device = CPU if kind == 1 else ("cuda", ordinal)
-        pointers = [address(b, dtype, device == CPU) for b, dtype in zip(buffers, dtypes, strict=True)]
+        device = device_of(ins[0])
+        pointers = [address(b, dtype, device) for b, dtype in zip(buffers, dtypes, strict=True)]
         # A context has a stream on a GPU only, and raises elsewhere.
-        run(config, [tuple(b.shape) for b in buffers], pointers, device, None if kind == 1 else ctx.stream)
+        stream = None if device == CPU else ctx.stream
+        run(config, [tuple(b.shape) for b in buffers], pointers, device, stream)
 
     return callback
 
@@ -142,14 +142,19 @@ def forward(
     return results["o"], results["lse"]
 
 
+def written(arrays: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the arrays that appending writes, in the order of the results of `over_cache`."""
+    names = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(arrays), ()))
+    return tuple(name for name in names if name in arrays)
+
+
 def results_over_cache(arrays: dict[str, Any], options: Options, cached: Cached) -> dict[str, Any]:
     """Shapes and dtypes of what `over_cache` returns."""
     results = results_of(arrays, "bshd" if cached.packing else options.layout, cached.head_dim_v)
     if not cached.want_lse:
         del results["lse"]
     if "k" in arrays:
-        written = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(arrays), ()))
-        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written if n in arrays}
+        results |= {n: jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in written(arrays)}
     return results
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from ..call.arrays import CPU, ArrayView, contiguous
+from ..call.arrays import CPU, ArrayView
 from ..call.describe import OFFSETS
 from ..call.given import Options
 from ..call.options import WITH_GRADIENT
@@ -20,7 +20,7 @@ from ..device.run import Driver
 from ..dispatch.backends import driver_of
 from ..errors import UnsupportedError
 from ..varlen import pack
-from .buffers import address
+from .buffers import view_of
 from .call import vary_alike
 from .ffi import is_exporting
 from .run import READ, read_on_host, values_of
@@ -77,7 +77,7 @@ def directed(
     written |= {_RESULT_TANGENTS[name]: arrays[name] for name in ("o", "lse")}
     results = tuple((name, x.ndim, x.dtype.name) for name, x in written.items())
     static = _Pass(
-        direction, options, longest, every, tuple(_dtype(x) for x in args), tuple(x.ndim for x in args),
+        direction, options, longest, every, tuple(x.dtype.name for x in args), tuple(x.ndim for x in args),
         len(along), results,
     )  # fmt: skip
     wire = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written.values())
@@ -90,33 +90,18 @@ def directed(
     return list(vary_alike(*call(*args), over=args))[: len(of) or None]
 
 
-def _dtype(x: Any) -> str:
-    return "bool" if x.dtype == bool else str(x.dtype.name)
-
-
 @functools.lru_cache(maxsize=1024)
 def _callback(static: _Pass) -> Callable[..., None]:
     """The callback of a pass. why cached: JAX recompiles for every new function object."""
 
     def callback(ctx: Any, outs: Any, *ins: Any) -> None:
-        kind, ordinal = ins[0].__dlpack_device__()
-        device = CPU if kind == 1 else ("cuda", ordinal)
         kinds = [*zip(static.names, static.ranks, static.dtypes, strict=True), *static.results]
-        views = [
-            _buffer_view(b, dtype, device) for b, (_, _, dtype) in zip((*ins, *outs), kinds, strict=True)
-        ]
+        views = [view_of(b, dtype) for b, (_, _, dtype) in zip((*ins, *outs), kinds, strict=True)]
         # On a CPU the context has no stream, and raises.
-        _over_axes(static, views, [rank for _, rank, _ in kinds], None if kind == 1 else ctx.stream)
+        stream = None if views[0].device == CPU else ctx.stream
+        _over_axes(static, views, [rank for _, rank, _ in kinds], stream)
 
     return callback
-
-
-def _buffer_view(buffer: Any, dtype: str, device: tuple[str, int]) -> ArrayView:
-    shape = tuple(buffer.shape)
-    pointer = address(buffer, dtype, device == CPU)
-    # why numpy: on a CPU intermediate arrays are NumPy's.
-    library = "numpy" if device == CPU else "jax"
-    return ArrayView(pointer, shape, contiguous(shape), dtype, device, library, False, buffer)
 
 
 def _over_axes(static: _Pass, views: list[ArrayView], ranks: list[int], stream: int | None) -> None:

@@ -12,6 +12,7 @@ from ..call.compound import Spans, masks_of
 from ..call.masks import Band, resolve_band
 from ..call.options import PER_HEAD
 from ..errors import InvalidArgumentsError, UnsupportedError
+from ..parallel.group import at, row_axis
 from ..parallel.parts import block_rows, blocks_of_rows, stretches
 from .functional import attend_to
 from .numbers import next_seed
@@ -46,14 +47,13 @@ class Call(NamedTuple):
 
     def rows_axis(self, q: Any) -> int:
         """Axis of the rows in q, k, v and o; in lse it is the last."""
-        return -3 if self.packed or (self.options.get("layout") == "bshd" and q.ndim > 2) else -2
+        return row_axis(self.options.get("layout"), q)
 
     def attend(self, arrays: dict[str, Any], options: dict[str, Any], numbers: list[int]) -> tuple[Any, Any]:
         """O and LSE of a local call; numbers has the call's number on each device, for its dropout seed."""
         if (seed := next_seed(self.seed, numbers, self.axis_name)) is not None:
             arrays = {**arrays, "seed": seed}
-        options = {**options, "layout": "bshd"} if self.packed else {**options}
-        o, lse = attend_to(arrays, options, return_lse=True)
+        o, lse = attend_to(arrays, {**options}, return_lse=True)
         return o, lse
 
 
@@ -85,7 +85,7 @@ def all_to_all(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
         return x if x.ndim < -axis or x.shape[axis] == 1 else own_heads(x, axis)
 
     def own_mask(mask: Any) -> Any:
-        if type(mask) in (tuple, list):
+        if type(mask) is tuple:
             return tuple(map(own_mask, mask))
         if isinstance(mask, Spans):
             return Spans(cut_heads(jnp.asarray(mask.bounds), -4))
@@ -167,7 +167,7 @@ def _by_range(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
                 for x, a in zip(of_range, (axis, -1), strict=True)
             )
         o, lse = (
-            whole.at[(..., place) + (slice(None),) * (-1 - a)].set(x, mode="drop")
+            whole.at[at(place, a)].set(x, mode="drop")
             for whole, x, a in zip((o, lse), of_range, (axis, -1), strict=True)
         )
     return o, lse
@@ -205,7 +205,7 @@ def _of_packed(q: Any, k: Any, v: Any, call: Call, packed: Packed) -> tuple[Any,
 
 def _of_rows(mask: Any, mine: Any, call: Call) -> Any:
     """Select some queries of a mask of the whole sequence."""
-    if type(mask) in (tuple, list):
+    if type(mask) is tuple:
         return tuple(_of_rows(x, mine, call) for x in mask)
     if isinstance(mask, BlockMask):
         rows = [stretches(r, call.ranks, call.queries.length, call.queries.zigzag) for r in range(call.ranks)]

@@ -130,11 +130,7 @@ def check(arrays: dict[str, Any], options: Options, longest: tuple[int, int] | N
         )
     if symbolic(arrays.values()):
         return
-    kinds = [
-        (name, x.shape, "bool" if x.dtype == bool else x.dtype.name)
-        for name, x in arrays.items()
-        if name not in READ
-    ]
+    kinds = [(name, x.shape, x.dtype.name) for name, x in arrays.items() if name not in READ]
     call = tuple(kinds), longest, options, types_of((longest, *options))
     try:
         _check(*call)

@@ -14,7 +14,6 @@ from ..call.cache.describe import check_one_length
 from ..call.cache.parts import cache_parts
 from ..call.cache.selected import Selection
 from ..call.checks import flag, integer
-from ..call.codes import CODE_SCALES, kind_of_codes
 from ..call.compound import LatentCache, QuantizedCache
 from ..call.given import CacheCall, Options, Packing, split_of_cache
 from ..call.head_scale import scale_shape, times
@@ -22,7 +21,7 @@ from ..call.options import CacheOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..shared_prefix import Prefix
-from .call import vary_alike
+from .call import vary_alike, written
 from .functional import attention, refuse_ragged
 from .numbers import (
     accumulator,
@@ -144,10 +143,10 @@ def attention_with_kv_cache(
     if shared is not None:
         first = shared.before_cache(jnp, attention, jnp.asarray(q), flat["k_cache"], whole)
         o, lse = shared.merge(jnp, first, (o, lse), o.dtype)
-    names = _written(flat) if columns is None else ("k_cache",)
-    written = dict(zip(names, rest, strict=True)) if appends else {}
+    names = written(flat) if columns is None else ("k_cache",)
+    made = dict(zip(names, rest, strict=True)) if appends else {}
     given = (("k", k_cache),) if columns is not None else (("k", k_cache), ("v", v_cache))
-    caches = [_as_given(name, x, written) for name, x in given] if appends else []
+    caches = [_as_given(name, x, made) for name, x in given] if appends else []
     results = (o, *[lse] * want_lse, *caches)
     return results if len(results) > 1 else o
 
@@ -166,16 +165,11 @@ def _lengths(cache_seqlens: Any) -> Any:
     return one_int32(lengths)
 
 
-def _written(flat: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the arrays that appending writes, in the order of the results of `call.over_cache`."""
-    return ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(flat), ()))
-
-
-def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
+def _as_given(letter: str, cache: Any, made: dict[str, Any]) -> Any:
     """A cache after appending, in the type that the caller passed."""
-    codes = written[f"{letter}_cache"]
+    codes = made[f"{letter}_cache"]
     if isinstance(cache, LatentCache):
-        return cache._replace(latents=_as_given(letter, cache.latents, written))
+        return cache._replace(latents=_as_given(letter, cache.latents, made))
     if not isinstance(cache, QuantizedCache):
         return codes
     parts = (
@@ -183,7 +177,7 @@ def _as_given(letter: str, cache: Any, written: dict[str, Any]) -> Any:
         ("zero", f"{letter}_zero"),
         ("block_scale", f"{letter}_block_scale"),
     )
-    return cache._replace(codes=codes, **{part: written[name] for part, name in parts if name in written})
+    return cache._replace(codes=codes, **{part: made[name] for part, name in parts if name in made})
 
 
 def _over_cache(
@@ -288,10 +282,6 @@ def _check(arrays: dict[str, Any], options: Options, cached: Cached) -> None:
 def _stand_ins(arrays: dict[str, Any]) -> dict[str, ArrayView]:
     """Views of arrays being traced: shapes and dtypes without addresses."""
     return {
-        name: ArrayView(0, x.shape, contiguous(x.shape), _name(x), CPU, "jax", False, None)
+        name: ArrayView(0, x.shape, contiguous(x.shape), x.dtype.name, CPU, "jax", False, None)
         for name, x in arrays.items()
     }
-
-
-def _name(x: Any) -> str:
-    return "bool" if x.dtype == bool else str(x.dtype.name)

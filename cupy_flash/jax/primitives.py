@@ -60,9 +60,8 @@ class _Params(NamedTuple):
     along: tuple[str, ...] = ()
     # For each axis of vmap, the outermost first, whether each residual has it.
     mapped: tuple[tuple[bool, ...], ...] = ()
-    fixed: tuple[
-        str, ...
-    ] = ()  # for `second_jvp`, names of the arrays whose tangents are among the residuals
+    # For `second_jvp`, names of the arrays whose tangents are among the residuals.
+    fixed: tuple[str, ...] = ()
     cached: Cached | None = None  # parameters of attention over a cache; None otherwise
     unrounded: bool = False  # as in `call.forward` and `call.backward`; such calls have no derivatives
 

@@ -18,6 +18,7 @@ from ..call.options import PER_HEAD, ShardOptions
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError
 from ..merge import merge_parts
+from ..parallel.group import row_axis
 from ..parallel.parts import DenseParts, Pair, check_parts, halves, lengths_of
 from ..parallel.schedules import check as check_schedule
 from ..parallel.schedules import for_shards
@@ -78,7 +79,7 @@ class _Static(NamedTuple):
 
     def axis(self, x: Any) -> int:
         """The axis of rows in q, k, v and o; in lse it is the last axis."""
-        return -3 if self.options.layout == "bshd" and x.ndim > 2 else -2
+        return row_axis(self.options.layout, x)
 
 
 class _Extras(NamedTuple):
@@ -103,7 +104,7 @@ def _half(x: Any, axis: int, late: bool, packed: Packed | None) -> Any:
 
 def _attend(
     static: _Static, arrays: dict[str, Any], offsets: tuple[Any, Any] | None, options: Options
-) -> Any:
+) -> tuple[Any, Any]:
     """O and LSE of a part of queries over a part of keys, or of halves of parts."""
     given, longest = _with_offsets(static, arrays, offsets)
     o, lse = attention(given, options, longest, _has_16_bits(arrays["q"]))
@@ -160,8 +161,7 @@ def _part(static: _Static, step: int, q: Any, k: Any, v: Any, extras: _Extras) -
     axis, packed = static.axis(q), extras.packed
     extra = static.optional_arrays(step, extras)
     if extras.rows is not None:
-        o, lse = _attend(static, {"q": q, "k": k, "v": v, **extra}, None, static.of(False))
-        return o, lse
+        return _attend(static, {"q": q, "k": k, "v": v, **extra}, None, static.of(False))
     if static.bands is not None:
 
         def call(options: Options, q: Any, k: Any, v: Any) -> Any:
@@ -176,14 +176,12 @@ def _part(static: _Static, step: int, q: Any, k: Any, v: Any, extras: _Extras) -
         return o, lse
     if not static.causal or step == 0:
         offsets = None if packed is None else (packed.offsets, packed.offsets)
-        o, lse = _attend(static, {"q": q, "k": k, "v": v, **extra}, offsets, static.of(static.causal))
-        return o, lse
+        return _attend(static, {"q": q, "k": k, "v": v, **extra}, offsets, static.of(static.causal))
 
     def early(q: Any, k: Any, v: Any, packed: Packed | None) -> tuple[Any, Any]:
         k, v = (_half(x, axis, False, packed) for x in (k, v))
         offsets = None if packed is None else (packed.offsets, packed.half_offsets)
-        o, lse = _attend(static, {"q": q, "k": k, "v": v, **extra}, offsets, static.of(False))
-        return o, lse
+        return _attend(static, {"q": q, "k": k, "v": v, **extra}, offsets, static.of(False))
 
     def late(q: Any, k: Any, v: Any, packed: Packed | None) -> tuple[Any, Any]:
         offsets = None if packed is None else (packed.half_offsets, packed.offsets)
@@ -411,7 +409,7 @@ def ring_attention(
         options["layout"] = "bshd"
         given |= as_arrays({"cu_seqlens_q": cu_seqlens})
         longest = q.shape[0] if max_seqlen is None else max_seqlen
-    axis = -3 if options.get("layout") == "bshd" and q.ndim > 2 else -2
+    axis = row_axis(options.get("layout"), q)
     arrays, values = split(options)
     # Masks have the shape of the whole, and the call checks them there.
     given |= {name: jnp.asarray(x) for name, x in arrays.items() if name in PER_HEAD}

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..call.masks import Band
 from ..errors import InvalidArgumentsError
+from ..parallel.group import at
 from ..parallel.parts import halves, order_of, positions, stretches
 from .call import vary_alike
 
@@ -151,7 +152,7 @@ def padded_half(x: Any, axis: int, late: bool, fill: float, packed: Packed | Non
     if packed is None:
         return whole
     rows = packed.late if late else packed.early
-    return jnp.full_like(whole, fill).at[(..., rows) + (slice(None),) * (-1 - axis)].set(x)
+    return jnp.full_like(whole, fill).at[at(rows, axis)].set(x)
 
 
 def visible_spans(mine: Any, theirs: Any, band: Band, lengths: tuple[int, int]) -> Any:

@@ -12,13 +12,13 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from .. import statistics
-from ..call.arrays import CPU, ITEM_BYTES, ArrayView, contiguous
+from ..call.arrays import ITEM_BYTES
 from ..call.options import StatisticsOptions
 from ..call.public_names import type_phrase
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError
 from ..statistics import WANTED, AttentionStatistics, kinds_of_results, refuse_gpus, results_of
-from .buffers import address
+from .buffers import view_of
 from .call import vary_alike
 from .ffi import not_exported
 from .numbers import fixed, is_array
@@ -78,7 +78,7 @@ def attention_statistics(
         "a program with attention_statistics cannot be exported: Python computes them.",
         "the program without them, or jax.jit in the process that runs it",
     )
-    dtypes = tuple("bool" if x.dtype == bool else x.dtype.name for x in ins)
+    dtypes = tuple(x.dtype.name for x in ins)
     call = _Call(tree, sources, values, dtypes, names, top_k)
     wire = tuple(
         jax.ShapeDtypeStruct(*kind) for kind in _kinds(q, k, cache_seqlens, given, names, top_k).values()
@@ -132,10 +132,10 @@ def _callback(static: _Call) -> Callable[..., None]:
     """The callback of a call. why cached: JAX recompiles for every new function object."""
 
     def callback(_: Any, outs: Any, *ins: Any) -> None:
-        refuse_gpus({"q": _view(ins[0], static.dtypes[0])})  # q is the first leaf
+        refuse_gpus({"q": view_of(ins[0], static.dtypes[0])})  # q is the first leaf
         # why np.asarray: what is refused for its dtype, is refused below; one length may have any.
         arrays = [
-            _view(x, dtype).numpy() if dtype in ITEM_BYTES else np.asarray(x)
+            view_of(x, dtype).numpy() if dtype in ITEM_BYTES else np.asarray(x)
             for x, dtype in zip(ins, static.dtypes, strict=True)
         ]
         leaves = [
@@ -151,16 +151,6 @@ def _callback(static: _Call) -> Callable[..., None]:
         )
         for out, name in zip(outs, static.names, strict=True):
             result = getattr(made, name)
-            _view(out, result.dtype.name).numpy()[...] = result
+            view_of(out, result.dtype.name).numpy()[...] = result
 
     return callback
-
-
-def _view(buffer: Any, dtype: str) -> ArrayView:
-    """View a buffer of XLA."""
-    kind, ordinal = buffer.__dlpack_device__()
-    device = CPU if kind == 1 else ("cuda", ordinal)
-    shape = tuple(buffer.shape)
-    pointer = address(buffer, dtype, device == CPU)
-    library = "numpy" if device == CPU else "jax"
-    return ArrayView(pointer, shape, contiguous(shape), dtype, device, library, False, buffer)

@@ -22,7 +22,7 @@ from ..call.masks import resolve_band
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen
 from .exchange import ToParts, ToWhole, exchange, room
-from .group import Link, LocalCall, Round, at, dropping, row_axis
+from .group import Link, LocalCall, Round, at, dropping
 from .partial import attention_backward, attention_varlen_backward
 from .parts import Rows, Split, block_rows, blocks_of_rows, packed_halves, packed_starts, packed_stretches
 
@@ -45,18 +45,10 @@ class _Call:
     def __init__(self, local_call: LocalCall) -> None:
         link, arrays, causal, options, cu_seqlens, _ = local_call
         self.terms = dict(local_call.terms)
-        q, k = arrays["q"], arrays["k"]
-        self.axis = axis = row_axis(options, q)
+        q, self.axis = arrays["q"], local_call.row_axis
         call_options = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
         if cu_seqlens is None:
-            whole = Split(
-                link.rank,
-                link.ranks,
-                (q.shape[axis], k.shape[axis]),
-                causal,
-                options["parts"],
-                options["seqlen"],
-            )
+            whole = Split.of(local_call)
             keys = whole.keys
             self.stretches = _stretches(
                 whole, link.rank, causal, call_options, lambda rows: link.index_array(rows, q)
@@ -73,7 +65,7 @@ class _Call:
             for n, stretch in enumerate(self.stretches)
         ]
         self.rows = Rows(keys, lambda rows: link.index_array(rows, q))
-        self.there = [ToWhole(link, arrays[name], self.rows, axis) for name in "kv"]
+        self.there = [ToWhole(link, arrays[name], self.rows, self.axis) for name in "kv"]
         for stretch in self.stretches:
             if not stretch.cuts:
                 operands, values = split(stretch.call_options)
@@ -93,11 +85,9 @@ class _Call:
 
 def check_blocks(local_call: LocalCall) -> None:
     """Refuse a BlockMask whose blocks do not begin where stretches do."""
-    link, options = local_call.link, local_call.options
-    blocks = [x for x in masks_of(options["mask"]) if isinstance(x, BlockMask)]
+    blocks = [x for x in masks_of(local_call.options["mask"]) if isinstance(x, BlockMask)]
     if blocks:
-        q, k = (local_call.arrays[name].shape[row_axis(options, local_call.arrays["q"])] for name in "qk")
-        whole = Split(link.rank, link.ranks, (q, k), local_call.causal, options["parts"], options["seqlen"])
+        whole = Split.of(local_call)
         for mask in blocks:
             block_rows(mask, whole.queries, whole.lengths[0])
 
@@ -130,7 +120,7 @@ def _stretches(
 def _mask_of(mask: Any, rows: range, whole: Split, index_array: Callable[..., Any]) -> Any:
     """The mask for the queries in `rows`."""
     queries = whole.lengths[0]
-    if mask is None or type(mask) in (tuple, list):
+    if mask is None or type(mask) is tuple:
         return mask and tuple(_mask_of(x, rows, whole, index_array) for x in mask)
     if isinstance(mask, BlockMask):
         size = block_rows(mask, whole.queries, queries)

@@ -22,7 +22,7 @@ from ..call.options import PER_HEAD
 from ..errors import InvalidArgumentsError
 from ..varlen import attention_varlen, attention_varlen_backward
 from .exchange import ToParts, ToWhole, exchange
-from .group import LocalCall, Round, at, dropping, row_axis
+from .group import LocalCall, Round, at, dropping, own_heads
 from .parts import Rows, Split, packed_starts, packed_stretches
 
 __all__ = ["backward", "check_heads", "forward"]
@@ -33,8 +33,7 @@ _OF_QUERIES = ("q", "o", "lse", "do", "dlse")
 
 def _heads_axis(local_call: LocalCall) -> int | None:
     """The axis of heads, from the end; None if there is none."""
-    q = local_call.arrays["q"]
-    return (-2 if row_axis(local_call.options, q) == -3 else -3) if len(q.shape) > 2 else None
+    return -5 - local_call.row_axis if len(local_call.arrays["q"].shape) > 2 else None
 
 
 def check_heads(local_call: LocalCall) -> None:
@@ -58,8 +57,8 @@ class _Call:
         link, arrays, causal, options, cu_seqlens, _ = local_call
         self._link = link
         self.terms = dict(local_call.terms)
-        q, k = arrays["q"], arrays["k"]
-        self._rows_axis, self._heads_axis = row_axis(options, q), _heads_axis(local_call)
+        q = arrays["q"]
+        self._rows_axis, self._heads_axis = local_call.row_axis, _heads_axis(local_call)
         self._heads = 1 if self._heads_axis is None else q.shape[self._heads_axis]
         check_heads(local_call)
         given = {name: x for name, x in options.items() if name not in ("parts", "seqlen", "schedule")}
@@ -68,8 +67,7 @@ class _Call:
         self.how = {"causal": causal, **dropping(given, link.rank)}
         self.cuts: tuple[Any, ...] = ()
         if cu_seqlens is None:
-            held = q.shape[self._rows_axis], k.shape[self._rows_axis]
-            whole = Split(link.rank, link.ranks, held, causal, options["parts"], options["seqlen"])
+            whole = Split.of(local_call)
             queries, keys = whole.queries, whole.keys
         else:
             starts, _ = packed_starts(cu_seqlens, q, causal)
@@ -95,8 +93,7 @@ class _Call:
 
     def _share(self, heads: int) -> slice:
         """The heads of this process, out of `heads`."""
-        each = heads // self._link.ranks
-        return slice(self._link.rank * each, (self._link.rank + 1) * each)
+        return own_heads(heads, self._link.rank, self._link.ranks)
 
     def _own_heads(self, x: Any) -> Any:
         """The part for this process's heads of an array with one number per head."""
@@ -104,7 +101,7 @@ class _Call:
 
     def _mask(self, mask: Any) -> Any:
         """A mask for the heads of this process."""
-        if mask is None or type(mask) in (tuple, list):
+        if mask is None or type(mask) is tuple:
             return mask and tuple(map(self._mask, mask))
         if isinstance(mask, Spans):
             return Spans(self._heads_of_process(mask.bounds, -4))
@@ -133,11 +130,6 @@ class _Call:
         rows = self._rows[name not in _OF_QUERIES]
         return ToParts(self._link, like, tuple(whole), rows, *self._axes(name), wide=name == "lse")
 
-    def run(self, homes: dict[str, ToParts], results: dict[str, Any]) -> None:
-        """Put results into the messages that return them."""
-        for name, home in homes.items():
-            home.fill(results[name])
-
     def of_all_heads(self, x: Any, like: Any) -> Any:
         """An array with one number per head: those of this process's heads, and 0 for the others."""
         every = self._link.upcast(like)
@@ -159,7 +151,8 @@ def forward(local_call: LocalCall) -> tuple[Any, Any]:
         arrays = [x.arrive() for x in call.there.values()]
         function = attention_varlen if call.cuts else attention
         o, lse = function(*arrays, *call.cuts, return_lse=True, **call.how)
-        call.run(homes, {"o": o, "lse": lse})
+        homes["o"].fill(o)
+        homes["lse"].fill(lse)
 
     with Round(link) as messages:
         exchange(messages, link, [*call.there.values()])
@@ -185,7 +178,8 @@ def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) ->
         dlse = arrays.pop("dlse", None)
         function = attention_varlen_backward if call.cuts else attention_backward
         grads = function(*arrays.values(), *call.cuts, dlse=dlse, **call.how)
-        call.run(homes, {name: getattr(grads, f"d{name}") for name in homes})
+        for name, home in homes.items():
+            home.fill(getattr(grads, f"d{name}"))
         dsinks = None if sinks is None else call.of_all_heads(grads.dsinks, sinks)
 
     with Round(link) as messages:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .group import Link, Round, at
+from .group import Link, Round, at, own_heads, with_length
 from .parts import Rows
 
 __all__ = ["ToParts", "ToWhole", "exchange", "room"]
@@ -20,19 +20,6 @@ __all__ = ["ToParts", "ToWhole", "exchange", "room"]
 def room(link: Link, like: Any, shape: tuple[int, ...], wide: bool = False) -> Any:
     """Memory for an array of this shape, with the dtype of `like`, or if `wide` of its sums."""
     return link.reserve(like, math.prod(shape), wide).reshape(shape)
-
-
-def _with(shape: Any, axis: int, length: int) -> tuple[int, ...]:
-    """The shape with a different length along one axis."""
-    changed = list(shape)
-    changed[axis] = length
-    return tuple(changed)
-
-
-def _share(x: Any, heads: int, rank: int, ranks: int) -> tuple[Any, ...]:
-    """The index of the heads that belong to a process."""
-    each = x.shape[heads] // ranks
-    return at(slice(rank * each, (rank + 1) * each), heads)
 
 
 class ToWhole:
@@ -63,12 +50,14 @@ class ToWhole:
         if heads is None:
             self.out = [link.contiguous(x)] * link.ranks
         else:
-            self.out = [link.contiguous(x[_share(x, heads, r, link.ranks)]) for r in everyone]
+            shares = (at(own_heads(x.shape[heads], r, link.ranks), heads) for r in everyone)
+            self.out = [link.contiguous(x[share]) for share in shares]
         own = self.out[link.rank]
         self.into = [
-            own if r == link.rank else room(link, x, _with(own.shape, axis, rows.counts[r])) for r in everyone
+            own if r == link.rank else room(link, x, with_length(own.shape, axis, rows.counts[r]))
+            for r in everyone
         ]
-        self.whole = room(link, x, _with(own.shape, axis, rows.total))
+        self.whole = room(link, x, with_length(own.shape, axis, rows.total))
 
     def arrive(self) -> Any:
         """The whole array, after the messages have arrived."""
@@ -111,13 +100,13 @@ class ToParts:
     ) -> None:
         self._rows, self._axis, self._heads = rows, axis, heads
         everyone = range(link.ranks)
-        self.out = [room(link, like, _with(shape, axis, rows.counts[r]), wide) for r in everyone]
+        self.out = [room(link, like, with_length(shape, axis, rows.counts[r]), wide) for r in everyone]
         for x in self.out:
             x[...] = np.nan
-        mine = _with(shape, axis, rows.counts[link.rank])
+        mine = with_length(shape, axis, rows.counts[link.rank])
         self.into = [self.out[r] if r == link.rank else room(link, like, mine, wide) for r in everyone]
         if heads is not None:
-            self._part = room(link, like, _with(mine, heads, mine[heads] * link.ranks), wide)
+            self._part = room(link, like, with_length(mine, heads, mine[heads] * link.ranks), wide)
 
     def fill(self, whole: Any) -> None:
         """Copy the rows of the whole into the messages."""
@@ -131,8 +120,9 @@ class ToParts:
             for other in others:
                 total += other
             return total
+        heads, ranks = self._part.shape[self._heads], len(self.into)
         for rank, part in enumerate(self.into):
-            self._part[_share(self._part, self._heads, rank, len(self.into))] = part
+            self._part[at(own_heads(heads, rank, ranks), self._heads)] = part
         return self._part
 
 

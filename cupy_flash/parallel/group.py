@@ -16,7 +16,10 @@ from ..call.values import checked_seed
 from ..errors import UnsupportedError
 from .agreement import Agreement
 
-__all__ = ["Link", "LocalCall", "Round", "all_done", "at", "dropping", "row_axis", "seed_step", "terms_of"]
+__all__ = [
+    "Link", "LocalCall", "Round", "all_done", "at", "dropping", "own_heads", "row_axis", "seed_step",
+    "terms_of", "with_length",
+]  # fmt: skip
 
 
 class Link(Protocol):
@@ -65,6 +68,11 @@ class LocalCall(NamedTuple):
     def direction(self) -> str:
         """The pass, "forward" or "backward"."""
         return "backward" if "do" in self.arrays else "forward"
+
+    @property
+    def row_axis(self) -> int:
+        """The axis of rows in q, k, v and o, from the end; in lse it is the last one."""
+        return row_axis(self.options["layout"], self.arrays["q"])
 
 
 def all_done(waits: Iterable[Callable[[], Any]]) -> None:
@@ -131,9 +139,22 @@ def at(rows: Any, axis: int) -> tuple[Any, ...]:
     return (..., rows) + (slice(None),) * (-1 - axis)
 
 
-def row_axis(options: dict[str, Any], q: Any) -> int:
-    """The axis of rows in q, k, v and o, from the end; in lse it is the last one."""
-    return -3 if options["layout"] == "bshd" and len(q.shape) > 2 else -2
+def with_length(shape: Any, axis: int, length: int) -> tuple[int, ...]:
+    """The shape with a different length along one axis."""
+    changed = list(shape)
+    changed[axis] = length
+    return tuple(changed)
+
+
+def row_axis(layout: str | None, q: Any) -> int:
+    """The axis of rows in arrays of the rank of q, from the end."""
+    return -3 if layout == "bshd" and len(q.shape) > 2 else -2
+
+
+def own_heads(heads: int, rank: int, ranks: int) -> slice:
+    """The heads of a process that attends to some of them."""
+    each = heads // ranks
+    return slice(rank * each, (rank + 1) * each)
 
 
 def dropping(options: dict[str, Any], number: int) -> dict[str, Any]:
@@ -159,14 +180,9 @@ _OF_THE_WHOLE = ("mask", "parts", "seqlen", "schedule")
 
 def terms_of(local_call: LocalCall) -> dict[str, Any]:
     """Check the part of this process; return, by name, what must be the same in all processes."""
-    direction, arrays, causal, options = (
-        local_call.direction,
-        local_call.arrays,
-        local_call.causal,
-        local_call.options,
-    )
+    direction, causal, options = local_call.direction, local_call.causal, local_call.options
     per_head = {name: options[name] for name in PER_HEAD if options[name] is not None}
-    given = {name: x for name, x in {**arrays, **per_head}.items() if x is not None}
+    given = {name: x for name, x in {**local_call.arrays, **per_head}.items() if x is not None}
     values = {name: x for name, x in options.items() if name not in (*PER_HEAD, *_OF_THE_WHOLE)}
     problem, _, raw = describe(direction, given, Options(causal=causal, **values), True)
     if problem.of_float8:
@@ -178,7 +194,7 @@ def terms_of(local_call: LocalCall) -> dict[str, Any]:
     for name in ("q", "k", "v", *per_head):
         shape: list[Any] = list(raw[name].shape)
         if name not in per_head and options["seqlen"] is not None:  # why: seqlen fixes the rows of each
-            shape[row_axis(options, arrays["q"])] = "rows"
+            shape[local_call.row_axis] = "rows"
         terms[name] = f"{raw[name].dtype} ({', '.join(map(str, shape))})"
     mask = options["mask"]
     if mask is not None:

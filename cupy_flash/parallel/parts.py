@@ -21,7 +21,7 @@ from ..call.checks import flag, integer, one_of
 from ..call.masks import Band, resolve_band
 from ..call.offsets import longest_length, offsets
 from ..errors import InvalidArgumentsError
-from .group import dropping
+from .group import LocalCall, dropping
 from .partial import attention, attention_backward, attention_varlen, attention_varlen_backward
 
 __all__ = [
@@ -246,6 +246,13 @@ class Split:
                     f"process {rank} holds {n} {what}; of {length} in {self.order} parts it holds {right}.",
                     hint="the rows that cupy_flash.parallel.positions names",
                 )
+
+    @classmethod
+    def of(cls, local_call: LocalCall) -> Split:
+        """The split of a call that is not packed."""
+        link, options = local_call.link, local_call.options
+        q, k = (local_call.arrays[name].shape[local_call.row_axis] for name in "qk")
+        return cls(link.rank, link.ranks, (q, k), local_call.causal, options["parts"], options["seqlen"])
 
 
 class Rows:

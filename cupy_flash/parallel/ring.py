@@ -5,8 +5,8 @@ results over the parts [1]_. Only the heads of k and v are sent, however many he
 as far as a process attends to them.
 
 This module is the loop. `parts` defines how a sequence is split, `agreement` what is compared before the
-first message, `alltoall` and `allgather` are the other schedules. The adapters `cupy_flash.torch`,
-`cupy_flash.jax` and `cupy_flash.parallel.mpi` send the arrays.
+first message, `alltoall` and `allgather` are the other schedules. The adapters `cupy_flash.torch` and
+`cupy_flash.parallel.mpi` send the arrays; `cupy_flash.jax` has the loop in a program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from ..api import Gradients
 from ..merge import merge
-from .group import Link, LocalCall, Round, at, row_axis
+from .group import Link, LocalCall, Round, at, with_length
 from .parts import DenseParts, PackedParts, Pair
 
 __all__ = ["backward", "checked", "forward"]
@@ -47,7 +47,7 @@ def checked(local_call: LocalCall) -> _Call:
     """Check a call and return its parts; all refusals happen here, before the first message."""
     link, arrays, causal, options, cu_seqlens, _ = local_call
     terms = dict(local_call.terms)
-    q, axis = arrays["q"], row_axis(options, arrays["q"])
+    q, axis = arrays["q"], local_call.row_axis
     plain = {name: x for name, x in options.items() if name != "sinks"}
     parts: DenseParts | PackedParts
     if cu_seqlens is None:
@@ -68,17 +68,14 @@ class _Buffers:
         self, link: Link, call: _Call, like: tuple[Any, ...], turns: int, wide: bool = False
     ) -> None:
         self._call, self._like = call, like
-        counts = [(x, math.prod(self._shape(x, call.parts.most_rows))) for x in like]
+        most = call.parts.most_rows
+        counts = [(x, math.prod(with_length(x.shape, call.axis, most))) for x in like]
         self._each = [[link.reserve(x, n, wide) for x, n in counts] for _ in range(min(turns, 2))]
-
-    def _shape(self, x: Any, rows: int) -> tuple[int, ...]:
-        shape = list(x.shape)
-        shape[self._call.axis] = rows
-        return tuple(shape)
 
     def of(self, owner: int, turn: int) -> tuple[Any, ...]:
         """The buffers for the arrays of a process, in this turn."""
-        shapes = (self._shape(x, self._call.parts.rows(owner)) for x in self._like)
+        parts, axis, _ = self._call
+        shapes = (with_length(x.shape, axis, parts.rows(owner)) for x in self._like)
         return tuple(
             flat[: math.prod(shape)].reshape(shape)
             for flat, shape in zip(self._each[turn % 2], shapes, strict=True)
@@ -141,7 +138,7 @@ def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) ->
         call = checked(local_call)
         keys = tuple(link.contiguous(x) for x in (k, v))
         room = _Buffers(link, call, keys, len(call.parts.steps) - 1)
-        home = tuple(x for x, local_call in zip((k, v), wanted, strict=True) if local_call)
+        home = tuple(x for x, asked_for in zip((k, v), wanted, strict=True) if asked_for)
         room_of_sums = _Buffers(link, call, home, len(call.parts.steps), wide=True)
         dq, sums = link.upcast(q), room_of_sums.of(link.rank, 0)
         for x in (dq, *sums):
@@ -158,7 +155,7 @@ def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) ->
         given = do[mine], q[mine], *(x[theirs] for x in keys), o[mine], lse[of_lse]
         grads = parts.differentiate(todo, given, sinks, dlse=None if dlse is None else dlse[of_lse])
         dq[mine] += grads.dq
-        shares = tuple(x for x, local_call in zip((grads.dk, grads.dv), wanted, strict=True) if local_call)
+        shares = tuple(x for x, asked_for in zip((grads.dk, grads.dv), wanted, strict=True) if asked_for)
         dsinks = grads.dsinks if dsinks is None else dsinks
 
     def add(todo: Pair) -> None:
@@ -191,5 +188,5 @@ def backward(local_call: LocalCall, wanted: tuple[bool, bool] = (True, True)) ->
         if returning is not None:
             sums = returning()
     narrowed = iter([link.cast_like(x, like) for x, like in zip(sums, home, strict=True)])
-    dk, dv = (next(narrowed) if local_call else None for local_call in wanted)
+    dk, dv = (next(narrowed) if asked_for else None for asked_for in wanted)
     return Gradients(link.cast_like(dq, q), dk, dv, dsinks=dsinks)

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from ..api import Gradients
 from ..call.blocks import BlockMask
 from ..call.checks import flag, integer, one_of
-from ..call.compound import Spans
+from ..call.compound import Spans, masks_of
 from ..call.options import RingOptions, defaults
 from ..call.reproducible import MODES
 from ..call.signature import takes
 from ..errors import InvalidArgumentsError, UnsupportedError
 from . import allgather, alltoall, ring
-from .group import LocalCall, at, row_axis, terms_of
+from .group import LocalCall, at, terms_of
 from .parts import lengths_of, order_of, stretches
 from .traffic import part_of, sent
 
@@ -56,14 +56,9 @@ def _refused(schedule: str, options: dict[str, Any], packed: bool) -> list[tuple
         if name not in _TAKES[schedule][packed]:
             found.append((name, f'{name}="{x}"' if name == "reproducible" else name))
         elif name == "mask":
-            kinds = [x for x in _masks(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS))]
+            kinds = [x for x in masks_of(x) if not (hasattr(x, "dtype") or isinstance(x, _MASKS))]
             found += [(name, f"a mask of type {type(x).__name__}") for x in kinds]
     return found
-
-
-def _masks(mask: Any) -> list[Any]:
-    """The members of a mask: itself, or those of a tuple, nested or not."""
-    return [x for part in mask for x in _masks(part)] if type(mask) in (tuple, list) else [mask]
 
 
 def check(options: dict[str, Any], packed: bool) -> list[str]:
@@ -100,10 +95,7 @@ def _costs_of_shards(local_call: LocalCall, supported: list[str]) -> _Costs:
     options, ranks, arrays = local_call.options, local_call.link.ranks, local_call.arrays
     part = part_of(local_call, (True, True), padded=True)
     if local_call.cu_seqlens is None and options["seqlen"] is not None:
-        axis, zigzag = (
-            row_axis(options, arrays["q"]),
-            order_of(options["parts"], local_call.causal) == "zigzag",
-        )
+        axis, zigzag = local_call.row_axis, order_of(options["parts"], local_call.causal) == "zigzag"
         rows = [sum(map(len, stretches(0, ranks, n, zigzag))) for n in lengths_of(options["seqlen"])]
         arrays = {name: x[at(slice(0, rows[name != "q"]), axis)] for name, x in arrays.items()}
     steps, unable = _unsupported(local_call._replace(arrays=arrays), supported)

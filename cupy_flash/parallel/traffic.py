@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..call.adopt import adopt
-from .group import LocalCall, row_axis
+from .group import LocalCall
 from .parts import Split
 
 __all__ = ["part_of", "sent"]
@@ -18,17 +18,12 @@ def part_of(local_call: LocalCall, wanted: tuple[bool, bool], padded: bool = Fal
     `wanted` says whether any process needs the gradients of k, and of v; `padded`, that all parts have one
     length.
     """
-    link, options, axis = (
-        local_call.link,
-        local_call.options,
-        row_axis(local_call.options, local_call.arrays["q"]),
-    )
+    options, axis, ranks = local_call.options, local_call.row_axis, local_call.link.ranks
     q, k, v = (local_call.arrays[name] for name in "qkv")
-    rows = q.shape[axis], k.shape[axis]
-    parts = rows
+    parts = q.shape[axis], k.shape[axis]
     if local_call.cu_seqlens is None and options["seqlen"] is not None and not padded:
-        whole = Split(link.rank, link.ranks, rows, local_call.causal, options["parts"], options["seqlen"])
-        parts = (whole.lengths[0] / link.ranks, whole.lengths[1] / link.ranks)
+        queries, keys_of_all = Split.of(local_call).lengths
+        parts = queries / ranks, keys_of_all / ranks
     item = adopt(q, "q").item_bytes
     sums = max(item, 4)
     heads_q, heads_k = (math.prod((*x.shape[:axis], *x.shape[axis + 1 : -1])) for x in (q, k))

@@ -14,12 +14,14 @@ from ..call.options import WITH_GRADIENT, CompiledOptions
 from ..call.values import checked_seed
 from ..errors import InvalidArgumentsError, UnsupportedError
 from ..varlen import pack
-from .schema import arguments_of, array_names
+from .schema import arguments_of, array_names, schema
 
 __all__ = [
     "ARGUMENTS",
     "GRADIENTS",
+    "NAMES",
     "NO_GRADIENTS",
+    "SCHEMA",
     "TENSORS",
     "Call",
     "adopted_call",
@@ -45,6 +47,8 @@ ARGUMENTS = arguments_of(
         "seed": "Tensor? seed",
     },
 )
+NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
+SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
 
 
 class Call(NamedTuple):

@@ -102,15 +102,12 @@ def context_parallel(
         enable_gqa: bool = False,
     ) -> Tensor:
         def check() -> None:
-            refused = {
-                "attn_mask": "attn_mask=None and is_causal=True; or ring_attention, which takes masks",
-                "dropout_p": "dropout_p=0.0",
-            }
-            for name, given in (("attn_mask", attn_mask is not None), ("dropout_p", dropout_p)):
-                if given:
-                    raise UnsupportedError(
-                        f"{name} is not supported inside of context_parallel.", hint=refused[name]
-                    )
+            no_mask = "attn_mask=None and is_causal=True; or ring_attention, which takes masks"
+            for name, there, hint in (
+                ("attn_mask", attn_mask is not None, no_mask), ("dropout_p", dropout_p, "dropout_p=0.0"),
+            ):  # fmt: skip
+                if there:
+                    raise UnsupportedError(f"{name} is not supported inside of context_parallel.", hint=hint)
             if not flag(enable_gqa, "enable_gqa") and query.dim() > 2 and query.shape[-3] != key.shape[-3]:
                 raise InvalidArgumentsError(
                     f"query has {query.shape[-3]} heads, key {key.shape[-3]}.", hint="enable_gqa=True"

@@ -52,10 +52,6 @@ def _reproducible() -> Literal["run"] | None:
     return "run" if torch.are_deterministic_algorithms_enabled() else None
 
 
-def _detached(*tensors: Any) -> tuple[Any, ...]:
-    return tuple(None if x is None else x.detach() for x in tensors)
-
-
 def _laid_out(like: Any, x: Any) -> Any:
     """The values of x with the strides of `torch.empty_like(like)`; x itself if it has them."""
     wanted = torch.empty_like(like, device="meta").stride()
@@ -72,7 +68,6 @@ def _aux(q: Any) -> tuple[Any, Any, Any]:
 
 def _dense(q: Any, k: Any, v: Any, out: Any = None, **options: Any) -> tuple[Any, Any]:
     """O and LSE; o has the strides of q if the shapes are equal."""
-    q, k, v, out = _detached(q, k, v, out)
     if out is None and q.shape[-1] == v.shape[-1]:
         out = torch.empty_like(q)
     o, lse = api.attention(q, k, v, out=out, return_lse=True, **options)
@@ -80,9 +75,7 @@ def _dense(q: Any, k: Any, v: Any, out: Any = None, **options: Any) -> tuple[Any
 
 
 def _dense_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, **options: Any) -> tuple[Any, ...]:
-    tensors = _detached(do, q, k, v, o, lse)
-    grads: tuple[Any, ...] = api.attention_backward(*tensors, reproducible=_reproducible(), **options)[:3]
-    return grads
+    return api.attention_backward(do, q, k, v, o, lse, reproducible=_reproducible(), **options)[:3]
 
 
 def _transposed_backward(
@@ -165,7 +158,6 @@ def _attend(  # type: ignore[no-untyped-def]
             options["block_table"] = block_table
             if num_splits is not None and num_splits > 1:
                 options["tuning"] = Tuning(splits=num_splits)
-        q, k, v, out = _detached(q, k, v, out)
         if out is None and q.shape[-1] == v.shape[-1] and not q.is_contiguous():
             out = torch.zeros_like(q)  # why zeros: rows after the last offset are not written
         o, lse = attention_varlen(
@@ -185,7 +177,6 @@ def _flash_backward(  # type: ignore[no-untyped-def]
     if cum_seq_q is None:
         grads = _dense_backward(do, q, k, v, o, lse, layout="bshd", **options)
     else:
-        do, q, k, v, o, lse = _detached(do, q, k, v, o, lse)
         grads = attention_varlen_backward(
             do, q, k, v, o, lse, cum_seq_q, cum_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
             reproducible=_reproducible(), **options,
@@ -201,7 +192,7 @@ def _cpu_options(dropout_p: float, is_causal: bool, scale: float | None, mask: A
     _refuse(dropout_p)
     named: dict[str, Any] = {"causal": is_causal, "align": "top_left", "scale": scale}
     if mask is not None:
-        named["mask" if mask.dtype == torch.bool else "bias"] = mask.detach()
+        named["mask" if mask.dtype == torch.bool else "bias"] = mask
     return named
 
 
@@ -239,7 +230,8 @@ def _with_fallback(name: str, key: str, ours: Callable[..., Any]) -> Callable[..
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return ours(*args, **kwargs)
+            with torch.no_grad():  # torch records the operator, not what it calls
+                return ours(*args, **kwargs)
         except UnsupportedError as error:
             if own is None:
                 raise

@@ -13,11 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..call.codes import kind_of_codes
-from .call import ARGUMENTS, TENSORS
+from .call import NAMES
 from .kv_cache import NAMES as CACHE_NAMES
 from .ops import operators
-
-_NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
 
 
 def _known(x: Any) -> bool:
@@ -25,12 +23,14 @@ def _known(x: Any) -> bool:
     return not isinstance(x, FakeTensor) and x.device.type != "meta"
 
 
-def _lengths(offsets: Any, longest: int | None, rows: int) -> list[int]:
-    """Lengths of packed sequences; the longest length for each if the offsets have no values."""
-    if _known(offsets):
-        lengths: list[int] = offsets.diff().tolist()
-        return lengths
-    return [rows if longest is None else longest] * (offsets.shape[0] - 1)
+def _lengths(offsets: Any, longest: int | None, rows: int, used: Any = None) -> list[int]:
+    """Lengths of packed sequences, in use if given; the longest length for each if they have no values."""
+    lengths: list[int] = [rows if longest is None else longest] * (offsets.shape[0] - 1)
+    if used is not None and _known(used):
+        lengths = used.tolist()
+    elif _known(offsets):
+        lengths = offsets.diff().tolist()
+    return lengths
 
 
 def _pairs(given: dict[str, Any]) -> int:
@@ -38,11 +38,8 @@ def _pairs(given: dict[str, Any]) -> int:
     q, k = given["q"], given["k"]
     if given["cu_seqlens_q"] is not None:
         cut_k = given["cu_seqlens_q"] if given["cu_seqlens_k"] is None else given["cu_seqlens_k"]
-        queries = _lengths(given["cu_seqlens_q"], given["max_seqlen_q"], q.shape[0])
-        keys = _lengths(cut_k, given["max_seqlen_k"], k.shape[0])
-        used = given["seqused_k"]
-        if used is not None and _known(used):
-            keys = used.tolist()
+        queries = _lengths(given["cu_seqlens_q"], given["max_seqlen_q"], q.shape[0], given["seqused_q"])
+        keys = _lengths(cut_k, given["max_seqlen_k"], k.shape[0], given["seqused_k"])
         return int(q.shape[1]) * sum(i * j for i, j in zip(queries, keys, strict=True))
     axis = -3 if given["layout"] == "bshd" and q.dim() > 2 else -2
     return int(math.prod(q.shape[:-1]) * k.shape[axis])
@@ -51,23 +48,32 @@ def _pairs(given: dict[str, Any]) -> int:
 @register_flop_formula(operators.attention, get_raw=True)
 def _forward(*values: Any, **_: Any) -> int:
     """FLOPs of Q K^T and P V."""
-    given = dict(zip(_NAMES, values, strict=True))
+    given = dict(zip(NAMES, values, strict=True))
     return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
 
 
 @register_flop_formula(operators.attention_backward, get_raw=True)
 def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) -> int:
     """FLOPs of Q K^T (recomputed), dO V^T, P^T dO, dS K and dS^T Q."""
-    given = dict(zip(_NAMES, values, strict=True))
+    given = dict(zip(NAMES, values, strict=True))
     return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
 
 
 @register_flop_formula(operators.attention_with_kv_cache, get_raw=True)
 def _over_cache(*values: Any, **_: Any) -> int:
-    """FLOPs of Q K^T and P V over the keys in use."""
+    """FLOPs of Q K^T and P V over the keys in use, or over those that each query selects."""
     given = dict(zip(CACHE_NAMES, values, strict=True))
     q, rows = given["q"], -3 if given["layout"] == "bshd" else -2
-    batch, appended = q.shape[0], 0 if given["k"] is None else given["k"].shape[rows]
+    if given["cu_seqlens_q"] is None:
+        heads, queries = q.shape[-5 - rows], [q.shape[rows]] * q.shape[0]
+    else:
+        queries = _lengths(given["cu_seqlens_q"], given["max_seqlen_q"], q.shape[0], given["seqused_q"])
+        heads = q.shape[1]
+    batch, new, cut_new = len(queries), given["k"], given["cu_seqlens_k_new"]
+    if cut_new is None:
+        appended = [0 if new is None else new.shape[rows]] * batch
+    else:
+        appended = _lengths(cut_new, None, new.shape[0])
     room = given["k_cache"].shape[rows]
     if given["block_table"] is not None:
         room *= given["block_table"].shape[1]
@@ -76,8 +82,10 @@ def _over_cache(*values: Any, **_: Any) -> int:
         lengths = [given["length"]] * batch
     else:
         lengths = lengths.tolist() if _known(lengths) else [room] * batch
-    keys = sum(min(max(n, 0) + appended, room) for n in lengths)
-    if given["prefix_k"] is not None:
-        keys += batch * given["prefix_k"].shape[rows]
-    each, halves = math.prod(q.shape[1:-1]), 2 if kind_of_codes(given) else 1  # codes of 4 bits
-    return int(2 * each * keys * (q.shape[-1] + halves * given["v_cache"].shape[-1]))
+    before = 0 if given["prefix_k"] is None else given["prefix_k"].shape[rows]
+    keys = [min(max(n, 0) + more, room) + before for n, more in zip(lengths, appended, strict=True)]
+    if given["indices"] is not None:
+        keys = [given["indices"].shape[-1]] * batch
+    halves = 2 if kind_of_codes(given) else 1  # codes of 4 bits
+    pairs = heads * sum(i * j for i, j in zip(queries, keys, strict=True))
+    return int(2 * pairs * (q.shape[-1] + halves * given["v_cache"].shape[-1]))

@@ -73,7 +73,7 @@ def _attend_sharded(call: Call, return_lse: bool) -> Any:
 
     turned = head_first(call)
     o, lse = _attend_to_tensors(turned, True)
-    o = o.transpose(-3, -2) if turned is not call and turned.options.layout != call.options.layout else o
+    o = o if turned is call else o.transpose(-3, -2)
     return (o, lse) if return_lse else o
 
 
@@ -92,7 +92,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         )
     for at in NO_GRADIENTS:
         x = call.tensors[at]
-        if x is not None and x.requires_grad:
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
             name = TENSORS[at]
             raise UnsupportedError(
                 f"{name} has no gradient.", hint=f"{name}.detach(), or what it adds as a bias"

@@ -52,8 +52,7 @@ _DEFAULTS = {
 }  # fmt: skip
 NAMES = ("q", "k_cache", "v_cache", *_ARRAYS, *(argument.name for argument in _ARGUMENTS))
 _TENSORS = ["Tensor q", "Tensor(a!) k_cache", "Tensor(b!) v_cache", *(f"Tensor? {name}" for name in _ARRAYS)]
-_DEFINITION = f"attention_with_kv_cache({schema(_TENSORS, _ARGUMENTS)}) -> (Tensor, Tensor)"
-library.define(_DEFINITION)
+library.define(f"attention_with_kv_cache({schema(_TENSORS, _ARGUMENTS)}) -> (Tensor, Tensor)")
 
 
 def _run(*values: Any) -> tuple[Any, Any]:

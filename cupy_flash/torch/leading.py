@@ -38,7 +38,7 @@ def are_in_rows(query: Tensor) -> bool:
 
 def swap_heads_and_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors with the axes of heads and rows swapped."""
-    return tuple([x if x is None else x.transpose(1, 2) for x in tensors])
+    return tuple([x.transpose(1, 2) for x in tensors])
 
 
 def broadcast_batches(

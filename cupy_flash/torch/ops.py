@@ -15,9 +15,8 @@ import torch
 from ..call.opaque import opaque
 from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
-from .call import ARGUMENTS, GRADIENTS, TENSORS, Call, arguments, backward, call_of, forward
+from .call import GRADIENTS, NAMES, SCHEMA, TENSORS, Call, arguments, backward, call_of, forward
 from .inputs import check_one_device
-from .schema import schema
 from .second_order import Backward, Tangent, attend_with_tangents, tangents_of
 from .shapes import check_shapes
 from .vmap import one_by_one
@@ -34,17 +33,16 @@ __all__ = [
     "operators",
 ]
 
-_SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
 _DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-_AT = {argument.name: len(TENSORS) + i for i, argument in enumerate(ARGUMENTS)}
+_REPRODUCIBLE = NAMES.index("reproducible") - len(TENSORS)  # its position among the options
 
 # Torch caches compiled graphs on disk by the names of their operators: after a release, a changed schema
 # needs a new name.
 library = torch.library.Library(NAMESPACE, "DEF")
 operators: Any = getattr(torch.ops, NAMESPACE)
-library.define(f"attention({_SCHEMA}) -> (Tensor, Tensor)")
+library.define(f"attention({SCHEMA}) -> (Tensor, Tensor)")
 library.define(
-    f"attention_backward(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {_SCHEMA}) -> "
+    f"attention_backward(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, {SCHEMA}) -> "
     f"({', '.join(['Tensor'] * len(GRADIENTS))})"
 )
 
@@ -90,10 +88,10 @@ def _keep_out_of_decompositions() -> None:
 def fake_forward(*values: Any) -> tuple[Any, Any]:
     """Empty results of the operator, for their shapes."""
     _keep_out_of_decompositions()
-    tensors = dict(zip(TENSORS, values, strict=False))
-    layout, *longest = (values[_AT[name]] for name in ("layout", "max_seqlen_q", "max_seqlen_k"))
+    given = dict(zip(NAMES, values, strict=True))
+    tensors, layout = {name: given[name] for name in TENSORS}, given["layout"]
     check_one_device(**tensors)
-    check_shapes(tensors, layout, (longest[0], longest[1]))
+    check_shapes(tensors, layout, (given["max_seqlen_q"], given["max_seqlen_k"]))
     q, v, packed = tensors["q"], tensors["v"], tensors["cu_seqlens_q"] is not None
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q, layout, packed), dtype=acc)
@@ -140,12 +138,12 @@ def first_derivative_only(
 
 
 def _differentiate(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-    results: list[Any] = [None] * (len(TENSORS) + len(ARGUMENTS))
+    results: list[Any] = [None] * len(NAMES)
     if do is None and dlse is None:
         return tuple(results)
-    options, at = list(ctx.options), _AT["reproducible"] - len(TENSORS)
-    if options[at] is None and torch.are_deterministic_algorithms_enabled():
-        options[at] = "run"
+    options = list(ctx.options)
+    if options[_REPRODUCIBLE] is None and torch.are_deterministic_algorithms_enabled():
+        options[_REPRODUCIBLE] = "run"
     saved = ctx.saved_tensors
     recorded = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
     grads = (Backward.apply if recorded else differentiate)(do, dlse, *saved, *options)
@@ -199,10 +197,10 @@ def _by_function(*values: Any) -> tuple[Any, Any]:
 
 def attend(call: Call) -> tuple[Any, Any]:
     """O and LSE by the operator, differentiable also by torch.func (grad, vjp, jvp)."""
-    results = attend_with_tangents(call) if in_forward_mode(*call.tensors) else None
-    if results is not None:
+    dual = in_forward_mode(*call.tensors)
+    if dual and (results := attend_with_tangents(call)) is not None:
         return results
-    differentiated = _is_differentiated() or in_forward_mode(*call.tensors)
+    differentiated = dual or _is_differentiated()
     o, lse = (_by_function if differentiated else operator)(*arguments(call))
     return o, lse
 

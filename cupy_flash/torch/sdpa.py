@@ -39,10 +39,6 @@ def _options(
     }  # fmt: skip
 
 
-def _ran_backward(_: Tensor) -> None:
-    ran_backward()
-
-
 def _ours_or_fallback(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The result of this library, or of torch's function `own` if this library refuses the call."""
     if options["dropout_p"] and args[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -57,7 +53,7 @@ def _ours_or_fallback(own: Callable[..., Any], *args: Any, **options: Any) -> An
         return own(*args, **options)
     ran_forward()
     if o.requires_grad:
-        o.register_hook(_ran_backward)
+        o.register_hook(lambda _: ran_backward())
     return o
 
 

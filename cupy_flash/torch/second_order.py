@@ -17,24 +17,22 @@ from ..derivatives.second_order import run_hvp, run_jvp
 from ..derivatives.with_jvp import run_with_jvp
 from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
-from .call import ARGUMENTS, TENSORS, Call, adopted_call, arguments, call_of
-from .schema import schema
+from .call import SCHEMA, TENSORS, Call, adopted_call, arguments, call_of
 from .vmap import directions_at_once
 
 __all__ = ["Backward", "Tangent", "attend_with_tangents", "tangents_of"]
 
 _PRIMALS = tuple(TENSORS.index(name[1:]) for name in TANGENTS)
 _N = len(TANGENTS)
-_SCHEMA = schema([f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in TENSORS], ARGUMENTS)
 _ALONG = ", ".join(f"Tensor? {name}" for name in TANGENTS)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _operators: Any = getattr(torch.ops, NAMESPACE)
-_library.define(f"attention_jvp(Tensor o, Tensor lse, {_ALONG}, {_SCHEMA}) -> (Tensor, Tensor)")
-_library.define(f"attention_with_jvp({_ALONG}, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"attention_jvp(Tensor o, Tensor lse, {_ALONG}, {SCHEMA}) -> (Tensor, Tensor)")
+_library.define(f"attention_with_jvp({_ALONG}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
     f"attention_hvp(Tensor? do, Tensor? dlse, Tensor o, Tensor lse, Tensor do_, Tensor dlse_, {_ALONG}, "
-    f"{_SCHEMA}) -> ({', '.join(['Tensor'] * _N)})"
+    f"{SCHEMA}) -> ({', '.join(['Tensor'] * _N)})"
 )
 
 

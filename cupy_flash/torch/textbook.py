@@ -11,12 +11,11 @@ import torch
 from torch._decomp import register_decomposition
 
 from ..errors import UnsupportedError
-from .call import ARGUMENTS, TENSORS
+from .call import NAMES, TENSORS
 from .ops import fake_forward, operator
 
 __all__ = ["attention_by_textbook"]
 
-_NAMES = (*TENSORS, *(argument.name for argument in ARGUMENTS))
 _KNOWN = ("q", "k", "v", "mask", "bias", "alibi_slopes", "sinks")
 
 
@@ -27,7 +26,7 @@ register_decomposition(operator, type="meta")(fake_forward)
 @register_decomposition(operator)  # type: ignore[untyped-decorator]
 def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     """O and LSE from the operator's arguments."""
-    given = dict(zip(_NAMES, values, strict=False))
+    given = dict(zip(NAMES, values, strict=True))
     odd = [name for name in TENSORS if given[name] is not None and name not in _KNOWN]
     if odd or given["dropout"]:
         raise UnsupportedError(
@@ -37,10 +36,11 @@ def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     dtype, rank = given["q"].dtype, given["q"].dim()
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     swapped = given["layout"] == "bshd" and rank > 2
-    q, k, v = (given[name].to(acc) for name in ("q", "k", "v"))
+    # why four axes: so many may a mask, a bias or slopes have, whatever the rank of q.
+    q, k, v = (given[name].to(acc)[(None,) * (4 - rank)] for name in ("q", "k", "v"))
     if swapped:
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-    if rank > 2 and q.shape[-3] != k.shape[-3]:
+    if q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
     scores = (q * scale) @ k.transpose(-2, -1)
@@ -68,4 +68,5 @@ def attention_by_textbook(*values: Any) -> tuple[Any, Any]:
     total = total if sinks is None else total + torch.exp(sinks - top)
     o = (weights @ v) / torch.where(total == 0, 1.0, total)
     lse = (top + torch.log(total)).squeeze(-1)
-    return (o.transpose(-3, -2) if swapped else o).to(dtype), lse
+    own = (0,) * (4 - rank)
+    return (o.transpose(-3, -2) if swapped else o)[own].to(dtype), lse[own]

@@ -324,6 +324,8 @@ def test_what_cannot_be_done_is_not_chosen():
         chosen(few, reproducible="batch")
     with pytest.raises(UnsupportedError, match=r"a mask of type .* an all-to-all"):
         chosen(few, mask=cupy_flash.mask(lambda b, h, i, j: i >= j))
+    with pytest.raises(UnsupportedError, match=r"a mask of type list .* an all-to-all"):
+        chosen(many, mask=[mask, mask])
     blocks = cupy_flash.BlockMask(np.ones((1, 1), np.int32), np.zeros((0, 16, 2), np.uint8))
     assert chosen(many, mask=blocks) == ["alltoall"] * 2
     with pytest.raises(InvalidArgumentsError, match="3 heads of q"):  # and stretches of 4 rows

@@ -202,6 +202,22 @@ class TestFlops:
         used = torch.tensor([2, 7], dtype=torch.int32)
         flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS, seqused_k=used))
         assert flops == 2 * 4 * (5 * 2 + 12 * 7) * (8 + 8)
+        flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS, seqused_q=used))
+        assert flops == 2 * 4 * (2 * 5 + 7 * 12) * (8 + 8)
+
+    def test_packed_queries_over_a_cache_by_their_lengths(self):
+        cache, lengths = torch.zeros(2, 4, 32, 8), torch.tensor([3, 9], dtype=torch.int32)
+        over = {"k_cache": cache, "v_cache": cache.clone(), "cu_seqlens_q": CUTS}
+        for given, keys in (
+            ({"cache_seqlens": lengths}, (3, 9)),
+            ({"cache_seqlens": 5}, (5, 5)),
+            (
+                {"cache_seqlens": lengths, "k": ROWS[1], "v": ROWS[2], "cu_seqlens_k_new": CUTS},
+                (3 + 5, 9 + 12),
+            ),
+        ):
+            flops = counted(lambda given=given: cf.attention_with_kv_cache(ROWS[0], **over, **given))
+            assert flops == 2 * 4 * (5 * keys[0] + 12 * keys[1]) * (8 + 8)
 
     def test_a_cache_by_its_keys_in_use(self):
         q, k, v, lengths = new(4)
@@ -210,6 +226,13 @@ class TestFlops:
             cf.attention_with_kv_cache(q, **caches(), cache_seqlens=lengths, k=k, v=v)
 
         assert counted(step, lengths) == counted(step, 4) == 2 * 2 * 4 * 3 * 7 * (8 + 8)
+
+    def test_selected_keys_of_a_cache_by_their_number(self):
+        q, cache = new(4)[0], torch.zeros(2, 1, 32, 8)
+        indices = torch.zeros(2, q.shape[2], 5, dtype=torch.int32)
+        over = {"k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": 20, "indices": indices}
+        flops = counted(lambda: cf.attention_with_kv_cache(q, **over))
+        assert flops == 2 * q.shape[:-1].numel() * 5 * (8 + 8)
 
     def test_without_values_the_longest_counts(self):
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 import cupy_flash.torch as cf
 from cupy_flash import UnsupportedError
+from cupy_flash.torch.call import Call, arguments
 from cupy_flash.torch.ops import operator
 from cupy_flash.torch.textbook import attention_by_textbook
 
@@ -87,6 +88,18 @@ def test_decomposed_programs_give_what_the_library_gives(case, dtype, layout, ra
     for ours, wanted in zip(program.module()(*inputs), module(*inputs), strict=True):
         assert ours.dtype == wanted.dtype
         torch.testing.assert_close(ours, wanted, **tolerance)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_results_have_the_rank_of_q_where_other_arrays_have_more_axes(rank):
+    heads, qkv = 4 if rank == 3 else 1, qkv_of(rank=rank)
+    options = {
+        "mask": HIDDEN[:1], "bias": BIAS[None, :heads], "alibi_slopes": torch.ones(1, heads), "align": 0,
+        "sinks": torch.zeros(heads),
+    }  # fmt: skip
+    ours = attention_by_textbook(*arguments(Call.of(*qkv, {**options})))
+    wanted = cf.attention(*qkv, return_lse=True, **options)
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=2e-6)
 
 
 def test_what_has_no_form_is_refused_by_name():

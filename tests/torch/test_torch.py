@@ -227,6 +227,13 @@ class TestGradients:
         with pytest.raises(UnsupportedError, match="alibi_slopes has no gradient"):
             cf.attention(q, k, v, alibi_slopes=torch.ones(4, dtype=torch.float64, requires_grad=True))
 
+    def test_slopes_that_require_a_gradient_are_taken_where_none_is_recorded(self):
+        q, k, v = (x.detach() for x in qkv())
+        slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
+        with torch.no_grad():
+            ours = cf.attention(q, k, v, alibi_slopes=slopes)
+        torch.testing.assert_close(ours, cf.attention(q, k, v, alibi_slopes=slopes.detach()))
+
     def test_the_core_refuses_to_cut_a_gradient(self):
         with pytest.raises(InvalidArgumentsError, match="requires grad"):
             cupy_flash.attention(*qkv())
