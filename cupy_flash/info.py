@@ -12,6 +12,7 @@ from typing import Any
 from .call.problem import Problem
 from .cpu import choose as choose_on_cpu
 from .cpu.core.isa import why_floats
+from .cpu.core.locate import load
 from .cpu.core.sources import AMX, BFLOAT16, multiplies
 from .cpu.threads import available_cores
 from .cubins import locate
@@ -108,6 +109,8 @@ def _on_cpu(problems: list[str]) -> str:
         if simulator is not None:
             return f"the kernels of {simulator.arch(0)}, simulated ({choice.VARIABLE})"
         found = choose_on_cpu.core()
+        if not isinstance(found, str):
+            load(found[1])
     except (InvalidArgumentsError, CubinNotFoundError) as error:
         problems.append(f"cpu: {error}")
         return "nothing, until the problem below is solved"

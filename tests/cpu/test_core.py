@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import CubinNotFoundError, InvalidArgumentsError
+from cupy_flash import CubinNotFoundError, InvalidArgumentsError, info
 from cupy_flash.call.problem import Codes
 from cupy_flash.cpu import choose
 from cupy_flash.cpu.core import build, family, isa, locate, params, sources
@@ -303,6 +303,26 @@ def test_what_is_loaded_is_what_was_checked(copy: Path, core: locate.Library) ->
         assert asked == [f"{found.path} (deleted)"], (
             "the file that was hashed, though it has no path any more"
         )
+
+
+def test_a_library_that_the_system_refuses_is_named_with_a_remedy(
+    core: locate.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a file system that is mounted noexec; `info` says it before a call does."""
+
+    def refused(name: str) -> None:
+        raise OSError(f"{name}: failed to map segment from shared object")
+
+    locate.load.cache_clear()
+    monkeypatch.setattr(locate.ctypes, "CDLL", refused)
+    says = (
+        rf"{re.escape(str(core.path))} does not load: failed to map segment[^/]*\nTry: .*CUPY_FLASH_CPU=numpy"
+    )
+    with pytest.raises(CubinNotFoundError, match=says):
+        locate.load(core)
+    problems: list[str] = []
+    assert info._on_cpu(problems).startswith("nothing")
+    assert re.match(f"cpu: {says}", problems[0])
 
 
 def test_two_libraries_by_one_number_of_a_file_are_two(copy: Path, core: locate.Library) -> None:

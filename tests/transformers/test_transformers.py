@@ -272,6 +272,19 @@ class TestDecoders:
             one, _ = cf.attention_forward(module, query[:, :, a:b], part, part, mask)
             assert_close(out[:, a:b], one)
 
+    @torch.no_grad()
+    def test_lengths_keep_sequences_apart_where_a_model_makes_its_mask_without_positions(self):
+        model, ids = build("GptOss"), tokens(1, 13)
+        positions = torch.cat([torch.arange(5), torch.arange(8)])[None]
+        collated = {"position_ids": positions, "use_cache": False}
+        eager, ours = both(model, lambda m: m(ids, **collated).logits)
+        apart = torch.cat([model(part).logits for part in (ids[:, :5], ids[:, 5:])], 1)
+        assert_close(ours, eager)
+        assert (ours - apart).abs().max() > 0.1, "docs/transformers.md says that it attends across sequences"
+        cu = torch.tensor([0, 5, 13], dtype=torch.int32)
+        lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 8, "max_length_k": 8}
+        assert_close(model(ids, **collated, **lengths).logits, apart)
+
     @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
     def test_masks_of_ones_own(self, name):
         """A bool mask of pairs is what "eager" makes of 0 and -inf; of a bool one it adds 0 and 1."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ... import manifest, trust
 from ...errors import CubinNotFoundError
-from .isa import Isa, host
+from .isa import OVERRIDE, Isa, host
 from .params import ABI_VERSION
 from .sources import digest, folder, library_name
 
@@ -138,6 +138,7 @@ def load(library: Library) -> ctypes.CDLL:
     """Load a library that `locate` has found, after checking its SHA-256 again.
 
     Linux loads the open file, so that the path cannot be replaced in between; other systems load the path.
+    A file that the system refuses to load raises a CubinNotFoundError.
     """
     with library.path.open("rb") as file:
         manifest.check_bytes(library.path, file.read(), library.sha256)
@@ -146,7 +147,13 @@ def load(library: Library) -> ctypes.CDLL:
         unique = "".join("/./" if byte & 1 else "/" for byte in os.urandom(64))
         opened = f"/proc/self/fd{unique}{file.fileno()}"
         by_descriptor = sys.platform == "linux" and Path(opened).exists()
-        return ctypes.CDLL(opened if by_descriptor else str(library.path))
+        try:
+            return ctypes.CDLL(opened if by_descriptor else str(library.path))
+        except OSError as error:  # for a file system mounted noexec: "failed to map segment ..."
+            raise CubinNotFoundError(
+                f"{library.path} does not load: {str(error).removeprefix(f'{opened}: ')}.",
+                hint=f"a file system that is not mounted noexec, or {OVERRIDE}=numpy in the environment",
+            ) from error
 
 
 def how_to_get_one() -> str:
