@@ -115,7 +115,7 @@ def _backward_box(
             dk[..., j, :] += ds.swapaxes(-1, -2) @ q  # [A2.16]
         out = x["dq"][at]
         np.multiply(dq.reshape(out.shape), acc.type(p.scale), out=out, casting="same_kind")
-        count(p, box, i0, i1)
+        count(p, i0, i1)
     # q was scaled before the products: by all of the scale, or with softcap by scale / softcap.
     np.multiply(dk, acc.type(p.softcap or 1), out=x["dk"][box], casting="same_kind")
     x["dv"][box] = dv

@@ -80,7 +80,7 @@ def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
             o *= rescale[..., None]  # [A1.10]
             o += s @ v[..., j, :]
         _finish(scores, x, box, at, o, row_max, row_sum)
-        count(p, box, i0, i1)
+        count(p, i0, i1)
 
 
 def softmax(s: Array, row_max: Array) -> tuple[Array, Array]:

@@ -158,18 +158,17 @@ class NumpyBackend(Backend):
         self, arrays: Views, run_options: RunOptions, *, length: int | None = None, **_of_gpus: int | None
     ) -> None:
         """As in `Backend`."""
+        from ..cpu.progress import Count, counting, pairs  # why here: see `prepare_backend`
+
         problem = self.problem._replace(seed=run_options.seed) if run_options.seed else self.problem
         seen = {x.name: x.numpy(arrays[x.array]) for x in self.seen}
         if length is not None:
             seen["cache_seqlens"] = np.full(problem.batch, length, np.int32)
-        with reporting(run_options.progress) as tell:
-            if tell is None:
-                self.path(problem, seen)
-                return
-            from ..cpu.progress import Count, counting, pairs
-
-            with counting(Count(pairs(problem, seen), tell)):
-                self.path(problem, seen)
+        with (
+            reporting(run_options.progress) as tell,
+            counting(None if tell is None else Count(pairs(problem, seen), tell)),
+        ):
+            self.path(problem, seen)
 
 
 @dataclass(frozen=True)
