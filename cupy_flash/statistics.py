@@ -9,7 +9,7 @@ import numpy as np
 
 from .api import adopted, scaled
 from .call import outputs
-from .call.arrays import CPU, device_name
+from .call.arrays import CPU, accumulator_of, device_name
 from .call.blocks import check_blocks
 from .call.cache.describe import PACKED, adopt_cache, describe_cache, pack_queries
 from .call.cache.parts import cache_parts
@@ -231,7 +231,7 @@ def kinds_of_results(
     heads = of_queries[-2:-1]
     # Results by key have the heads of q, not of k.
     of_keys = (room[0], *heads, room[1]) if room else (*rows(k)[:-2], *heads, rows(k)[-1])
-    acc = "float64" if dtype == "float64" else "float32"
+    acc = accumulator_of(dtype)
     every = {
         "key_sum": (of_keys, acc),
         "key_max": (of_keys, acc),
