@@ -33,6 +33,7 @@ from .errors import InvalidArgumentsError
 __all__ = ["dequantize", "float8", "int4", "int8", "nvfp4"]
 
 _HEADS = {"bhsd": 1, "bshd": 2}
+_RESULTS = ("float16", "float32", "float64")
 
 
 def _floats(x: Any) -> tuple[Any, Any, str]:
@@ -219,8 +220,10 @@ def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
     Raises
     ------
     InvalidArgumentsError
-        8-bit codes: cast them and multiply by their scale.
+        Another dtype, or 8-bit codes: cast them and multiply by their scale.
     """
+    if not one_of(dtype, _RESULTS):
+        raise InvalidArgumentsError(f"dtype is {dtype!r}.", hint=f"one of {', '.join(map(repr, _RESULTS))}")
     xp = namespace(adopt(cache.codes, "codes").library)
     if cache.zero is not None:
         return unpacked(xp, cache.codes, cache.scale, cache.zero, dtype)
