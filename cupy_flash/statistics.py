@@ -29,7 +29,7 @@ from .call.progress import CALLBACK
 from .call.signature import takes
 from .call.spans import check_spans
 from .call.values import RunOptions
-from .dispatch.backends import BackendView, driver_of, prepare_backend
+from .dispatch.backends import driver_of, prepare_backend
 from .dispatch.memo import computed_by, prepared
 from .errors import InvalidArgumentsError, UnsupportedError
 from .varlen import pack, split_dense_or_packed
@@ -168,10 +168,8 @@ def attention_statistics(
     made = {name: outputs.zeros(raw["q"], *kind) for name, kind in kinds.items()}
     seen = {name: view.lifted(4 if name in _OF_PLACES else 3) for name, view in made.items()}
     every = {**views, **seen}
-    # why not unchanged: the pass has 4-axis views of 3-axis results.
-    table = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
     counted = problem._replace(direction="statistics", wanted=names)
-    backend = prepare_backend(counted, every, driver_of(raw["q"].device, raw["q"].library), table)
+    backend = prepare_backend(counted, every, driver_of(raw["q"].device, raw["q"].library))
     if "top_keys" in seen:
         seen["top_keys"].numpy()[...] = -1
     computed_by(backend.kernels)

@@ -78,7 +78,8 @@ class BackendView(NamedTuple):
     shape: tuple[int, ...]
     byte_strides: tuple[int, ...]
     dtype: str
-    unchanged: bool  # whether shape, strides and dtype are those of the array itself
+    # Whether shape, strides and dtype are known to be those of the array: a NumPy array is then used itself.
+    unchanged: bool
 
     def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
         """The NumPy array with this view's shape and strides, for the array `x` of a call."""
@@ -281,7 +282,7 @@ def prepare_backend(
     """
     problem = problem._replace(seed=0)
     if seen is None:
-        seen = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, True) for n, x in views.items())
+        seen = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in views.items())
     addressed = tuple((x.name, x.array) for x in seen)
     if driver is None:
         refuse_tensor_cores(problem)
