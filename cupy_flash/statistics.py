@@ -252,8 +252,7 @@ def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, 
     parts = unquantized(q=q, k=k, v=k)
     q, k, _ = (parts.pop(name) for name in "qkv")
     arrays |= parts
-    if getattr(values.scale, "shape", None):
-        q, values, _ = scaled(q, values)
+    q, values, _ = scaled(q, values)
     if lse is not None:
         arrays["lse"] = lse
     raw = with_own_tables(adopted(q=q, k=k, **arrays))
@@ -286,8 +285,7 @@ def _described_cache(
             )
     k = k.latents if isinstance(k, LatentCache) else k
     every = cache_parts(k, k, options)
-    if getattr(every.get("scale"), "shape", None):
-        q = scaled_over_cache(q, every)
+    q = scaled_over_cache(q, every)
     arrays, values, cache_call = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
     raw = with_own_tables(raw)

@@ -96,7 +96,7 @@ class HeadScale(NamedTuple):
 def scaled_over_cache(q: Any, options: dict[str, Any]) -> Any:
     """Multiply q by a scale per head in the options of a call over a cache, and set that scale to 1."""
     layout = "bshd" if options.get("cu_seqlens_q") is not None else options.get("layout", "bhsd")
-    by_head = HeadScale.of(options["scale"], q, layout)
+    by_head = HeadScale.of(options.get("scale"), q, layout)
     if by_head is None:
         return q
     options["scale"] = 1.0

@@ -23,8 +23,9 @@ from ..call.options import DERIVATIVES
 from . import tiles
 from .progress import count
 from .recompute import drop, gradient_rows, recompute_weights, row_lse
-from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
+from .scores import Scores, by_key_head, finite_rows, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
+from .tiles import cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem

@@ -22,8 +22,9 @@ import numpy as np
 
 from . import tiles
 from .progress import count
-from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
+from .scores import Scores, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
+from .tiles import cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem

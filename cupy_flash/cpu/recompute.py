@@ -8,7 +8,8 @@ import numpy as np
 
 from . import tiles
 from .forward import softmax
-from .scores import Scores, cut_out, rows_of
+from .scores import Scores, rows_of
+from .tiles import cut_out
 
 Array = np.ndarray[Any, Any]
 
