@@ -135,7 +135,7 @@ def recompute_weights(
     k: Array,
     lse: RowLse,
     visible: Array | None,
-    function_input: Array | None = None,
+    function_input: Array | None,
 ) -> tuple[Array, Array | None]:
     """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
 

@@ -258,10 +258,10 @@ class KernelBackend(Backend):
         stream: int | None = None,
     ) -> None:
         """As in `Backend`; `keep` is not needed, because libraries reuse freed memory in stream order."""
-        self._launch(numbers, library, stream=stream)
+        self._launch(numbers, library, None, stream)
 
     def _launch(
-        self, numbers: dict[str, int], library: str, workspace: int | None = None, stream: int | None = None
+        self, numbers: dict[str, int], library: str, workspace: int | None, stream: int | None
     ) -> None:
         if stream is None:
             stream = self.driver.current_stream(self.device, library)

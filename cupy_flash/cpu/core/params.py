@@ -112,10 +112,10 @@ class Params:
     problem : Problem
     views : mapping of str to ArrayView
         Inputs and outputs; only shapes, strides and dtypes are used.
-    directions : sequence of mapping of str to ArrayView, optional
-        In second order: tangents and results of each direction, with equal steps between directions.
+    directions : sequence of mapping of str to ArrayView
+        In second order, else empty: tangents and results of each direction, at equal steps in memory.
     function_reals : int
-        Elements of scratch memory of the score function for a tile.
+        Elements of scratch memory of the score function for a tile; 0 without one.
     """
 
     __slots__ = ("_places", "_template")
@@ -124,8 +124,8 @@ class Params:
         self,
         problem: Problem,
         views: Mapping[str, ArrayView],
-        directions: Sequence[Mapping[str, ArrayView]] = (),
-        function_reals: int = 0,
+        directions: Sequence[Mapping[str, ArrayView]],
+        function_reals: int,
     ) -> None:
         p, of_statistics = problem, problem.direction == "statistics"
         whole = np.zeros((), SECOND_ORDER if directions else STATISTICS if of_statistics else CALL)
