@@ -127,7 +127,7 @@ def class_of(classes: Iterable[tuple[int, int]], problem: Problem) -> tuple[int,
 
 
 def beyond_band(problem: Problem) -> list[str]:
-    """What makes a problem without masks need a kernel of kind "any"; empty if "band" computes it."""
+    """The options, masks aside, that need a kernel of kind "any"; empty if "band" computes them all."""
     p = problem
     given = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
     return [name for name, is_given in given.items() if is_given]
