@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .call.blocks import NOTHING, PARTIAL, SIZES, WHOLE, BlockMask
-from .call.checks import integer
+from .call.checks import integer, length
 from .call.signature import takes
 from .errors import InvalidArgumentsError
 from .program.function import Bound, Program, widened
@@ -66,8 +66,8 @@ def block_mask(
     [[[[2, 0], [1, 2]]]]
     """
     sizes = _sizes(block)
-    lengths = _count(q_len, "q_len"), _count(kv_len, "kv_len")
-    lead = tuple(1 if n is None else _count(n, name) for n, name in ((batch, "batch"), (heads, "heads")))
+    lengths = length(q_len, "q_len"), length(kv_len, "kv_len")
+    lead = tuple(1 if n is None else length(n, name) for n, name in ((batch, "batch"), (heads, "heads")))
     arguments: tuple[Any, ...] = ()
     if isinstance(function, Bound):
         function, arguments = function
@@ -123,7 +123,7 @@ def block_mask_of_lists(
         exist or is listed twice; and as in `block_mask`.
     """
     sizes = _sizes(block)
-    lengths = _count(q_len, "q_len"), _count(kv_len, "kv_len")
+    lengths = length(q_len, "q_len"), length(kv_len, "kv_len")
     codes = table_of_lists(
         {
             "mask_block_cnt": mask_block_cnt,
@@ -289,13 +289,6 @@ def _integers(values: Any, name: str, rank: int) -> Array:
             hint=f"integers, {'(batch, heads, blocks)' if rank == 3 else '(batch, heads, blocks, blocks)'}",
         )
     return array.reshape((1,) * (rank - array.ndim) + array.shape)
-
-
-def _count(value: Any, name: str) -> int:
-    number = integer(value)
-    if number is None or not 0 <= number < 2**31:
-        raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
-    return number
 
 
 def _sizes(block: Any) -> tuple[int, int]:

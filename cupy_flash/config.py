@@ -99,9 +99,8 @@ class AttentionConfig:
 
     def options(self) -> dict[str, Any]:
         """The configuration as keyword arguments of `attention`."""
-        fields = dataclasses.asdict(self)
-        del fields["head_dim"]
-        return fields
+        # why not dataclasses.asdict: it copies arrays, whose gradients would then be those of the copy
+        return {name: getattr(self, name) for name in declared(ConfigOptions)}
 
 
 def default_config(head_dim: int) -> AttentionConfig:

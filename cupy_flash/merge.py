@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .call.adopt import adopt
-from .call.arrays import device_name
+from .call.arrays import accumulator_of, device_name
 from .call.checks import one_of
+from .call.head_scale import in_dtype
 from .call.opaque import opaque
 from .call.operands import FLOATS, table_of
 from .call.outputs import namespace
@@ -79,8 +80,7 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
             table_of(raw),
             hint="o and lse as attention(..., return_lse=True) returns them",
         )
-    accumulator = "float64" if raw["o_a"].dtype == "float64" else "float32"
-    for name, allowed in (("o_a", FLOATS), ("lse_a", (accumulator,))):
+    for name, allowed in (("o_a", FLOATS), ("lse_a", (accumulator_of(raw["o_a"].dtype),))):
         if raw[name].dtype not in allowed:
             raise InvalidArgumentsError(
                 f"{name} has dtype {raw[name].dtype}, not {' or '.join(allowed)}.",
@@ -89,8 +89,7 @@ def merge(o_a: Array, lse_a: Any, o_b: Array, lse_b: Any, *, layout: str = "bhsd
             )
     swapped = layout == "bshd" and len(shape) >= 3
     merged, lse = merge_parts(namespace(raw["o_a"].library), ((o_a, lse_a), (o_b, lse_b)), swapped)
-    dtype = o_a.dtype
-    return (merged.to(dtype) if raw["o_a"].library == "torch" else merged.astype(dtype)), lse
+    return in_dtype(merged, o_a.dtype), lse
 
 
 def merge_parts(xp: Any, parts: Sequence[tuple[Any, Any]], swapped: bool = False) -> tuple[Any, Any]:

@@ -21,9 +21,11 @@ from __future__ import annotations
 from typing import Any
 
 from .call.adopt import adopt
+from .call.arrays import accumulator_of
 from .call.checks import one_of
 from .call.codes import BLOCK, GROUPS, packed, packed_e2m1, packed_e4m3, rounded_int8, unpacked, unpacked_e2m1
 from .call.compound import QuantizedCache
+from .call.head_scale import in_dtype
 from .call.operands import FLOATS, table_of
 from .call.outputs import namespace
 from .errors import InvalidArgumentsError
@@ -31,6 +33,7 @@ from .errors import InvalidArgumentsError
 __all__ = ["dequantize", "float8", "int4", "int8", "nvfp4"]
 
 _HEADS = {"bhsd": 1, "bshd": 2}
+_RESULTS = ("float16", "float32", "float64")
 
 
 def _floats(x: Any) -> tuple[Any, Any, str]:
@@ -38,7 +41,7 @@ def _floats(x: Any) -> tuple[Any, Any, str]:
     view = adopt(x, "x")
     if view.dtype not in FLOATS:
         raise InvalidArgumentsError(f"x has dtype {view.dtype}.", table_of({"x": view}), hint="floats")
-    return view, namespace(view.library), "float64" if view.dtype == "float64" else "float32"
+    return view, namespace(view.library), accumulator_of(view.dtype)
 
 
 def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
@@ -51,10 +54,9 @@ def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
             'head_dim) with "bshd", or pages of them',
         )
     axis = _HEADS[layout]
-    rows = x.to(getattr(xp, wide)) if xp.__name__ == "torch" else x.astype(wide)
+    rows = in_dtype(x, getattr(xp, wide))
     most = xp.amax(abs(rows), tuple(n for n in range(4) if n != axis)) / largest
-    scale = xp.where(most > 0, most, xp.ones_like(most))
-    scale = scale.to(xp.float32) if xp.__name__ == "torch" else scale.astype("float32")
+    scale = in_dtype(xp.where(most > 0, most, xp.ones_like(most)), xp.float32)
     each = scale.reshape((1, -1, 1, 1) if axis == 1 else (1, 1, -1, 1))
     return xp, rows / each, scale, wide
 
@@ -218,8 +220,10 @@ def dequantize(cache: QuantizedCache, *, dtype: str = "float32") -> Any:
     Raises
     ------
     InvalidArgumentsError
-        8-bit codes: cast them and multiply by their scale.
+        Another dtype, or 8-bit codes: cast them and multiply by their scale.
     """
+    if not one_of(dtype, _RESULTS):
+        raise InvalidArgumentsError(f"dtype is {dtype!r}.", hint=f"one of {', '.join(map(repr, _RESULTS))}")
     xp = namespace(adopt(cache.codes, "codes").library)
     if cache.zero is not None:
         return unpacked(xp, cache.codes, cache.scale, cache.zero, dtype)

@@ -30,21 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from .call.checks import integer
+from .call.checks import length
 from .call.compound import Spans
 from .errors import InvalidArgumentsError
 
 __all__ = ["documents", "from_mask", "global_and_window", "prefix_lm", "shared_prefix", "tree"]
 
 Array = np.ndarray[Any, Any]
-
-
-def _count(value: Any, name: str) -> int:
-    """An integer of at least 0."""
-    number = integer(value)
-    if number is None or not 0 <= number < 2**31:
-        raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
-    return number
 
 
 def _counts(values: Any, name: str) -> Array:
@@ -118,9 +110,9 @@ def prefix_lm(prefix: int | Sequence[int] | Array, seqlen: int) -> Spans:
     -----
     It is causal already: do not also pass ``causal=True``, which would mask the prefix from itself.
     """
-    keys = np.arange(_count(seqlen, "seqlen"))
+    keys = np.arange(length(seqlen, "seqlen"))
     several = np.ndim(prefix) == 1
-    lengths = _counts(prefix, "prefix") if several else np.array([_count(prefix, "prefix")])
+    lengths = _counts(prefix, "prefix") if several else np.array([length(prefix, "prefix")])
     if (lengths > seqlen).any():
         raise InvalidArgumentsError(
             f"prefix is {prefix!r}, and seqlen {seqlen}.", hint="a prefix of at most seqlen keys"
@@ -152,7 +144,7 @@ def shared_prefix(prefix: int, answers: Sequence[int] | Array) -> Spans:
     InvalidArgumentsError
         Invalid numbers.
     """
-    prompt, counts = _count(prefix, "prefix"), _counts(answers, "answers")
+    prompt, counts = length(prefix, "prefix"), _counts(answers, "answers")
     stops = np.repeat(prompt + np.cumsum(counts), counts)
     keys = np.arange(prompt + len(stops))
     return _by_key(keys, np.concatenate([np.full(prompt, len(keys)), stops]))
@@ -190,10 +182,10 @@ def global_and_window(seqlen: int, tokens: int, window: tuple[int | None, int | 
     >>> spans.global_and_window(4, 1, (1, 0)).bounds.tolist()
     [[[0, 4, 0, 1], [1, 3, 0, 1], [2, 4, 0, 1], [3, 4, 0, 1]]]
     """
-    keys, first = np.arange(_count(seqlen, "seqlen")), _count(tokens, "tokens")
+    keys, first = np.arange(length(seqlen, "seqlen")), length(tokens, "tokens")
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise InvalidArgumentsError(f"window is {window!r}.", hint="window=(left, right), such as (128, 0)")
-    left, right = (len(keys) if side is None else _count(side, "window") for side in window)
+    left, right = (len(keys) if side is None else length(side, "window") for side in window)
     start = np.where(keys < first, 0, np.maximum(keys - right, 0))
     stop = np.where(keys < first, len(keys), np.minimum(keys + left + 1, len(keys)))
     return _by_key(start, stop, 0, min(first, len(keys)))
@@ -228,7 +220,7 @@ def tree(parents: Sequence[int] | Array, prefix: int = 0) -> Spans:
     above = np.asarray(parents)
     if above.ndim != 1 or (above.size and above.dtype.kind not in "iu"):
         raise InvalidArgumentsError(f"parents is {parents!r}.", hint="parents=[-1, 0, 0, 2]")
-    before, count = _count(prefix, "prefix"), len(above)
+    before, count = length(prefix, "prefix"), len(above)
     stop = np.full(count, count)
     path: list[int] = []  # from a root to the previous token
     for token, parent in enumerate(above.tolist()):

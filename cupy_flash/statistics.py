@@ -9,7 +9,7 @@ import numpy as np
 
 from .api import adopted, scaled
 from .call import outputs
-from .call.arrays import CPU, device_name
+from .call.arrays import CPU, accumulator_of, device_name
 from .call.blocks import check_blocks
 from .call.cache.describe import PACKED, adopt_cache, describe_cache, pack_queries
 from .call.cache.parts import cache_parts
@@ -29,7 +29,7 @@ from .call.progress import CALLBACK
 from .call.signature import takes
 from .call.spans import check_spans
 from .call.values import RunOptions
-from .dispatch.backends import BackendView, driver_of, prepare_backend
+from .dispatch.backends import driver_of, prepare_backend
 from .dispatch.memo import computed_by, prepared
 from .errors import InvalidArgumentsError, UnsupportedError
 from .varlen import pack, split_dense_or_packed
@@ -168,10 +168,8 @@ def attention_statistics(
     made = {name: outputs.zeros(raw["q"], *kind) for name, kind in kinds.items()}
     seen = {name: view.lifted(4 if name in _OF_PLACES else 3) for name, view in made.items()}
     every = {**views, **seen}
-    # why not unchanged: the pass has 4-axis views of 3-axis results.
-    table = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in every.items())
     counted = problem._replace(direction="statistics", wanted=names)
-    backend = prepare_backend(counted, every, driver_of(raw["q"].device, raw["q"].library), table)
+    backend = prepare_backend(counted, every, driver_of(raw["q"].device, raw["q"].library))
     if "top_keys" in seen:
         seen["top_keys"].numpy()[...] = -1
     computed_by(backend.kernels)
@@ -231,7 +229,7 @@ def kinds_of_results(
     heads = of_queries[-2:-1]
     # Results by key have the heads of q, not of k.
     of_keys = (room[0], *heads, room[1]) if room else (*rows(k)[:-2], *heads, rows(k)[-1])
-    acc = "float64" if dtype == "float64" else "float32"
+    acc = accumulator_of(dtype)
     every = {
         "key_sum": (of_keys, acc),
         "key_max": (of_keys, acc),
@@ -254,8 +252,7 @@ def _described(q: Any, k: Any, lse: Any, options: Any) -> tuple[Problem, Views, 
     parts = unquantized(q=q, k=k, v=k)
     q, k, _ = (parts.pop(name) for name in "qkv")
     arrays |= parts
-    if getattr(values.scale, "shape", None):
-        q, values, _ = scaled(q, values)
+    q, values, _ = scaled(q, values)
     if lse is not None:
         arrays["lse"] = lse
     raw = with_own_tables(adopted(q=q, k=k, **arrays))
@@ -288,8 +285,7 @@ def _described_cache(
             )
     k = k.latents if isinstance(k, LatentCache) else k
     every = cache_parts(k, k, options)
-    if getattr(every.get("scale"), "shape", None):
-        q = scaled_over_cache(q, every)
+    q = scaled_over_cache(q, every)
     arrays, values, cache_call = split_of_cache(every)
     raw, length = adopt_cache({"q": q, "cache_seqlens": cache_seqlens, "lse": lse, **arrays})
     raw = with_own_tables(raw)

@@ -220,8 +220,7 @@ def attention_varlen(
     if QuantizedArray in kinds:
         arrays |= unquantized(q=q, k=k, v=v)
         q, k, v = (arrays.pop(name) for name in "qkv")
-    if getattr(values.scale, "shape", None):
-        q, values, _ = scaled(q, values)
+    q, values, _ = scaled(q, values)
     raw = adopted(q=q, k=k, v=v, out=out, **arrays)
     return run_forward(raw, values, return_lse, out, pack(raw, cuts, *packing))
 
@@ -301,9 +300,7 @@ def attention_varlen_backward(
     """
     cuts = cu_seqlens_q, cu_seqlens_k
     arrays, values, packing = split_packed(options)
-    product, by_head = q, None
-    if getattr(values.scale, "shape", None):
-        product, values, by_head = scaled(q, values)
+    product, values, by_head = scaled(q, values)
     raw = adopted(do=do, q=product, k=k, v=v, o=o, lse=lse, **arrays)
     grads = run_backward(raw, values, pack(raw, cuts, *packing))
     return grads if by_head is None else with_scale(grads, q, by_head)

@@ -13,6 +13,7 @@ from ..errors import UnsupportedError
 
 __all__ = [
     "ArrayView",
+    "accumulator_of",
     "contiguous",
     "device_name",
     "dtype_name",
@@ -218,6 +219,11 @@ def dtype_name(dtype: Any) -> str | None:
     except (TypeError, ValueError, Warning):
         return None
     return str(known.name)
+
+
+def accumulator_of(dtype: str) -> str:
+    """The dtype of scores, sums, LSE, sinks and ALiBi slopes, for a dtype of q."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 @lru_cache(maxsize=4096)

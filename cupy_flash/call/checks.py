@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["flag", "integer", "one_of", "pair"]
+__all__ = ["flag", "integer", "length", "one_of", "pair"]
 
 
 def flag(value: Any, name: str) -> bool:
@@ -30,6 +30,14 @@ def integer(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def length(value: Any, name: str) -> int:
+    """The value as a length, an int that int32 holds; others are refused."""
+    number = integer(value)
+    if number is None or not 0 <= number < 2**31:
+        raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"{name}= an integer from 0 to 2**31 - 1")
+    return number
 
 
 def one_of(value: Any, names: Container[str]) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import InvalidArgumentsError, UnsupportedError
+from ..errors import UnsupportedError
 from .adopt import adopt
-from .arrays import ArrayView
+from .arrays import ArrayView, accumulator_of
 from .blocks import block_operands
 from .functions import function_operands, learned_elements
 from .given import Options, Packing
@@ -96,12 +96,16 @@ def problem_of(
 
     `given` has all its adopted arrays; `main` names those whose strides matter. Others as in `describe`.
     """
+    dtype = views["q"].dtype
+    if options.precision is not None and dtype != "float32":
+        headline = f"precision={options.precision!r} is for float32 inputs; these are {dtype}."
+        raise wrong(headline, given, "precision=None")
     _, heads, rows, head_dim = views["q"].shape
     read = [views[name] for name in main if name in views]
-    scale, softcap = score_factors(options, head_dim, views["q"].dtype)
+    scale, softcap = score_factors(options, head_dim, dtype)
     return Problem(
         direction=direction,
-        dtype=views["q"].dtype,
+        dtype=dtype,
         precision=options.precision,
         heads_q=heads,
         head_dim=head_dim,
@@ -173,7 +177,7 @@ def describe(
         batch, seqlen_q, seqlen_k = packing[:3]
         check_seqlen(max(seqlen_q, seqlen_k), raw)  # why again: the caller may claim more than there are rows
     full = (batch, heads_q, seqlen_q, seqlen_k)
-    acc = "float64" if q.dtype == "float64" else "float32"
+    acc = accumulator_of(q.dtype)
     mask = score_operand("mask", raw, views, full, ("bool",))
     bias = score_operand("bias", raw, views, full, FLOATS)
     if "ragged_mask" in raw:
@@ -202,12 +206,6 @@ def describe(
         packing.alike if packing else None,
         otherwise=_other_layout(views, None if packing else options.layout),
     )
-    if options.precision is not None and q.dtype != "float32":
-        raise InvalidArgumentsError(
-            f"precision={options.precision!r} is for float32 inputs; these are {q.dtype}.",
-            table_of(raw),
-            hint="precision=None",
-        )
     problem = problem_of(
         direction,
         given,

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError
 from .adopt import adopt
+from .arrays import accumulator_of
 from .checks import one_of
 from .operands import FLOATS, check_place, row_operand, wrong
 from .outputs import namespace
@@ -71,7 +72,7 @@ class HeadScale(NamedTuple):
             raise wrong(
                 "scale has one number per head, and q is a QuantizedArray.", raw, "one number as scale"
             )
-        row_operand("scale", raw, (shape,), "float64" if raw["q"].dtype == "float64" else "float32")
+        row_operand("scale", raw, (shape,), accumulator_of(raw["q"].dtype))
         if not hasattr(q, "__mul__"):
             headline = "scale has one number per head, and q is an array without arithmetic."
             raise wrong(headline, raw, "numpy.from_dlpack(q), or cupy.from_dlpack(q)")
@@ -95,7 +96,7 @@ class HeadScale(NamedTuple):
 def scaled_over_cache(q: Any, options: dict[str, Any]) -> Any:
     """Multiply q by a scale per head in the options of a call over a cache, and set that scale to 1."""
     layout = "bshd" if options.get("cu_seqlens_q") is not None else options.get("layout", "bhsd")
-    by_head = HeadScale.of(options["scale"], q, layout)
+    by_head = HeadScale.of(options.get("scale"), q, layout)
     if by_head is None:
         return q
     options["scale"] = 1.0

@@ -129,14 +129,16 @@ def check_kinds(raw: Views, direction: str) -> None:
                 )
 
 
-def check_place(name: str, raw: Views) -> None:
-    """Check that an array has the library and device of q."""
-    view, q = raw[name], raw["q"]
-    if view.library != q.library:
-        headline = f"{public_name(name)} is a {view.library} array, q a {q.library} array."
+def check_place(name: str, raw: Views, of: str = "q") -> None:
+    """Check that an array has the library and device of q, or of another array."""
+    view, other = raw[name], raw[of]
+    if view.library != other.library:
+        headline = f"{public_name(name)} is a {view.library} array, {of} a {other.library} array."
         raise wrong(headline, raw, f"arrays of one library: from_dlpack({public_name(name)})")
-    if view.device != q.device:
-        headline = f"{public_name(name)} is on {device_name(view.device)}, q on {device_name(q.device)}."
+    if view.device != other.device:
+        headline = (
+            f"{public_name(name)} is on {device_name(view.device)}, {of} on {device_name(other.device)}."
+        )
         raise wrong(headline, raw, "all arrays on one device")
 
 

@@ -472,16 +472,7 @@ class DenseOptions(_WholeSequences, _Function, _Layout, _Precision, _Reproducibl
     """Options of `attention`, except `return_lse` and `out`, which its overloads name."""
 
 
-class GradientOptions(
-    _LseGradient,
-    _WholeSequences,
-    _Function,
-    _Layout,
-    _Precision,
-    _Reproducible,
-    _Tuning,
-    total=False,
-):
+class GradientOptions(_LseGradient, DenseOptions, total=False):
     """Options of `attention_backward`."""
 
 

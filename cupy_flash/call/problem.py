@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from ..program.graph import Body
+from .arrays import accumulator_of
 from .blocks import Blocks
 from .masks import Band
 from .spans import Intervals
@@ -140,7 +141,7 @@ class Problem(NamedTuple):
     @property
     def accumulator(self) -> str:
         """The dtype of accumulation, LSE, sinks and ALiBi slopes."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return accumulator_of(self.dtype)
 
     @property
     def alibi(self) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import InvalidArgumentsError
-from .arrays import ArrayView, device_name
-from .operands import Views, cast, lift, table_of
+from .arrays import ArrayView
+from .operands import Views, cast, check_place, lift, wrong
 from .options import AXES_OF, DERIVATIVES, DIFFERENTIABLE
 
 __all__ = ["TANGENTS", "check_tangents", "directions_of", "shape_of_results", "tangent_operand"]
@@ -18,63 +17,37 @@ def check_tangents(raw: Views, tangents: Views) -> int | None:
 
     Tangents have the names in TANGENTS; "do" and "dlse" are among them if o and lse are given.
     """
-    table = table_of({**raw, **tangents})
+    every = {**raw, **tangents}
     if not tangents:
-        raise InvalidArgumentsError(
-            "no tangent is given, so that all derivatives are 0.",
-            table,
-            hint=f"{'=, '.join(TANGENTS[:-1])}= or {TANGENTS[-1]}=",
-        )
+        hint = f"{'=, '.join(TANGENTS[:-1])}= or {TANGENTS[-1]}="
+        raise wrong("no tangent is given, so that all derivatives are 0.", every, hint)
     counts: dict[str, int | None] = {}
     for name, view in tangents.items():
         of = name[1:]
         if of not in raw:
-            raise InvalidArgumentsError(
-                f"{name} is given, but no {of}.", table, hint=f"{of}=..., or {name}=None"
-            )
-        counts[name] = _count(name, view, of, raw[of], table)
+            raise wrong(f"{name} is given, but no {of}.", every, f"{of}=..., or {name}=None")
+        counts[name] = _count(name, view, of, every)
     first = next(iter(counts))
     for name, count in counts.items():
         if count != counts[first]:
-            raise InvalidArgumentsError(
-                f"{name} has {_directions(count)}, {first} has {_directions(counts[first])}.",
-                table,
-                hint="for all tangents the same axis in front, or none",
-            )
+            headline = f"{name} has {_directions(count)}, {first} has {_directions(counts[first])}."
+            raise wrong(headline, every, "for all tangents the same axis in front, or none")
     return counts[first]
 
 
-def _count(
-    name: str, view: ArrayView, of: str, primal: ArrayView, table: list[tuple[str, str]]
-) -> int | None:
-    """Check one tangent; return its number of directions."""
-    if view.library != primal.library:
-        raise InvalidArgumentsError(
-            f"{name} is a {view.library} array, {of} a {primal.library} array.",
-            table,
-            hint=f"arrays of one library: from_dlpack({name})",
-        )
-    if view.device != primal.device:
-        raise InvalidArgumentsError(
-            f"{name} is on {device_name(view.device)}, {of} on {device_name(primal.device)}.",
-            table,
-            hint="all arrays on one device",
-        )
+def _count(name: str, view: ArrayView, of: str, every: Views) -> int | None:
+    """Check the tangent of an array; return its number of directions."""
+    check_place(name, every, of)
+    primal = every[of]
     if view.dtype != primal.dtype:
-        raise InvalidArgumentsError(
-            f"{name} has dtype {view.dtype}, {of} has {primal.dtype}.",
-            table,
-            hint=cast(name, view, f"{of}.dtype"),
-        )
+        headline = f"{name} has dtype {view.dtype}, {of} has {primal.dtype}."
+        raise wrong(headline, every, cast(name, view, f"{of}.dtype"))
     if view.shape == primal.shape:
         return None
     if view.shape[1:] == primal.shape and len(view.shape) == len(primal.shape) + 1:
         return view.shape[0]
-    raise InvalidArgumentsError(
-        f"{name} has shape {view.shape}, {of} has {primal.shape}.",
-        table,
-        hint=f"the shape of {of}, or with an axis of directions in front",
-    )
+    headline = f"{name} has shape {view.shape}, {of} has {primal.shape}."
+    raise wrong(headline, every, f"the shape of {of}, or with an axis of directions in front")
 
 
 def _directions(count: int | None) -> str:

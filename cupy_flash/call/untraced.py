@@ -32,6 +32,7 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
     """The code objects of the functions and methods that a module defines, nested ones included."""
     every = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
     every += [x for one in every if inspect.isclass(one) for x in vars(one).values()]
+    every = [getattr(x, "__func__", x) for x in every]  # of class methods
     codes = [inspect.unwrap(x).__code__ for x in every if inspect.isfunction(x)]
     for code in codes:
         codes += [x for x in code.co_consts if inspect.iscode(x)]
@@ -39,6 +40,9 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
 
 
 # why: compiled code inlines some functions of these modules, but dynamo must not compile them on their own.
-for _name in ("call.adopt", "call.adopt.torch", "call.blocks", "config", "merge", "program.function"):
+for _name in (
+    "call.adopt", "call.adopt.torch", "call.blocks", "call.head_scale", "config", "merge",
+    "program.function",
+):  # fmt: skip
     for _code in _codes(import_module(f"{PACKAGE}.{_name}")):
         skip_code(_code)

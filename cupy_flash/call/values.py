@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InvalidArgumentsError
+from .arrays import accumulator_of
 from .checks import flag, integer, one_of
 from .given import Options
 from .progress import CALLBACK
@@ -66,7 +67,7 @@ def score_factors(options: Options, head_dim: int, dtype: str) -> tuple[float, f
     """
     scale = head_dim**-0.5 if options.scale is None else finite_number(options.scale, "scale")
     softcap = None if options.softcap is None else float(options.softcap)
-    of_scores = "float64" if dtype == "float64" else "float32"
+    of_scores = accumulator_of(dtype)
     largest = _LARGEST[of_scores]
     numbers = {"scale": scale}
     if softcap is not None:

@@ -23,8 +23,9 @@ from ..call.options import DERIVATIVES
 from . import tiles
 from .progress import count
 from .recompute import drop, gradient_rows, recompute_weights, row_lse
-from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
+from .scores import Scores, by_key_head, finite_rows, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
+from .tiles import cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -115,7 +116,7 @@ def _backward_box(
             dk[..., j, :] += ds.swapaxes(-1, -2) @ q  # [A2.16]
         out = x["dq"][at]
         np.multiply(dq.reshape(out.shape), acc.type(p.scale), out=out, casting="same_kind")
-        count(p, box, i0, i1)
+        count(p, i0, i1)
     # q was scaled before the products: by all of the scale, or with softcap by scale / softcap.
     np.multiply(dk, acc.type(p.softcap or 1), out=x["dk"][box], casting="same_kind")
     x["dv"][box] = dv

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..call.blocks import NOTHING, PARTIAL, WHOLE, Blocks
-from .tiles import Block, Box
+from .tiles import Block, Box, cut_out
 
 Array = np.ndarray[Any, Any]
 
@@ -30,14 +30,10 @@ class TileBlocks:
 
         Visible pairs are a boolean array (batch, key heads, group or 1, m, n).
         """
-        (rows, columns), table = self._size, self._table
-        codes = table[
-            slice(None) if table.shape[0] == 1 else box.batch,
-            slice(None) if table.shape[1] == 1 else box.head,
-            :,
-            block.i0 // rows : -(-block.i1 // rows),
-            block.j0 // columns : -(-block.j1 // columns),
-        ]
+        rows, columns = self._size
+        of_queries = slice(block.i0 // rows, -(-block.i1 // rows))
+        of_keys = slice(block.j0 // columns, -(-block.j1 // columns))
+        codes = cut_out(self._table, box, of_queries, of_keys)
         if (codes == NOTHING).all():
             return None, True
         if (codes == WHOLE).all():

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..call.options import DERIVATIVES, PER_HEAD
 from . import tiles
-from .scores import Scores, by_key_head, cut_out, of_heads, operand, rows_of
+from .scores import Scores, by_key_head, of_heads, operand, rows_of
+from .tiles import cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem

@@ -22,8 +22,9 @@ import numpy as np
 
 from . import tiles
 from .progress import count
-from .scores import Scores, cut_out, grouped_inputs, operand, rows_of
+from .scores import Scores, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
+from .tiles import cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -80,7 +81,7 @@ def _forward_box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
             o *= rescale[..., None]  # [A1.10]
             o += s @ v[..., j, :]
         _finish(scores, x, box, at, o, row_max, row_sum)
-        count(p, box, i0, i1)
+        count(p, i0, i1)
 
 
 def softmax(s: Array, row_max: Array) -> tuple[Array, Array]:

@@ -101,10 +101,8 @@ class TileFunction:
             elif node.op == "load":
                 element = self._load(int(node.value or 0), operands, seen)
                 values.append(element.astype(kinds[node.kind], copy=False))
-            elif node.op == "to_float":
-                values.append(operands[0].astype(self.acc))
-            elif node.op == "to_int":
-                values.append(operands[0].astype(np.int64))
+            elif node.op in ("to_float", "to_int"):
+                values.append(operands[0].astype(kinds[node.kind]))
             else:
                 values.append(OPERATIONS[node.op].numpy(*operands))
         return [values[x] for x in graph.outputs]

@@ -27,8 +27,9 @@ from . import tiles
 from .backward import add_to_dbias
 from .directions import Direction, grouped_direction
 from .recompute import drop, gradient_rows, recompute_weights, row_lse
-from .scores import Scores, by_key_head, cut_out, finite_rows, grouped_inputs, operand, rows_of
+from .scores import Scores, by_key_head, finite_rows, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
+from .tiles import cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem

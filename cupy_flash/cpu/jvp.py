@@ -23,8 +23,9 @@ import numpy as np
 from . import tiles
 from .directions import Direction, grouped_direction
 from .recompute import RowLse, drop, recompute_weights, row_lse
-from .scores import Scores, cut_out, finite_rows, grouped_inputs, operand, rows_of
+from .scores import Scores, finite_rows, grouped_inputs, operand, rows_of
 from .threads import one_blas_thread
+from .tiles import cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem

@@ -12,7 +12,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
-    from .tiles import Box
 
 SECONDS = 0.1  # between two reports
 
@@ -54,12 +53,11 @@ def counting(of: Count | None) -> Iterator[None]:
         _here.of = before
 
 
-def count(problem: Problem, box: Box, first: int, stop: int) -> None:
-    """Count the pairs of queries first to stop of a box as finished."""
+def count(problem: Problem, first: int, stop: int) -> None:
+    """Count the pairs of queries first to stop of a key head as finished."""
     if _here.of is not None:
         band, keys = problem.band, problem.seqlen_k
-        heads = (box.batch.stop - box.batch.start) * (box.head.stop - box.head.start)
-        _here.of.add(heads * (band.pairs(stop, keys) - band.pairs(first, keys)))
+        _here.of.add(band.pairs(stop, keys) - band.pairs(first, keys))
 
 
 def pairs(problem: Problem, arrays: dict[str, np.ndarray[Any, Any]]) -> int:

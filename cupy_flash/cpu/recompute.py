@@ -8,7 +8,8 @@ import numpy as np
 
 from . import tiles
 from .forward import softmax
-from .scores import Scores, cut_out, rows_of
+from .scores import Scores, rows_of
+from .tiles import cut_out
 
 Array = np.ndarray[Any, Any]
 
@@ -134,7 +135,7 @@ def recompute_weights(
     k: Array,
     lse: RowLse,
     visible: Array | None,
-    function_input: Array | None = None,
+    function_input: Array | None,
 ) -> tuple[Array, Array | None]:
     """Return P = exp(S - LSE) of a tile (batch, key heads, rows, keys), and tanh of its capped scores.
 

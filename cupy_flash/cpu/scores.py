@@ -12,7 +12,7 @@ from .blocks import TileBlocks
 from .functions import TileFunction
 from .philox import keep_mask
 from .spans import TileSpans
-from .tiles import Block, Box
+from .tiles import Block, Box, cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -40,15 +40,6 @@ def grouped_inputs(problem: Problem, arrays: Mapping[str, Array]) -> dict[str, A
         if name in arrays:
             x[name] = by_key_head(arrays[name], problem.heads_k)
     return x | {name: of_heads(arrays[name], problem.heads_k) for name in problem.per_head}
-
-
-def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
-    """Index (batch, key heads, group, ...) by a box and ranges; broadcast axes stay whole."""
-    index = [
-        slice(None) if extent == 1 else part
-        for extent, part in zip(x.shape, (box.batch, box.head, slice(None), *ranges), strict=False)
-    ]
-    return x[tuple(index)]
 
 
 class Scores:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .tiles import Block, Box
+from .tiles import Block, Box, cut_out
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
@@ -42,15 +42,11 @@ class TileSpans:
         """
         i0, i1, j0, j1 = block
         own, along = ((i0, i1), (j0, j1)) if self._by_query else ((j0, j1), (i0, i1))
-        at = (
-            slice(None) if self._start.shape[0] == 1 else box.batch,
-            slice(None) if self._start.shape[1] == 1 else box.head,
-        )
-        cells = (*at, slice(None), slice(own[0] // CELL, -(-own[1] // CELL)))
-        if not ((self._first[cells] < along[1]) & (self._end[cells] > along[0])).any():
+        cells = slice(own[0] // CELL, -(-own[1] // CELL))
+        first, end = (cut_out(x, box, cells) for x in (self._first, self._end))
+        if not ((first < along[1]) & (end > along[0])).any():
             return None, True
-        rows = (*at, slice(None), slice(*own))
-        start, stop = self._start[rows][..., None], self._stop[rows][..., None]
+        start, stop = (cut_out(x, box, slice(*own))[..., None] for x in (self._start, self._stop))
         if ((start <= along[0]) & (stop >= along[1])).any(axis=4).all():
             return None, False
         positions = np.arange(*along, dtype=np.int32)

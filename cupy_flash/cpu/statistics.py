@@ -93,7 +93,7 @@ def _box(scores: Scores, x: dict[str, Array], box: tiles.Box) -> None:
                 x["entropy"][at] -= np.einsum("...n,...n->...", scores.grouped(s, block), grouped)
             if "top_weights" in x:  # [S.6]
                 _keep_largest(x["top_weights"][at], x["top_keys"][at], grouped, block.j0)
-        count(p, box, i0, i1)
+        count(p, i0, i1)
 
 
 def _keep_largest(largest: Array, keys: Array, weights: Array, first: int) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from ..call.problem import Problem
+
+Array = np.ndarray[Any, Any]
 
 # A tile of scores is (rows x keys); its rows are the queries of all heads that share a key head.
 # why this size: half a megabyte stays in L2, and is large enough to hide the overhead of NumPy's calls.
@@ -31,6 +35,15 @@ class Block(NamedTuple):
     # First key, and the end of the keys.
     j0: int
     j1: int
+
+
+def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
+    """Index (batch, key heads, group, ...) by a box and ranges; broadcast axes stay whole."""
+    index = [
+        slice(None) if extent == 1 else part
+        for extent, part in zip(x.shape, (box.batch, box.head, slice(None), *ranges), strict=False)
+    ]
+    return x[tuple(index)]
 
 
 def flops(problem: Problem) -> float:

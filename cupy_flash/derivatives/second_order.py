@@ -46,7 +46,7 @@ def tangents_of(given: dict[str, Any]) -> Views:
     return {name: adopt(given.pop(name), name) for name in TANGENTS if name in given}
 
 
-def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | None = None) -> tuple[Any, Any]:
+def run_jvp(raw: Views, tangents: Views, options: Options, packing: Packing | None) -> tuple[Any, Any]:
     """Tangents of o and lse; tangents have the names in `TANGENTS`, and raw has o, lse and offsets too."""
     derivative = described("jvp", raw, tangents, options, packing)
     results = new_results(derivative, {f"d{name}": raw[name] for name in ("o", "lse")})
@@ -59,7 +59,7 @@ def jvp_into(
     raw: Views,
     tangents: Views,
     options: Options,
-    packing: Packing | None = None,
+    packing: Packing | None,
     derivative: DerivativeCall | None = None,
     stream: int | None = None,
 ) -> None:
@@ -82,8 +82,8 @@ def run_hvp(
     raw: Views,
     tangents: Views,
     options: Options,
-    jvp: tuple[Any, Any] | None = None,
-    packing: Packing | None = None,
+    jvp: tuple[Any, Any] | None,
+    packing: Packing | None,
 ) -> Gradients[Any]:
     """Derivatives of the gradients; parameters as in `run_jvp`, with do and dlse among the arrays."""
     derivative = described("hvp", raw, tangents, options, packing)
@@ -98,8 +98,8 @@ def hvp_into(
     raw: Views,
     tangents: Views,
     options: Options,
-    known: Views | None = None,
-    packing: Packing | None = None,
+    known: Views | None,
+    packing: Packing | None,
     derivative: DerivativeCall | None = None,
     stream: int | None = None,
 ) -> None:

@@ -16,7 +16,7 @@ __all__ = ["run_with_jvp"]
 
 
 def run_with_jvp(
-    raw: Views, tangents: Views, options: Options, packing: Packing | None = None
+    raw: Views, tangents: Views, options: Options, packing: Packing | None
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """The results and their tangents; parameters as in `second_order.run_jvp`, without o and lse."""
     timeless, run_options = split_run_options(options)

@@ -78,7 +78,8 @@ class BackendView(NamedTuple):
     shape: tuple[int, ...]
     byte_strides: tuple[int, ...]
     dtype: str
-    unchanged: bool  # whether shape, strides and dtype are those of the array itself
+    # Whether shape, strides and dtype are known to be those of the array: a NumPy array is then used itself.
+    unchanged: bool
 
     def numpy(self, x: ArrayView) -> np.ndarray[Any, Any]:
         """The NumPy array with this view's shape and strides, for the array `x` of a call."""
@@ -158,18 +159,17 @@ class NumpyBackend(Backend):
         self, arrays: Views, run_options: RunOptions, *, length: int | None = None, **_of_gpus: int | None
     ) -> None:
         """As in `Backend`."""
+        from ..cpu.progress import Count, counting, pairs  # why here: see `prepare_backend`
+
         problem = self.problem._replace(seed=run_options.seed) if run_options.seed else self.problem
         seen = {x.name: x.numpy(arrays[x.array]) for x in self.seen}
         if length is not None:
             seen["cache_seqlens"] = np.full(problem.batch, length, np.int32)
-        with reporting(run_options.progress) as tell:
-            if tell is None:
-                self.path(problem, seen)
-                return
-            from ..cpu.progress import Count, counting, pairs
-
-            with counting(Count(pairs(problem, seen), tell)):
-                self.path(problem, seen)
+        with (
+            reporting(run_options.progress) as tell,
+            counting(None if tell is None else Count(pairs(problem, seen), tell)),
+        ):
+            self.path(problem, seen)
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,10 @@ class KernelBackend(Backend):
         stream: int | None = None,
     ) -> None:
         """As in `Backend`; `keep` is not needed, because libraries reuse freed memory in stream order."""
-        self._launch(numbers, library, stream=stream)
+        self._launch(numbers, library, None, stream)
 
     def _launch(
-        self, numbers: dict[str, int], library: str, workspace: int | None = None, stream: int | None = None
+        self, numbers: dict[str, int], library: str, workspace: int | None, stream: int | None
     ) -> None:
         if stream is None:
             stream = self.driver.current_stream(self.device, library)
@@ -282,7 +282,7 @@ def prepare_backend(
     """
     problem = problem._replace(seed=0)
     if seen is None:
-        seen = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, True) for n, x in views.items())
+        seen = tuple(BackendView(n, n, x.shape, x.byte_strides(), x.dtype, False) for n, x in views.items())
     addressed = tuple((x.name, x.array) for x in seen)
     if driver is None:
         refuse_tensor_cores(problem)

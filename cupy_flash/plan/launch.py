@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..call.arrays import ITEM_BYTES, ArrayView, contiguous
 from ..call.problem import Problem
 from .catalog import Variant
 
-__all__ = ["Launch", "Part", "Plan", "along_x", "blocks_of", "laid_out", "rows_of"]
+__all__ = [
+    "Launch", "Part", "Plan", "along_x", "beyond_band", "blocks_of", "class_of", "laid_out", "round_up",
+    "rows_of", "tiles_of",
+]  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -89,7 +92,7 @@ def laid_out(*parts: tuple[str, str, tuple[int, ...]]) -> tuple[tuple[Part, ...]
     placed, offset = [], 0
     for name, dtype, shape in parts:
         placed.append(Part(name, dtype, shape, offset))
-        offset += -(-math.prod(shape) * ITEM_BYTES[dtype] // 256) * 256
+        offset += round_up(math.prod(shape) * ITEM_BYTES[dtype], 256)
     return tuple(placed), offset
 
 
@@ -103,3 +106,28 @@ def rows_of(problem: Problem) -> tuple[int, int, int]:
 def blocks_of(n: int, block: int) -> int:
     """The number of blocks of this size that cover n, rounded up."""
     return -(-n // block)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of a number that is not below n."""
+    return blocks_of(n, multiple) * multiple
+
+
+def tiles_of(problem: Problem, seqlen: int, rows: int, tile: int) -> int:
+    """Number of tiles of all sequences, for a workspace; `rows` are those of all packed sequences together.
+
+    The lengths of packed sequences are unknown: each may need one tile more than its rows fill.
+    """
+    return rows // tile + problem.batch if problem.packed else problem.batch * blocks_of(seqlen, tile)
+
+
+def class_of(classes: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:
+    """The first (head_dim, head_dim_v) that fits the head dims of a problem; None if none does."""
+    return next(((d, v) for d, v in classes if problem.head_dim <= d and problem.head_dim_v <= v), None)
+
+
+def beyond_band(problem: Problem) -> list[str]:
+    """The options, masks aside, that need a kernel of kind "any"; empty if "band" computes them all."""
+    p = problem
+    given = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
+    return [name for name, is_given in given.items() if is_given]

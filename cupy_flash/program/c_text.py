@@ -165,6 +165,8 @@ def _expression(at: int, graph: Graph, wide: frozenset[int]) -> str:
         return node.op
     if node.op == "constant":
         return _constant(node)
+    if node.op in ("to_float", "to_int"):
+        return f"{_TYPES[node.kind]}({operands[0]})"
     if node.op == "load":
         stored = _STORED[graph.arguments[int(node.value or 0)].dtype]
         array = ", ".join([f"arrays[{node.value}]", *(_index(x, wide) for x in node.operands)])

@@ -16,8 +16,8 @@ MOST_ARGUMENTS = 16
 class Node(NamedTuple):
     """One value in the graph."""
 
-    # "s" (the score), one of `POSITIONS`, "constant", "load" (an element of an argument), or a name in
-    # `operations.OPERATIONS`.
+    # "s" (the score), one of `POSITIONS`, "constant", "load" (an element of an argument), "to_float" or
+    # "to_int" (conversions, inserted by tracing), or a name in `operations.OPERATIONS`.
     op: str
     # {"float", "int", "bool"}: a float has the accumulator's dtype; an int has 32 bits, see `ranges` for
     # exceptions.

@@ -176,10 +176,8 @@ class _Writer:
 
     def finished(self, kept: int | None = None) -> Machine:
         """Allocate registers; those of pairs are reused, except that of `kept`."""
-        by_reach = [[x for x in self.steps if x.reach == reach or (reach == _PAIRS and x.op == "share")]
+        by_reach = [[x for x in self.steps if (_PAIRS if x.op == "share" else x.reach) == reach]
                     for reach in (_LANES, _KEYS, _PAIRS)]  # fmt: skip
-        for reach in (_LANES, _KEYS):
-            by_reach[reach] = [x for x in by_reach[reach] if x.op != "share"]
         made = [[x.to for x in by_reach[reach] if x.to >= 0] for reach in (_LANES, _KEYS)]
         register = dict(_PLACES) if kept is None else {**_PLACES, kept: KEPT}
         register |= {value: _FIRST + n for n, value in enumerate(made[0] + made[1])}

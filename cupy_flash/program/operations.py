@@ -101,13 +101,10 @@ OPERATIONS = {
         "{0} ? {1} : {2}",
         lambda g, y, c, a, b: (None, _where(c, g, 0.0), _where(c, 0.0, g)),
     ),
-    # Conversions, inserted by tracing.
-    "to_float": Operation("convert", lambda a, acc: a.astype(acc), "Real({0})"),
-    "to_int": Operation("convert", lambda a, acc: a.astype(np.int32), "int32_t({0})"),
 }
 
 # Names of NumPy, torch and other libraries for the operations, which a traced value supports.
-UFUNCS = {name: name for name, operation in OPERATIONS.items() if operation.rule != "convert"} | {
+UFUNCS = {name: name for name in OPERATIONS} | {
     "bitwise_and": "logical_and", "bitwise_or": "logical_or", "invert": "logical_not",
     "bitwise_not": "logical_not", "abs": "absolute", "fabs": "absolute", "neg": "negative",
     "sub": "subtract", "mul": "multiply", "div": "true_divide", "divide": "true_divide",

@@ -41,6 +41,16 @@ _CASTS = {"float": "float", "half": "float", "bfloat16": "float", "double": "flo
           "long": "int", "bool": "bool"}  # fmt: skip
 
 
+def _operator(op: str) -> Callable[..., Value]:
+    """A method that applies an operation to a value and the other operands."""
+    return lambda value, *others: value.tape.apply(op, value, *others)
+
+
+def _reflected(op: str) -> Callable[..., Value]:
+    """A method that applies an operation to another operand and a value."""
+    return lambda value, other: value.tape.apply(op, other, value)
+
+
 class Value:
     """A traced value, which represents an unknown number."""
 
@@ -112,41 +122,18 @@ class Value:
 
     # ---- operators
 
-    def __add__(self, other: Any) -> Value:
-        return self.tape.apply("add", self, other)
-
-    def __radd__(self, other: Any) -> Value:
-        return self.tape.apply("add", other, self)
-
-    def __sub__(self, other: Any) -> Value:
-        return self.tape.apply("subtract", self, other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return self.tape.apply("subtract", other, self)
-
-    def __mul__(self, other: Any) -> Value:
-        return self.tape.apply("multiply", self, other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return self.tape.apply("multiply", other, self)
-
-    def __truediv__(self, other: Any) -> Value:
-        return self.tape.apply("true_divide", self, other)
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return self.tape.apply("true_divide", other, self)
-
-    def __floordiv__(self, other: Any) -> Value:
-        return self.tape.apply("floor_divide", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Value:
-        return self.tape.apply("floor_divide", other, self)
-
-    def __mod__(self, other: Any) -> Value:
-        return self.tape.apply("remainder", self, other)
-
-    def __rmod__(self, other: Any) -> Value:
-        return self.tape.apply("remainder", other, self)
+    __add__, __radd__ = _operator("add"), _reflected("add")
+    __sub__, __rsub__ = _operator("subtract"), _reflected("subtract")
+    __mul__, __rmul__ = _operator("multiply"), _reflected("multiply")
+    __truediv__, __rtruediv__ = _operator("true_divide"), _reflected("true_divide")
+    __floordiv__, __rfloordiv__ = _operator("floor_divide"), _reflected("floor_divide")
+    __mod__, __rmod__ = _operator("remainder"), _reflected("remainder")
+    __and__, __rand__ = _operator("logical_and"), _reflected("logical_and")
+    __or__, __ror__ = _operator("logical_or"), _reflected("logical_or")
+    __lt__, __le__ = _operator("less"), _operator("less_equal")
+    __gt__, __ge__ = _operator("greater"), _operator("greater_equal")
+    __eq__, __ne__ = _operator("equal"), _operator("not_equal")  # type: ignore[assignment]
+    __neg__, __abs__, __invert__ = _operator("negative"), _operator("absolute"), _operator("logical_not")
 
     def __pow__(self, power: Any) -> Value:
         if isinstance(power, float) and power == 0.5:
@@ -158,47 +145,8 @@ class Value:
             product = product * self
         return product
 
-    def __neg__(self) -> Value:
-        return self.tape.apply("negative", self)
-
     def __pos__(self) -> Value:
         return self
-
-    def __abs__(self) -> Value:
-        return self.tape.apply("absolute", self)
-
-    def __lt__(self, other: Any) -> Value:
-        return self.tape.apply("less", self, other)
-
-    def __le__(self, other: Any) -> Value:
-        return self.tape.apply("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> Value:
-        return self.tape.apply("greater", self, other)
-
-    def __ge__(self, other: Any) -> Value:
-        return self.tape.apply("greater_equal", self, other)
-
-    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
-        return self.tape.apply("equal", self, other)
-
-    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
-        return self.tape.apply("not_equal", self, other)
-
-    def __and__(self, other: Any) -> Value:
-        return self.tape.apply("logical_and", self, other)
-
-    def __rand__(self, other: Any) -> Value:
-        return self.tape.apply("logical_and", other, self)
-
-    def __or__(self, other: Any) -> Value:
-        return self.tape.apply("logical_or", self, other)
-
-    def __ror__(self, other: Any) -> Value:
-        return self.tape.apply("logical_or", other, self)
-
-    def __invert__(self) -> Value:
-        return self.tape.apply("logical_not", self)
 
     # ---- not possible while tracing
 

@@ -302,6 +302,7 @@ def test_scales_that_cannot_be_written(kind: str) -> None:
         (int4_parts, np.ones((2, 64), np.float32), {"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
         (nvfp4_parts, np.ones((2, 40), np.float32), {}, r"x has shape \(2, 40\)"),
         (nvfp4_parts, np.ones((2, 64), np.int8), {}, "x has dtype int8"),
+        (lambda x: dequantized(*int4_parts(x), dtype="int8"), np.ones((2, 64)), {}, "dtype is 'int8'"),
     ],
 )
 def test_quantize_refuses(make: Any, x: np.ndarray, how: dict[str, Any], message: str) -> None:

@@ -342,9 +342,9 @@ def test_families_name_what_they_make() -> None:
     assert flash.of_function(ALIBI_GRAPH, "f64", 64, families.architecture("sm_80")) == []
     assert flash.of_function(ALIBI_GRAPH, "f16", 300, families.architecture("sm_80")) == []
     assert flash.of_function(ALIBI_GRAPH, "f16", 64, families.architecture("sm_61")) == []
-    assert len(simple.of_function(ALIBI_GRAPH, "f64", 512, families.architecture("sm_61"))) == 6
+    assert len(simple.of_function(ALIBI_GRAPH, "f64", 512)) == 6
     capped = MADE["softcap"][0].traced(())
-    assert len(simple.of_function(capped, "f64", 512, families.architecture("sm_61"))) == 4
+    assert len(simple.of_function(capped, "f64", 512)) == 4
 
 
 def test_what_is_learned_changes_no_kernel() -> None:

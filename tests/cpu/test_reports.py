@@ -176,6 +176,7 @@ class TestConfig:
         assert AttentionConfig(64, scale=2).softmax_scale == 2.0
         of_each_head = np.array([0.5, 0.25])
         assert AttentionConfig(64, scale=of_each_head).softmax_scale is of_each_head
+        assert AttentionConfig(64, scale=of_each_head).options()["scale"] is of_each_head
         assert hash(config) == hash(cupy_flash.default_config(64))
 
     def test_callable_is_attention_with_its_options(self):

@@ -21,6 +21,7 @@ O_ROWS, LSE_ROWS = cupy_flash.attention_varlen(ROWS, ROWS, ROWS, CUTS, CUTS, ret
 
 PLAIN = {
     "attention": lambda q: cupy_flash.attention(2 * q, q, q, causal=True) + 1,
+    "scale": lambda q: cupy_flash.attention(2 * q, q, q, scale=LSE[0, :, 0].abs()) + 1,
     "backward": lambda q: cupy_flash.attention_backward(2 * OUT, q, q, q, OUT, LSE).dk + 1,
     "varlen": lambda q: cupy_flash.attention_varlen(2 * ROWS, ROWS, ROWS, CUTS, CUTS, causal=True) + q.sum(),
     "varlen backward": lambda q: cupy_flash.attention_varlen_backward(

@@ -544,6 +544,14 @@ class TestModule:
         assert torch.equal(flash.eval()(q, k, v), cf.attention(q, k, v))
         assert "dropout=0.5" in repr(flash)
 
+    def test_gradients_reach_a_scale_that_it_holds(self):
+        q, k, v = qkv()
+        scale = torch.full(q.shape[1:2], 0.2, requires_grad=True)
+        cf.FlashAttention(cupy_flash.AttentionConfig(8, scale=scale * 2))(q, k, v).sum().backward()
+        through, scale.grad = scale.grad, None
+        cf.attention(q, k, v, scale=scale * 2).sum().backward()
+        torch.testing.assert_close(through, scale.grad)
+
     def test_wrong_head_dim_and_tile_are_refused(self):
         with pytest.raises(InvalidArgumentsError, match="head_dim 8, the configuration 16"):
             cf.FlashAttention(cupy_flash.default_config(16))(*qkv())

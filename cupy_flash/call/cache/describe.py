@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError
 from ..adopt import adopt
-from ..arrays import CPU
+from ..arrays import CPU, accumulator_of
 from ..checks import flag, integer
 from ..codes import CODE_SCALES, kind_of_codes
 from ..describe import OFFSETS, head_operands, problem_of
@@ -183,7 +183,7 @@ def describe_cache(
     elif "cache_batch_idx" in raw:
         view = raw["cache_batch_idx"]
         views["block_table"] = view._replace(shape=(*view.shape, 1), strides=(*view.strides, 1))
-    acc = "float64" if raw["q"].dtype == "float64" else "float32"
+    acc = accumulator_of(raw["q"].dtype)
     per_head = head_operands(raw, views, sizes.batch, sizes.heads_q, acc)
     for name in ("k_scale", "v_scale"):
         if name in raw and name not in views:
@@ -200,8 +200,6 @@ def describe_cache(
         bool(options.causal), options.window, "bottom_right", "alibi_slopes" in raw,
         sizes.seqlen_q, sizes.capacity, packed_alike=True,
     )  # fmt: skip
-    if options.precision is not None and raw["q"].dtype != "float32":
-        raise wrong(f"precision={options.precision!r} is for float32 inputs.", raw, "precision=None")
     item = raw["q"].item_bytes
     problem = problem_of(
         "decode",

@@ -225,9 +225,7 @@ class Core(NamedTuple):
                 return state
         return 0
 
-    def _run_in_thread(
-        self, struct: ctypes.Array[ctypes.c_char], keep: object, tell: Tell | None = None
-    ) -> int:
+    def _run_in_thread(self, struct: ctypes.Array[ctypes.c_char], keep: object, tell: Tell | None) -> int:
         states: list[int] = []
         watch = None if tell is None else Watch(self.problem, self.names, struct)
 

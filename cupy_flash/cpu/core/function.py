@@ -18,6 +18,7 @@ from ...program.graph import Graph
 from ...program.machine import MOST_REGISTERS, Machine, machine, only_masks
 from ...program.ranges import too_large
 from .locate import Library, load
+from .params import offset
 
 __all__ = ["ARRAY", "FUNCTION", "INSTRUCTION", "PROGRAM", "STORED", "FunctionCall", "refusals"]
 
@@ -37,15 +38,8 @@ FUNCTION = np.dtype(
      ("array", "<i4"), ("axis", "<i4"), ("index", "<i4"), ("hides", "<i4"), ("keeps", "<i4")]
 )  # fmt: skip
 _POINTER = struct.Struct("<Q")
-
-
-def _offset(of: np.dtype[Any], field: str) -> int:
-    assert of.fields is not None
-    return int(of.fields[field][1])
-
-
-_ARRAYS, _SUMS = _offset(FUNCTION, "arrays"), _offset(FUNCTION, "sums")
-_DATA, _GRADIENT = _offset(ARRAY, "data"), _offset(ARRAY, "gradient")
+_ARRAYS, _SUMS = offset("arrays", FUNCTION), offset("sums", FUNCTION)
+_DATA, _GRADIENT = offset("data", ARRAY), offset("gradient", ARRAY)
 # In the order of kernels_cpu/function.h.
 STORED = ("float32", "float16", "bfloat16", "float64", "int32", "int8", "uint8", "bool")
 _STRIP, _TILE_KEYS = 16, 144

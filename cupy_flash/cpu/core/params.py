@@ -23,6 +23,7 @@ __all__ = [
     "STOP",
     "TENSORS",
     "Params",
+    "offset",
 ]
 
 ABI_VERSION = 6
@@ -111,10 +112,10 @@ class Params:
     problem : Problem
     views : mapping of str to ArrayView
         Inputs and outputs; only shapes, strides and dtypes are used.
-    directions : sequence of mapping of str to ArrayView, optional
-        In second order: tangents and results of each direction, with equal steps between directions.
+    directions : sequence of mapping of str to ArrayView
+        In second order, else empty: tangents and results of each direction, at equal steps in memory.
     function_reals : int
-        Elements of scratch memory of the score function for a tile.
+        Elements of scratch memory of the score function for a tile; 0 without one.
     """
 
     __slots__ = ("_places", "_template")
@@ -123,42 +124,42 @@ class Params:
         self,
         problem: Problem,
         views: Mapping[str, ArrayView],
-        directions: Sequence[Mapping[str, ArrayView]] = (),
-        function_reals: int = 0,
+        directions: Sequence[Mapping[str, ArrayView]],
+        function_reals: int,
     ) -> None:
         p, of_statistics = problem, problem.direction == "statistics"
         whole = np.zeros((), SECOND_ORDER if directions else STATISTICS if of_statistics else CALL)
         call = whole["call"] if directions or of_statistics else whole
         places = _describe_directions(whole, directions) if directions else {}
         if p.function is not None:
-            places["function"], call["function_reals"] = _offset("function"), function_reals
+            places["function"], call["function_reals"] = offset("function"), function_reals
         for name, view in views.items():
             if name.startswith(("bound", "dbound")):
                 continue
             if name in POINTERS:
-                places[name] = _offset(POINTERS[name])
+                places[name] = offset(POINTERS[name])
                 continue
             if name == "spans" and p.spans is not None:
                 call["spans"] = (0, *view.broadcast().strides, p.spans.intervals, p.spans.by_query)
-                places[name] = _offset("spans")
+                places[name] = offset("spans")
                 continue
             if name == "blocks" and p.blocks is not None:
                 sizes = (p.blocks.queries.bit_length() - 1, p.blocks.keys.bit_length() - 1)
                 call["blocks"] = (0, *view.broadcast().strides, 0, *sizes)
-                places[name] = _offset("blocks")
+                places[name] = offset("blocks")
                 continue
             if name == "block_bits":
-                places[name] = _offset("blocks") + _offset("bits", BLOCKS)
+                places[name] = offset("blocks") + offset("bits", BLOCKS)
                 continue
             if p.cache is not None and p.cache.codes and name in CODE_SCALES[p.cache.codes.kind]:
                 codes, part = _CODES[name]
                 _describe(call[codes][part], view, _AXES[4])
                 call[codes]["group"] = (p.head_dim if name[0] == "k" else p.head_dim_v) // view.shape[3]
-                places[name] = _offset(codes) + _offset(part, CODES)
+                places[name] = offset(codes) + offset(part, CODES)
                 continue
             if of_statistics and name in _OF_STATISTICS:
                 _describe(whole[name], view, _AXES[len(view.shape)])
-                places[name] = _offset(name, STATISTICS)
+                places[name] = offset(name, STATISTICS)
                 if name == "top_keys":
                     whole["places"] = view.shape[3]
                 continue
@@ -166,9 +167,9 @@ class Params:
                 "mask" if name == "ragged_mask" else TENSORS[_OF_CACHE.get(name, name) if p.cache else name]
             )
             _describe(call[field], view, _AXES_OF.get(name) or _AXES[len(view.shape)])
-            places[name] = _offset(field)
+            places[name] = offset(field)
         if p.cache is not None:
-            places.setdefault("cache_seqlens", _offset("used_k"))  # one number for all, if there is no array
+            places.setdefault("cache_seqlens", offset("used_k"))  # one number for all, if there is no array
         used = views.get("seqused_k", views.get("cache_seqlens"))
         call["used_step"] = 0 if used is None else used.strides[0]
         if p.cache is not None:
@@ -185,19 +186,13 @@ class Params:
             if "dbias" in results:
                 call["dbias_shape"] = results["dbias"].shape
         for name in (
-            "batch",
-            "heads_q",
-            "heads_k",
-            *(() if p.packed and p.cache is None else ("seqlen_q", "seqlen_k")),
-            "head_dim",
-            "head_dim_v",
-            "scale",
-        ):
+            "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "scale",
+        ):  # fmt: skip
             call[name] = getattr(p, name)
         if p.packed:  # max_seqlen of the caller may exceed the rows
             call["seqlen_q"] = min(p.seqlen_q, views["q"].shape[2])
-        if p.packed and p.cache is None:
-            call["seqlen_k"] = min(p.seqlen_k, views["k"].shape[2])
+            if p.cache is None:
+                call["seqlen_k"] = min(p.seqlen_k, views["k"].shape[2])
         call["offset"] = min(max(p.offset, -_FAR), _FAR)
         call["left"], call["right"] = (
             _FAR if side is None else min(side, _FAR) for side in (p.left, p.right)
@@ -241,16 +236,16 @@ def _describe_directions(
     for name, view in directions[0].items():
         _describe(whole[name]["first"], view, _AXES[len(view.shape)])
         whole[name]["step"] = (second[name].pointer - view.pointer) // view.item_bytes
-    return {name: _offset(name, SECOND_ORDER) for name in directions[0]}
+    return {name: offset(name, SECOND_ORDER) for name in directions[0]}
 
 
-def _offset(field: str, of: np.dtype[Any] = CALL) -> int:
+def offset(field: str, of: np.dtype[Any] = CALL) -> int:
     """Byte offset of a field in a struct."""
     assert of.fields is not None
     return int(of.fields[field][1])
 
 
 _POINTER, _INT = struct.Struct("<Q"), struct.Struct("<i")
-_THREADS, _PARALLEL = _offset("threads"), _offset("parallel")
-_SEED = _offset("seed")
-STATE, JOBS, DONE = _offset("state"), _offset("jobs"), _offset("done")
+_THREADS, _PARALLEL = offset("threads"), offset("parallel")
+_SEED = offset("seed")
+STATE, JOBS, DONE = offset("state"), offset("jobs"), offset("done")

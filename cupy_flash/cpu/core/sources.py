@@ -108,7 +108,7 @@ def files() -> list[Path]:
     return sorted(path for path in folder().iterdir() if path.suffix in (".cpp", ".h"))
 
 
-def compiled(part: str = "") -> list[Path]:
+def compiled(part: str) -> list[Path]:
     """Source files that are compiled into a library."""
     elsewhere = {*PARTS[SECOND_ORDER], *PARTS[STATISTICS], *PARTS[FUNCTIONS]}
     return [
@@ -118,7 +118,7 @@ def compiled(part: str = "") -> list[Path]:
     ]
 
 
-def library_name(isa: Isa, part: str = "") -> str:
+def library_name(isa: Isa, part: str) -> str:
     """Name of a library in its folder and its manifest."""
     return f"{isa.name}_{part}" if part else isa.name
 

@@ -91,7 +91,7 @@ def of_function(
     if has_own_target(target):
         return ()
     short = SHORT[dtype]
-    on_any = simple.of_function(function, short, head_dim, row, second_order)
+    on_any = simple.of_function(function, short, head_dim, second_order)
     return (*flash.of_function(function, short, head_dim, row), *on_any)
 
 

@@ -12,7 +12,7 @@ from itertools import product
 from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
-from ..launch import Plan, along_x, blocks_of, laid_out
+from ..launch import Plan, along_x, blocks_of, laid_out, round_up
 from . import decode, decode_latent, flash, hopper, order, simple
 
 __all__ = ["NAME", "plan", "refusals", "variants"]
@@ -89,8 +89,7 @@ def _gathered_bytes(p: Problem) -> int:
 
 def _columns(head_dim: int, dtype: str) -> int:
     """Columns of a gathered row, rounded up to 16 bytes."""
-    elements = 16 // ITEM_BYTES[dtype]
-    return blocks_of(head_dim, elements) * elements
+    return round_up(head_dim, 16 // ITEM_BYTES[dtype])
 
 
 def _forward_plan(p: Problem, arch: Arch) -> tuple[Plan | None, list[str]]:

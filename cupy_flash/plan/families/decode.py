@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...call.arrays import ITEM_BYTES
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
-from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
+from ..launch import Launch, Plan, along_x, blocks_of, laid_out, round_up, rows_of
 from . import decode_latent, decode_wide, flash
 
 __all__ = [
@@ -128,7 +128,7 @@ def _decode(dtype: str, stored: str, head_dim: int, arch: Arch) -> Variant | Non
     # layout: Q; the rings, which O of each warp reuses at the end; row_max and row_sum of each warp; 384
     # bytes of parked values.
     shared_bytes = size * ROWS * head_dim + 384
-    shared_bytes += -(-cell.warps * max(of_warp, parts) // 128) * 128 + 128 * cell.warps
+    shared_bytes += round_up(cell.warps * max(of_warp, parts), 128) + 128 * cell.warps
     macros = (
         ("CF_PRODUCTS", "3" if dtype == "tf32x3" else "1"),
         ("CF_TURING", str(int(arch.capability < 80))),
@@ -152,7 +152,7 @@ def _in_order(dtype: str, head_dim: int, arch: Arch) -> Variant | None:
     warps = keys // STEP_KEYS
     # layout: Q; tiles of K and V; float32 weights; row maxima of warps; 384 bytes of parked values.
     shared_bytes = _ITEM[dtype] * head_dim * (ROWS + 2 * stages * keys) + 4 * ROWS * keys
-    shared_bytes += -(-4 * ROWS * warps // 128) * 128 + 384
+    shared_bytes += round_up(4 * ROWS * warps, 128) + 384
     macros = (*alone.macros, ("CF_CHUNK_KEYS", str(flash.CHUNK_KEYS)))
     return Variant(
         "flash_decode_in_order.cu", "", "DecodeParams", dtype, head_dim, head_dim, (ROWS, keys), 32 * warps,
@@ -275,9 +275,9 @@ def split_cost(splits: int, blocks: int, steps: int, at_once: int) -> float:
     at_once : int
         Blocks that the GPU runs at once.
     """
-    waves = -(-blocks * splits // at_once)
+    waves = blocks_of(blocks * splits, at_once)
     merging = LAUNCH_COST + _SPLIT_COST * splits if splits > 1 else 0.0
-    return waves * (-(-steps // splits) + BLOCK_COST) + merging
+    return waves * (blocks_of(steps, splits) + BLOCK_COST) + merging
 
 
 def keys_seen(p: Problem) -> int:
@@ -370,7 +370,7 @@ def steps_before(problem: Problem) -> tuple[list[Launch], list[tuple[str, str, t
         batch, heads, queries = rows_of(p)
         rows += batch * heads * queries
         lanes = 32 // ITEM_BYTES[p.dtype]
-        parts.append(("rotated_q", p.dtype, (batch, heads, queries, -(-p.head_dim // lanes) * lanes)))
+        parts.append(("rotated_q", p.dtype, (batch, heads, queries, round_up(p.head_dim, lanes))))
     stored = "" if p.cache.dtype == p.dtype else STORED[p.cache.dtype]
     return along_x(append(SHORT[p.dtype], stored), blocks_of(rows, 4)), parts
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Box, Variant
+from ..launch import beyond_band
 
 __all__ = ["LEAST_ROWS", "SOURCE", "kernel", "refusals", "variants"]
 
@@ -57,8 +58,7 @@ def refusals(p: Problem, arch: Arch) -> list[str]:
         reasons.append(f"reads latents of {p.dtype} like q, not {p.cache.dtype}")
     if p.cache.page not in (0, _KEYS):
         reasons.append(f"reads pages of {_KEYS} keys, not {p.cache.page}")
-    lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
-    if unknown := [name for name, given in lacks.items() if given]:
+    if unknown := beyond_band(p):
         reasons.append(f"its inner loop has no {' or '.join(unknown)}")
     if not p.boxes:
         reasons.append("bulk copies take strides above 0 and below 2**40 bytes only (no broadcast axis)")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
+from ..launch import round_up
 
 __all__ = ["HEAD_DIM_V", "LATENT", "SOURCE", "blocks_held", "kernel", "of_latents", "refusals", "variants"]
 
@@ -66,10 +67,6 @@ def _cells(head_dim: int, stored: str, arch: Arch) -> tuple[Cell, ...]:
     return few[2 if arch.shared_bytes >= 227 * 1024 else 1], more, many
 
 
-def _round_up(n: int, multiple: int = 128) -> int:
-    return -(-n // multiple) * multiple
-
-
 def _variant(dtype: str, stored: str, head_dim: int, cell: Cell) -> Variant:
     m, n = cell.rows, cell.keys
     row_warps = m // 16
@@ -80,9 +77,8 @@ def _variant(dtype: str, stored: str, head_dim: int, cell: Cell) -> Variant:
     widened = 1 if head_dim == LATENT else 2
     tiles = 2 * (m + widened * n) + cell.stages * n if stored else 2 * (m + cell.stages * n)
     shared_bytes = head_dim * tiles + 2 * m * n + 64 * others * n // cell.key_warps
-    shared_bytes = _round_up(shared_bytes + 4 * m * (cell.key_warps + 1) + cell.stages * n) + _round_up(
-        16 * m + 24
-    )
+    shared_bytes = round_up(shared_bytes + 4 * m * (cell.key_warps + 1) + cell.stages * n, 128)
+    shared_bytes += round_up(16 * m + 24, 128)
     macros = (
         ("CF_LATENT", str(int(head_dim == LATENT))),
         ("CF_KEY_WARPS", str(cell.key_warps)),

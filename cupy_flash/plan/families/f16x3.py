@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
-from ..launch import Plan, along_x, blocks_of, laid_out
+from ..launch import Plan, along_x, beyond_band, blocks_of, class_of, laid_out, tiles_of
 from . import flash, simple
 from .pack_gqa import rows_of_tiles
 
@@ -101,8 +101,7 @@ def variants() -> Iterator[Variant]:
 def chosen(p: Problem) -> Variant | None:
     """The kernel for the head dims of a problem; None if no class fits."""
     table, made = (_FORWARD, _forward) if p.direction == "forward" else (_BACKWARD, _backward)
-    fitting = (classes for classes in table if p.head_dim <= classes[0] and p.head_dim_v <= classes[1])
-    classes = next(fitting, None)
+    classes = class_of(table, p)
     return made(classes) if classes else None
 
 
@@ -113,8 +112,7 @@ def refusals(p: Problem) -> list[str]:
         reasons.append(f"computes float32 by three products of halves, not as precision={p.precision}")
     if p.reproducible or p.deterministic:
         reasons.append("the order of sums of products of halves is not guaranteed")
-    scores = {"softcap": p.softcap, "ALiBi": p.alibi, "scale <= 0": p.scale <= 0}
-    if unknown := [name for name, given in scores.items() if given]:
+    if unknown := beyond_band(p):
         reasons.append(f"its loop over float32 has no {' or '.join(unknown)}")
     variant = chosen(p)
     widest = max(_FORWARD if p.direction == "forward" else _BACKWARD)[0]
@@ -145,9 +143,8 @@ def _forward_plan(p: Problem, arch: Arch) -> Plan:
     groups = p.heads_k if rows.head_bits else p.heads_q
     of_q, of_k = blocks_of(p.seqlen_q << rows.head_bits, m), blocks_of(p.seqlen_k, n)
     blocks = p.batch * (groups * of_q * (m // 64) + 2 * p.heads_k * of_k)
-    # Packed sequences need at most one tile each more than their rows fill.
-    tiles_q = p.batch * of_q if not p.packed else (p.rows_q << rows.head_bits) // m + p.batch
-    tiles_k = p.batch * of_k if not p.packed else p.rows_k // n + p.batch
+    tiles_q = tiles_of(p, p.seqlen_q << rows.head_bits, p.rows_q << rows.head_bits, m)
+    tiles_k = tiles_of(p, p.seqlen_k, p.rows_k, n)
     words = [m // 64 * _words(64, d), _words(n, d), _words(n, v)]
     parts: list[tuple[str, str, tuple[int, ...]]] = [
         ("q_halves", "int32", (tiles_q, groups, words[0])),
@@ -189,9 +186,7 @@ def _backward_plan(p: Problem, arch: Arch) -> Plan:
         *along_x(after, of_q),
         *simple.sink_gradients(p),
     )
-    # Packed sequences need at most one tile each more than their rows fill.
-    tiles_q = p.batch * blocks_of(p.seqlen_q, m) if not p.packed else p.rows_q // m + p.batch
-    tiles_k = p.batch * blocks_of(p.seqlen_k, n) if not p.packed else p.rows_k // n + p.batch
+    tiles_q, tiles_k = tiles_of(p, p.seqlen_q, p.rows_q, m), tiles_of(p, p.seqlen_k, p.rows_k, n)
     halves: tuple[tuple[str, str, tuple[int, ...]], ...] = (
         ("q_halves", "int32", (tiles_q, p.heads_q, _words(m, classes[0]))),
         ("k_halves", "int32", (tiles_k, p.heads_k, _words(n, classes[0]))),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
+from ..launch import class_of
 from . import simple
 from .wide import PROMISED
 
@@ -63,9 +64,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 def _classes_of(problem: Problem, arch: Arch) -> tuple[int, int] | None:
     """The first class that fits the head dims of a problem; None if none does."""
-    p = problem
-    every = _FORWARD[arch.capability][1] if p.direction == "forward" else _BACKWARD
-    return next(((d, v) for d, v in every if p.head_dim <= d and p.head_dim_v <= v), None)
+    return class_of(_FORWARD[arch.capability][1] if problem.direction == "forward" else _BACKWARD, problem)
 
 
 def passes(problem: Problem, arch: Arch) -> list[Variant]:

@@ -11,24 +11,20 @@ from ...call.problem import Problem
 from ...program.graph import Body
 from ..catalog import SHORT, Arch, Variant
 from ..heads_as_rows import heads_share_keys, problem_of_rows
-from ..launch import Launch, Part, Plan, along_x, blocks_of, laid_out, rows_of
+from ..launch import Launch, Part, Plan, along_x, blocks_of, class_of, laid_out, rows_of, tiles_of
 from . import f64, flash_tiles, simple, wide
-from .wide import PROMISED, head_dim_refusal, option_refusal
 
 __all__ = [
     "CHUNK_KEYS",
     "MOST_PARTS_BYTES",
     "NAME",
-    "PROMISED",
     "ZEROED",
     "backward",
     "combine_chunks",
     "gradient_workspace",
-    "head_dim_refusal",
     "keys_of_block",
     "keys_of_class",
     "of_function",
-    "option_refusal",
     "plan",
     "refusals",
     "refusals_but_strides",
@@ -56,12 +52,9 @@ _STEPS = ("delta", "dqkv", "dq_convert", "dq", "dbias")
 
 def _classes(problem: Problem) -> tuple[int, int] | None:
     """The smallest classes that fit the head dims of a problem; None if there are none."""
-    p = problem
-    rows = flash_tiles.FORWARD["tf32" if p.dtype == "float32" else "16-bit", "any"]
-    for (d, v), cells in zip(flash_tiles.HEAD_DIMS, rows, strict=True):
-        if any(cells) and p.head_dim <= d and p.head_dim_v <= v:
-            return d, v
-    return None
+    rows = flash_tiles.FORWARD["tf32" if problem.dtype == "float32" else "16-bit", "any"]
+    built = (classes for classes, cells in zip(flash_tiles.HEAD_DIMS, rows, strict=True) if any(cells))
+    return class_of(built, problem)
 
 
 def _products(dtype: str) -> tuple[str, str]:
@@ -477,8 +470,7 @@ def gradient_workspace(
     if chains or not problem.deterministic:
         # layout: tiles one after the other, each in the register layout of the kernel's warps.
         m = dqkv.tile[0]
-        of_packed = problem.rows_q // m + problem.batch
-        tiles = of_packed if problem.packed else problem.batch * blocks_of(problem.seqlen_q, m)
+        tiles = tiles_of(problem, problem.seqlen_q, problem.rows_q, m)
         sums = (tiles, problem.heads_q, *((chains,) if chains > 1 else ()))
         parts.append(("dq_accumulator", "float32", (*sums, m, dqkv.head_dim)))
     if chains:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ..catalog import Arch, Variant
-from ..launch import Plan, along_x, blocks_of
+from ..launch import Plan, along_x, beyond_band, blocks_of
 
 __all__ = ["NAME", "plan", "refusals", "variants"]
 
@@ -71,7 +71,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
 def _chosen(problem: Problem, arch: Arch) -> Variant | None:
     """The kernel for the head dims and options of a problem; None if no class fits."""
     p = problem
-    mask = "any" if p.alibi or p.softcap or p.scale <= 0 else "band"
+    mask = "any" if beyond_band(p) else "band"
     widest = max(p.head_dim, p.head_dim_v)
     return next((_forward(head_dim, mask, arch) for head_dim in _FORWARD if widest <= head_dim), None)
 

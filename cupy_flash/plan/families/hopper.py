@@ -12,9 +12,10 @@ from ...call.arrays import ITEM_BYTES
 from ...call.operands import FLOAT8
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Box, Variant
-from ..launch import Launch, Plan, along_x, blocks_of, laid_out, rows_of
+from ..launch import Launch, Plan, along_x, beyond_band, blocks_of, class_of, laid_out, round_up, rows_of
 from . import f16x3, flash, simple
 from .pack_gqa import rows_of_tiles
+from .wide import PROMISED, head_dim_refusal, option_refusal
 
 __all__ = ["NAME", "plan", "refusals", "refusals_but_strides", "variants"]
 
@@ -97,12 +98,6 @@ _IN_WAVES = "dq        summed in turns, in waves of {wave} blocks of a head: the
 # timed against each other on an H200.
 _FEW_HEADS = 24
 _SECTION_BYTES = 16 << 20  # kL2SectionBytes of hopper/consumers.cuh
-
-
-def _classes(table: Iterable[tuple[int, int]], problem: Problem) -> tuple[int, int] | None:
-    """The smallest classes of a table that fit the head dims of a problem; None if there are none."""
-    fitting = ((d, v) for d, v in table if problem.head_dim <= d and problem.head_dim_v <= v)
-    return next(fitting, None)
 
 
 def _forward(dtype: str, classes: tuple[int, int], mask: str, unrounded: bool = False) -> Variant:
@@ -211,9 +206,9 @@ def _backward(dtype: str, classes: tuple[int, int], mask: str) -> Variant:
     tiles = 2 * (n * (d + v) + m * (_STAGES * d + do_stages * v) + _STAGES * m * n)
     # LSE and delta: as 16 extra operand columns, one more product for S and dP, or in FP32.
     subtracted = mask != "any" and d + v <= 256
-    terms = 32 * m + 128 if subtracted else 8 * _STAGES * -(-m // 32) * 32
+    terms = 32 * m + 128 if subtracted else 8 * _STAGES * round_up(m, 32)
     # dQ in FP32. 384 bytes: the barriers. 1024: the alignment of tiles.
-    shared_bytes = tiles + 4 * m * d + -(-(terms + 384) // 1024) * 1024
+    shared_bytes = tiles + 4 * m * d + round_up(terms + 384, 1024)
     if spans:  # a bit per pair of a partial tile
         shared_bytes += _STAGES * m * n // 8
     # S and dP; dV and dK; dQ, where each warpgroup has half of the queries or of the columns, or more, so
@@ -320,7 +315,7 @@ def variants(arch: Arch) -> Iterator[Variant]:
 
 
 def _mask(problem: Problem) -> str:
-    if problem.alibi or problem.softcap or problem.scale <= 0:
+    if beyond_band(problem):
         return "any"
     if problem.direction == "backward" and not _SCALES[0] <= problem.scale <= _SCALES[1]:
         return "any"
@@ -333,20 +328,20 @@ def _chosen(problem: Problem) -> Variant | None:
         return f16x3.chosen(problem)
     mask = _mask(problem)
     if problem.dtype == FLOAT8:
-        classes = _classes(_FP8, problem)
+        classes = class_of(_FP8, problem)
         return _forward_fp8(classes, "band" if mask == "spans" else mask) if classes else None
     if problem.direction == "forward":
-        if classes := _classes(_SPANS if mask == "spans" else _FORWARD, problem):
+        if classes := class_of(_SPANS if mask == "spans" else _FORWARD, problem):
             return _forward(SHORT[problem.dtype], classes, mask, problem.unrounded)
         makers: tuple[tuple[Any, Callable[..., Variant]], ...] = ((_FORWARD_WIDE, _forward_wide),)
         mask = "band"  # `refusals` refuses other kinds
-    elif mask == "spans" and _classes(_BACKWARD_SPANS, problem):
+    elif mask == "spans" and class_of(_BACKWARD_SPANS, problem):
         makers = ((_BACKWARD_SPANS, _backward),)
     else:
         mask = "band" if mask == "spans" else mask  # `refusals` refuses it; only the tile matters
         makers = ((_BACKWARD, _backward), (_BACKWARD_WIDE, _backward_wide))
     for table, make in makers:
-        if classes := _classes(table, problem):
+        if classes := class_of(table, problem):
             return make(SHORT[problem.dtype], classes, mask)
     return None
 
@@ -377,9 +372,9 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
         reasons.append(f"the order of sums of {FLOAT8} is not guaranteed")
     hides = p.dtype not in (FLOAT8, "float32") and _mask(p) == "spans"
     if p.direction == "forward" and hides:
-        hides = _classes(_SPANS, p) is not None
+        hides = class_of(_SPANS, p) is not None
     if p.direction == "backward" and hides:
-        hides = _classes(_BACKWARD_SPANS, p) is not None
+        hides = class_of(_BACKWARD_SPANS, p) is not None
         if hides and p.deterministic:
             reasons.append("sums dQ with Spans or a BlockMask in any order")
     if unknown := p.unread(("ALiBi", "softcap", *("Spans", "BlockMask") * bool(hides))):
@@ -396,13 +391,11 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     if variant is None:
         if p.dtype != "float32":
             wide = p.direction == "forward" and p.dtype != FLOAT8
-            reasons.append(flash.head_dim_refusal(p, max(_FORWARD_WIDE) if wide else None))
+            reasons.append(head_dim_refusal(p, max(_FORWARD_WIDE) if wide else None))
         return reasons
-    if variant.kernel == "flash_forward_wide_sm90":
-        lacks = {"ALiBi": p.alibi, "softcap": p.softcap, "scale <= 0": p.scale <= 0}
-        lacks[flash.PROMISED] = bool(p.reproducible)
-        if unknown := [name for name, given in lacks.items() if given]:
-            reasons.append(flash.option_refusal(p, unknown))
+    unknown = [*beyond_band(p), *[PROMISED] * bool(p.reproducible)]
+    if unknown and variant.kernel == "flash_forward_wide_sm90":
+        reasons.append(option_refusal(p, unknown))
     if p.tile not in (None, variant.tile):
         reasons.append(f"tile {p.tile} is not built (built: {variant.tile})")
     return reasons

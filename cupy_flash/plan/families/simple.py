@@ -27,7 +27,7 @@ __all__ = [
     "refusals",
     "sink_gradients",
     "variants",
-]  # fmt: skip
+]
 
 NAME = "simple"
 
@@ -125,9 +125,7 @@ def _variant(step: str, dtype: str, widest: int, function: Body | None = None) -
     )  # fmt: skip
 
 
-def of_function(
-    function: Body, dtype: str, head_dim: int, _arch: Arch, second_order: bool = False
-) -> list[Variant]:
+def of_function(function: Body, dtype: str, head_dim: int, second_order: bool = False) -> list[Variant]:
     """The variants compiled for a score function: passes that compute scores, and those for its arguments."""
     # why all that may be learned: in torch, each call decides which arguments are.
     steps = _WITH_SCORES + _OF_ARGUMENTS * reads_learnable(function)

@@ -7,7 +7,7 @@ from itertools import product
 
 from ...call.problem import Problem
 from ..catalog import SHORT, Arch, Variant
-from ..launch import blocks_of
+from ..launch import class_of, round_up
 from . import flash_tiles
 
 __all__ = [
@@ -33,12 +33,6 @@ def _classes(direction: str, arch: Arch) -> list[tuple[int, int]]:
     return [*flash_tiles.BACKWARD_WIDE] if direction == "backward" and arch.capability >= 80 else []
 
 
-def _classes_of(problem: Problem, arch: Arch) -> tuple[int, int] | None:
-    """The first of them that fits the head dims of a problem; None if none does."""
-    wide = _classes(problem.direction, arch)
-    return next(((d, v) for d, v in wide if problem.head_dim <= d and problem.head_dim_v <= v), None)
-
-
 def _forward(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None:
     """The forward kernel of a class above 256; None if the architecture has none."""
     cell = flash_tiles.FORWARD_WIDE[classes][flash_tiles.column(arch)]
@@ -48,7 +42,7 @@ def _forward(dtype: str, classes: tuple[int, int], arch: Arch) -> Variant | None
     m, q_steps, slots, k_columns = cell
     # Q, the ring buffer, P; in FP32: maxima of 16 rows per warp, rescale factors. 128 bytes: parked values.
     tiles = 2 * (m * (d - 16 * q_steps) + slots * max(n * k_columns, 16 * v) + m * n)
-    shared_bytes = tiles + blocks_of(4 * (threads // 2 + m), 128) * 128 + 128
+    shared_bytes = tiles + round_up(4 * (threads // 2 + m), 128) + 128
     return Variant(
         "flash_forward_wide.cu",
         "",
@@ -98,7 +92,7 @@ def backward_variants(arch: Arch) -> Iterator[Variant]:
 
 def passes(problem: Problem, arch: Arch) -> list[Variant]:
     """The kernels in order, for a problem that is not refused; for gradients those after delta."""
-    classes, dtype = _classes_of(problem, arch), SHORT[problem.dtype]
+    classes, dtype = class_of(_classes(problem.direction, arch), problem), SHORT[problem.dtype]
     assert classes is not None
     if problem.direction == "forward":
         found = _forward(dtype, classes, arch)
@@ -123,7 +117,7 @@ def refusals(problem: Problem, arch: Arch) -> list[str]:
     """All reasons why there is no kernel for head dims above 256."""
     p, wide = problem, _classes(problem.direction, arch)
     taken = ("float16",) if arch.capability < 80 else ("float16", "bfloat16")
-    if p.dtype not in taken or _classes_of(p, arch) is None:
+    if p.dtype not in taken or class_of(wide, p) is None:
         return [head_dim_refusal(p, max(wide) if wide and p.dtype in taken else None)]
     forward = p.direction == "forward"
     inside = {
