@@ -12,7 +12,7 @@ from ..arrays import TORCH_DTYPES, ArrayView
 from ..options import WITH_GRADIENT
 from ..public_names import public_name
 
-__all__ = ["refuse_wrapper", "torch_adopter"]
+__all__ = ["lost_derivative", "refuse_wrapper", "torch_adopter"]
 
 
 def torch_adopter(kind: Any) -> Callable[[Any, str], ArrayView]:
@@ -34,16 +34,28 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
     return TORCH_DTYPES.get(name, name), at
 
 
+def lost_derivative(x: Any) -> str:
+    """The verb of the error for a tensor whose derivative would be lost; empty if there is none."""
+    torch = sys.modules["torch"]
+    if x.requires_grad and torch.is_grad_enabled():
+        return "requires grad"
+    forward_ad = torch.autograd.forward_ad
+    # why the level: it is the cheaper test, and negative outside of forward mode
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        return "has a tangent" * (forward_ad.unpack_dual(x).tangent is not None)
+    return ""
+
+
 def from_torch(x: Any, name: str = "") -> ArrayView:
-    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+    if lost := lost_derivative(x):
         name = public_name(name)
-        detached = f"{name}.detach(), or a call inside torch.no_grad()"
+        detached = f"{name}.detach()" + ", or a call inside torch.no_grad()" * x.requires_grad
         if x.element_size() == 1:
-            raise UnsupportedError(f"{name} requires grad, and float8 has no gradients.", hint=detached)
+            raise UnsupportedError(f"{name} {lost}, and float8 has no gradients.", hint=detached)
         recorders = "cupy_flash.torch.attention, or attention_varlen there, which do; or "
         recorded = recorders * (name in (*WITH_GRADIENT, "scale"))
         raise InvalidArgumentsError(
-            f"{name} is a torch tensor that requires grad, and this function records none.",
+            f"{name} is a torch tensor that {lost}, and this function records none.",
             hint=f"{recorded}{detached}",
         )
     try:
