@@ -12,7 +12,7 @@ from ..arrays import TORCH_DTYPES, ArrayView
 from ..options import WITH_GRADIENT
 from ..public_names import public_name
 
-__all__ = ["lost_derivative", "refuse_wrapper", "torch_adopter"]
+__all__ = ["has_tangent", "lost_derivative", "refuse_wrapper", "torch_adopter"]
 
 
 def torch_adopter(kind: Any) -> Callable[[Any, str], ArrayView]:
@@ -39,11 +39,19 @@ def lost_derivative(x: Any) -> str:
     torch = sys.modules["torch"]
     if x.requires_grad and torch.is_grad_enabled():
         return "requires grad"
-    forward_ad = torch.autograd.forward_ad
     # why the level: it is the cheaper test, and negative outside of forward mode
-    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        return "has a tangent" * (forward_ad.unpack_dual(x).tangent is not None)
+    if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        return "has a tangent" * has_tangent(x)
     return ""
+
+
+def has_tangent(x: Any) -> bool:
+    """Whether a tensor has a tangent of the forward mode that is on; also one batched by a vmap inside it."""
+    torch = sys.modules["torch"]
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(x):  # of which torch does not split a dual tensor
+        x = functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def from_torch(x: Any, name: str = "") -> ArrayView:
