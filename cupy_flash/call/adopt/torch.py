@@ -36,12 +36,11 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
 
 def lost_derivative(x: Any) -> str:
     """The verb of the error for a tensor whose derivative would be lost; empty if there is none."""
-    torch = sys.modules["torch"]
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         return "requires grad"
-    # why the level: it is the cheaper test, and negative outside of forward mode
-    if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        return "has a tangent" * has_tangent(x)
+    # why the level: it is negative outside of forward mode, and reading it is the cheaper test
+    if sys.modules["torch.autograd.forward_ad"]._current_level >= 0:
+        return "has a tangent" * (sys.modules["torch"]._C._is_fwd_grad_enabled() and has_tangent(x))
     return ""
 
 
