@@ -19,7 +19,7 @@ from .call.cache.rows import Rows
 from .call.checks import one_of
 from .call.codes import kind_of_codes
 from .call.compound import Spans
-from .call.head_scale import in_dtype
+from .call.head_scale import in_dtype, scale_shape, times
 from .call.public_names import public_name, type_phrase
 from .call.reproducible import refuse_reproducible
 from .call.values import LAYOUTS
@@ -219,6 +219,11 @@ def over_keys(
     shared = Prefix.of(q, k, v, prefix, options.get("layout", "bhsd"), names=names)
     rest = attention(q, k, v, return_lse=True, **options)  # [P2]
     whole = {name: x for name, x in options.items() if name not in ("causal", "layout")}
+    scale: Any = options.get("scale")
+    if len(getattr(scale, "shape", ())) == 2 and math.prod(scale.shape) > 1:
+        # why: [P1] has the queries of all sequences as one sequence
+        shape = scale_shape(tuple(scale.shape), tuple(q.shape), shared.layout)
+        q, whole["scale"] = times(q, scale.reshape(shape)), 1.0
     return shared.merge(xp, shared.attend(attention, q, whole), rest, q.dtype)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InvalidArgumentsError
+from .adopt.torch import lost_derivative
 from .arrays import accumulator_of
 from .checks import flag, integer, one_of
 from .given import Options
@@ -32,10 +33,10 @@ LAYOUTS = ("bhsd", "bshd")
 
 def finite_number(value: Any, name: str) -> float:
     """An option as a finite float; refuse other values, and tensors whose gradient would be lost."""
-    if getattr(value, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+    if "torch" in sys.modules and hasattr(value, "requires_grad") and (lost := lost_derivative(value)):
         recorded = "cupy_flash.torch.attention, which gives the gradient of a scale; or "
         raise InvalidArgumentsError(
-            f"{name} is a tensor that requires grad, and this function records none.",
+            f"{name} is a tensor that {lost}, and this function records none.",
             hint=f"{recorded if name == 'scale' else ''}{name}.detach()",
         )
     try:

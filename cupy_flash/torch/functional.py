@@ -158,8 +158,8 @@ def attention(
         As in `cupy_flash.attention`; 16-bit sinks are cast, and their gradient has 16 bits.
     score
         As in `cupy_flash.attention`; bound tensors that require grad get gradients. torch.compile has a
-        graph break at a score or mask function; torch.func is not supported, nor are second derivatives
-        if bound tensors require grad.
+        graph break at a score or mask function; torch.func and forward mode are not supported, nor are
+        second derivatives if bound tensors require grad.
     reproducible : {"run", "batch", "prefill", "device"}, optional
         As in `cupy_flash.attention`; torch.use_deterministic_algorithms(True) sets "run" for backward passes.
     {options: As in `cupy_flash.attention`.}

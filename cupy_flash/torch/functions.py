@@ -18,8 +18,8 @@ from ..errors import UnsupportedError
 from ..varlen import pack, split_packed
 from .call import deterministic
 from .eager import are_plain_memory
-from .inputs import cast_by_context, check_parts, drawn_seed, widen
-from .ops import first_derivative_only
+from .inputs import cast_by_context, check_parts, drawn_seed, refuse_lost_gradients, scaled, widen
+from .ops import first_derivative_only, in_forward_mode
 
 __all__ = ["attend_by_function"]
 
@@ -52,15 +52,19 @@ def attend_by_function(
     tensors = {"q": q, "k": k, "v": v, **arrays}
     widen(tensors, q)
     check_parts(("q", "k", "v"), **tensors)
+    refuse_lost_gradients(softcap=values.softcap, dropout=values.dropout)
+    if isinstance(values.scale, torch.Tensor):
+        tensors["q"] = scaled(q, values.scale, "bshd" if cuts else values.layout)
+        values = values._replace(scale=1.0)
     if q.is_meta:
         raise UnsupportedError(
             "q is on device meta, and a score function computes on numbers.",
             hint="q.new_empty(*q.shape[:-1], v.shape[-1]), the shape of the result",
         )
-    if not are_plain_memory(*tensors.values()):
+    if not are_plain_memory(*tensors.values()) or in_forward_mode(*tensors.values()):
         raise UnsupportedError(
-            "score functions are not supported under torch.func or tracing.",
-            hint="the call outside of torch.func and of programs that are traced",
+            "score functions are not supported under torch.func or tracing, nor in forward mode.",
+            hint="the call outside of torch.func, of forward mode and of programs that are traced",
         )
     if values.dropout and values.seed is None:
         values = values._replace(seed=int(drawn_seed()))

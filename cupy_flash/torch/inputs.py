@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..call.adopt.torch import refuse_wrapper
+from ..call.adopt.torch import lost_derivative, refuse_wrapper
 from ..call.compound import QuantizedArray
 from ..call.head_scale import scale_shape, times
 from ..call.options import PARAMETERS
@@ -199,7 +199,7 @@ def widened(x: Any, q: Any) -> Any:
 
 
 def refuse_lost_gradients(**named: Any) -> None:
-    """Refuse tensors that require a gradient, because none is computed for them."""
+    """Refuse tensors that require a gradient or have a tangent, because none is computed for them."""
     for name, x in named.items():
-        if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if isinstance(x, torch.Tensor) and lost_derivative(x):
             raise UnsupportedError(f"{name} has no gradient.", hint=f"{name}.detach()")

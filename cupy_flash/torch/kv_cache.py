@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import kv_cache
+from ..call.adopt.torch import lost_derivative
 from ..call.cache.describe import describe_cache
 from ..call.cache.parts import cache_parts
 from ..call.checks import pair
@@ -176,11 +177,11 @@ def attention_with_kv_cache(
     if isinstance(length, (int, torch.SymInt)) or isinstance(length, np.integer):  # noqa: SIM101
         values["length"], values["cache_seqlens"] = length, None
     tensors = {name: values[name] for name in ("q", "k_cache", "v_cache", *_ARRAYS)}
-    for name, x in tensors.items() if torch.is_grad_enabled() else ():
-        if getattr(x, "requires_grad", False):
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and (lost := lost_derivative(x)):
             raise InvalidArgumentsError(
-                f"{public_name(name)} requires grad, and attention over a cache records none.",
-                hint=f"{public_name(name)}.detach(), or a call inside torch.no_grad()",
+                f"{public_name(name)} {lost}, and attention over a cache records none.",
+                hint=f"{public_name(name)}.detach()" + ", or a call inside torch.no_grad()" * x.requires_grad,
             )
     if is_plain(*tensors.values()):
         results = kv_cache.attend_over_cache(q, cache_seqlens, dict(flat), return_lse)

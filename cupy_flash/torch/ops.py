@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..call.adopt.torch import has_tangent
 from ..call.opaque import opaque
 from ..errors import UnsupportedError
 from ..namespace import NAMESPACE
@@ -217,7 +218,6 @@ _is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def in_forward_mode(*tensors: Any) -> bool:
     """Whether any tensor has a tangent of forward-mode differentiation."""
-    forward_ad = torch.autograd.forward_ad
-    if forward_ad._current_level < 0:
+    if torch.autograd.forward_ad._current_level < 0:
         return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return any(x is not None and has_tangent(x) for x in tensors)

@@ -275,7 +275,7 @@ def _attend(
                 "ring_attention is not supported inside transforms of torch.func: grad, vjp, jvp, vmap.",
                 hint="the call outside of it, then backward(); for vmap one call over a larger batch",
             )
-        if in_forward_mode(q, k, v):
+        if in_forward_mode(q, k, v, sinks):
             raise UnsupportedError(
                 "ring_attention has no forward-mode derivative.", hint="reverse mode: backward()"
             )

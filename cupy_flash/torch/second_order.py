@@ -131,6 +131,8 @@ def attend_with_tangents(call: Call) -> tuple[Any, Any] | None:
     functorch: Any = torch._C._functorch
     if torch.compiler.is_compiling() or functorch.get_dynamic_layer_stack_depth() > 1:
         return None
+    if any(x is not None and functorch.is_batchedtensor(x) for x in call.tensors):
+        return None
     duals = [(None, None) if x is None else torch.autograd.forward_ad.unpack_dual(x) for x in call.tensors]
     for x in (x for dual in duals for x in dual if x is not None):
         inner = functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else x

@@ -60,7 +60,7 @@ def attention_statistics(
     """
     check_tensors(lse=lse)
     given: Any = {**options}
-    with torch.no_grad():
+    with torch.no_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(False):
         widen(given, q)
         return statistics.attention_statistics(
             q, k, lse, want=want, top_k=top_k, cache_seqlens=cache_seqlens, **given

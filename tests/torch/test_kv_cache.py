@@ -174,14 +174,15 @@ def test_gradients_through_a_shared_prefix(causal, layout):
     rows = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     ours = [(x.transpose(-2, -3) if layout == "bshd" else x).clone().requires_grad_() for x in rows]
     theirs = [x.clone().requires_grad_() for x in rows]
+    of_heads = [torch.linspace(-0.5, 1, 12).double().reshape(3, 4).requires_grad_() for _ in range(2)]
     o, lse = cf.attention_with_shared_prefix(
-        *ours, causal=causal, layout=layout, return_lse=True, softcap=4.0
+        *ours, causal=causal, layout=layout, return_lse=True, softcap=4.0, scale=of_heads[0]
     )
     q, k, v, *prefix = theirs
     keys, values = (repeated(x, own) for x, own in zip(prefix, (k, v), strict=True))
     align = 5 if causal else None
     wanted, wanted_lse = cf.attention(
-        q, keys, values, causal=causal, align=align, return_lse=True, softcap=4.0
+        q, keys, values, causal=causal, align=align, return_lse=True, softcap=4.0, scale=of_heads[1]
     )
     o = o.transpose(1, 2) if layout == "bshd" else o
     torch.testing.assert_close(o, wanted, atol=1e-12, rtol=1e-12)
@@ -191,6 +192,7 @@ def test_gradients_through_a_shared_prefix(causal, layout):
     for x, y in zip(ours, theirs, strict=True):
         grad = x.grad.transpose(-2, -3) if layout == "bshd" else x.grad
         torch.testing.assert_close(grad, y.grad, atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(of_heads[0].grad, of_heads[1].grad, atol=1e-11, rtol=1e-11)
 
 
 def test_a_shared_prefix_of_other_kinds_is_refused():

@@ -432,6 +432,10 @@ def test_transforms_are_refused(alone):
         x = torch.autograd.forward_ad.make_dual(q, q)
         with pytest.raises(UnsupportedError, match="ring_attention has no forward-mode derivative"):
             loss(x)
+        with pytest.raises(UnsupportedError, match="ring_attention has no forward-mode derivative"):
+            ring_attention(q, q, q, sinks=x[0, 0, 0, :1])
+        with pytest.raises(UnsupportedError, match="softcap has no gradient"):
+            ring_attention(q, q, q, softcap=x.sum())
 
 
 def test_compiled_programs_break_at_a_ring(alone):

@@ -60,6 +60,8 @@ WAYS = {
     "jacrev of jvp": lambda f: func.jacrev(lambda *x: func.jvp(f, x, DIRECTION)[1].sum())(*POINT),
     "jvp of grad": lambda f: func.jvp(func.grad(loss_of(f), (0, 1, 2)), POINT, DIRECTION),
     "vmap of jvp": lambda f: func.vmap(lambda *x: func.jvp(f, x, x))(*(torch.stack([x, -x]) for x in POINT)),
+    "jvp of vmap": lambda f: func.jvp(func.vmap(f), *(tuple(x[None] for x in y) for y in (POINT, DIRECTION))),
+    "forward_ad of vmap": lambda f: by_dual_numbers(lambda *x: func.vmap(f)(*(y[None] for y in x))),
     "autograd.functional.hessian": lambda f: autograd.functional.hessian(loss_of(f), POINT),
     "create_graph": penalty,
 }  # fmt: skip

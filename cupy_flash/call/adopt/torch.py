@@ -12,7 +12,7 @@ from ..arrays import TORCH_DTYPES, ArrayView
 from ..options import WITH_GRADIENT
 from ..public_names import public_name
 
-__all__ = ["refuse_wrapper", "torch_adopter"]
+__all__ = ["has_tangent", "lost_derivative", "refuse_wrapper", "torch_adopter"]
 
 
 def torch_adopter(kind: Any) -> Callable[[Any, str], ArrayView]:
@@ -34,16 +34,35 @@ def _of_torch(dtype: Any, device: Any) -> tuple[str, tuple[str, int] | None]:
     return TORCH_DTYPES.get(name, name), at
 
 
-def from_torch(x: Any, name: str = "") -> ArrayView:
+def lost_derivative(x: Any) -> str:
+    """The verb of the error for a tensor whose derivative would be lost; empty if there is none."""
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        return "requires grad"
+    # why the level: it is negative outside of forward mode, and reading it is the cheaper test
+    if sys.modules["torch.autograd.forward_ad"]._current_level >= 0:
+        return "has a tangent" * (sys.modules["torch"]._C._is_fwd_grad_enabled() and has_tangent(x))
+    return ""
+
+
+def has_tangent(x: Any) -> bool:
+    """Whether a tensor has a tangent of the forward mode that is on; also one batched by a vmap inside it."""
+    torch = sys.modules["torch"]
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(x):  # of which torch does not split a dual tensor
+        x = functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def from_torch(x: Any, name: str = "") -> ArrayView:
+    if lost := lost_derivative(x):
         name = public_name(name)
-        detached = f"{name}.detach(), or a call inside torch.no_grad()"
+        detached = f"{name}.detach()" + ", or a call inside torch.no_grad()" * x.requires_grad
         if x.element_size() == 1:
-            raise UnsupportedError(f"{name} requires grad, and float8 has no gradients.", hint=detached)
+            raise UnsupportedError(f"{name} {lost}, and float8 has no gradients.", hint=detached)
         recorders = "cupy_flash.torch.attention, or attention_varlen there, which do; or "
         recorded = recorders * (name in (*WITH_GRADIENT, "scale"))
         raise InvalidArgumentsError(
-            f"{name} is a torch tensor that requires grad, and this function records none.",
+            f"{name} is a torch tensor that {lost}, and this function records none.",
             hint=f"{recorded}{detached}",
         )
     try:
