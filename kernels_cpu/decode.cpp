@@ -268,7 +268,7 @@ struct KeyChunk {
     }
 
     // row_sum += rowsum(P), in the order of keys. why four rows: an addition waits for the one before it.
-    __attribute__((noinline)) void sum_weights(int64_t from, int64_t to) {
+    void sum_weights(int64_t from, int64_t to) {
         for (int64_t r = 0; r < rows; r += 4) {
             const int64_t last_row = least(r + 3, rows - 1);
             const Real* x[4];
@@ -283,7 +283,7 @@ struct KeyChunk {
     }
 
     // O += P V of the keys from first to last of a block, run by run of what lies in one page.
-    __attribute__((noinline)) void multiply_values(int64_t block, int64_t first, int64_t last) {
+    void multiply_values(int64_t block, int64_t first, int64_t last) {
         const Entry* weights = along<Entry>(scores, rows, of_scores);
         for (int64_t j = first, stop; j < last; j = stop) {
             stop = short_pages ? last : least(last, values.page_end(j));

@@ -269,7 +269,7 @@ class FakeDriver:
         return 0
 
     def nvmlDeviceGetMemoryInfo(self, _: Any, out: Any) -> int:
-        out._obj.free, out._obj.used = 100, 50
+        out._obj.free = 100
         return 0
 
     def nvmlDeviceGetClockInfo(self, _: Any, kind: Any, out: Any) -> int:
@@ -288,7 +288,7 @@ def test_state_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.driver() == "580.1"
     assert fake.asked == [b"0000:0F:00.0"]
     state = gpu.state()
-    assert state == nvml.State(1755, 612.345, None, 37, 100, 50)
+    assert state == nvml.State(1755, 612.345, None, 37, 100)
     assert str(state) == "1755 MHz 612 W"
     busy = place._neighbours(type("Gpu", (), {"state": lambda _: state})())
     assert busy == ["The GPU is 37 % busy with others' work: expect noise."]
