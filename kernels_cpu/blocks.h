@@ -33,7 +33,7 @@ __attribute__((noinline)) inline unsigned eight_keys(const Blocks& t, int64_t ba
     return seen;
 }
 
-// Cuts keys to those between the first and the last eight that any of the rows may see.
+// Cuts keys to those between the first and the last eight that any of the rows may see; without any, from >= to.
 __attribute__((noinline)) inline void trim_blocks(const Blocks& t, int64_t batch, BlockRows x, int64_t* from,
                                                   int64_t* to) {
     // log2 of the keys around key j that can be skipped at once: those of an empty block, or eight; 0 if it may be seen.
@@ -45,10 +45,10 @@ __attribute__((noinline)) inline void trim_blocks(const Blocks& t, int64_t batch
         return !seen ? t.log_keys : eight_keys(t, batch, x, j & ~int64_t(7)) ? 0 : 3;
     };
     while (*from < *to)
-        if (int n = unseen(*from)) *from = least(*to, ((*from >> n) + 1) << n);
+        if (int n = unseen(*from)) *from = ((*from >> n) + 1) << n;
         else break;
     while (*from < *to)
-        if (int n = unseen(*to - 1)) *to = most(*from, (*to - 1) >> n << n);
+        if (int n = unseen(*to - 1)) *to = (*to - 1) >> n << n;
         else break;
 }
 

@@ -191,7 +191,6 @@ void forward_job(void* what, int64_t number) {
         for (int64_t l = 0; l < panel; ++l)    // [A1.12] [A1.13]
             finish_row(p, x.head[l], all.row_max[l], all.row_sum[l], unit, factor + l, lse + l);
         const Real* rows = all.fresh ? chunks[n].o : all.o;
-        if (all.fresh) memset(chunks[n].o, 0, size_t(panel * dv) * sizeof(Real));
         write_panel(rows, factor, p.o, x.lanes, x.in(p.o, s), dv);
         if (p.lse.data) {
             const LaneOffsets<Real> at = x.in(p.lse, s);

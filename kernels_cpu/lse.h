@@ -29,9 +29,7 @@ struct PanelLse {
         }
     }
     // The weight of the sink of a lane.
-    double of_sink(double sink, int64_t l) const {
-        return sink == -kInfinity<double> ? 0 : exp(sink - lse[l]) * unit[l];
-    }
+    double of_sink(double sink, int64_t l) const { return exp(sink - lse[l]) * unit[l]; }
 };
 
 // The relative difference by which an LSE far from 0 may exceed the one of these keys, and still be recomputed from them.

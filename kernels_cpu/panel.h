@@ -75,7 +75,7 @@ struct Panel {
             if (l + 1 < lanes && ++member == group) member = 0, ++i;    // lanes behind the last one repeat it
         }
         int64_t low = query[0] + s.offset, high = query[lanes - 1] + s.offset;
-        begin = least(most(s.unseen, low - p.left), s.keys), end = least(s.keys, high + p.right + 1);
+        begin = most(s.unseen, low - p.left), end = least(s.keys, high + p.right + 1);
         all_from = most(s.unseen, high - p.left), all_to = least(s.keys, low + p.right + 1);
         if (p.spans.data && p.spans.by_query) meet_spans(p, s);
     }

@@ -110,7 +110,7 @@ inline void run_with_helpers(Call& call, Job job, void* what, int64_t count, int
     take_jobs(call, job, what, count);
     // sync: a helper that has not joined by now finds nobody who wants it.
     pthread_mutex_lock(&shared.lock);
-    shared.call = nullptr, shared.wanted = 0;
+    shared.call = nullptr;
     pthread_mutex_unlock(&shared.lock);
     for (int spins = 0; __atomic_load_n(&shared.inside, __ATOMIC_ACQUIRE); ++spins)
         if (spins < 2000) pause_();

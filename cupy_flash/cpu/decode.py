@@ -288,6 +288,8 @@ def _attend(p: Problem, arrays: dict[str, Array], sequence: Sequence, q: Array) 
     for j0 in range(first, stop, KEYS):  # [D3]
         j1 = min(j0 + KEYS, stop)
         k, v = (_rows(arrays, name, sequence, j0, j1, acc) for name in "kv")
+        if sequence.hidden is not None:  # why: another sequence's NaN, times a weight of 0, would be NaN
+            v = np.where(sequence.hidden[j0:j1, None], 0, v)
         if p.cache is not None and p.cache.unrotated:
             k = _rotated(p, arrays, k[None], [j0])[0]
         s = q @ k.swapaxes(-1, -2)

@@ -48,6 +48,14 @@ def test_any_tile_on_the_cpu(dtype: str, tile: tuple[int, int], device: Device) 
     run_both(case, device, tuning=cupy_flash.Tuning(tile=tile))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_jobs_share(dtype: str, device: Device) -> None:
+    """A key head of so many rows that the core gives each of two jobs dK, dV and dsinks of its own."""
+    case = Case(dtype=dtype, batch=1, heads=(2, 1), lengths=(700, 60), head_dims=(16, 24),
+                align="bottom_right", causal=True, sinks=True, dlse=True)  # fmt: skip
+    run_both(case, device)
+
+
 def test_backward_of_our_own_forward(device: Device) -> None:
     for case in FEATURE_CASES[:12]:
         given = case.inputs()

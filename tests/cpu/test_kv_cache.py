@@ -355,6 +355,21 @@ def test_keys_of_entries_outside_the_cache_are_hidden(value: int) -> None:
     assert not o[1].any()
 
 
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("page", [1, 10, 16, 300])
+def test_nothing_is_read_of_the_pages_that_entries_outside_are_cut_to(page: int, queries: int) -> None:
+    """NaN in the first and the last page of the cache; the last key is alone in a page that is absent."""
+    draw = np.random.default_rng(0)
+    q = draw.standard_normal((1, 2, queries, 64), np.float32)
+    k, v = draw.standard_normal((2, 6, 2, page, 64), np.float32)
+    k[[0, -1]] = v[[0, -1]] = np.nan
+    table = np.array([[2, -1, 3, 6]], np.int32)
+    made = cached(q, k, v, block_table=table, cache_seqlens=3 * page + 1, check=False, return_lse=True)
+    there = [np.concatenate([x[2], x[3]], 1)[None] for x in (k, v)]
+    for actual, expected in zip(made, cupy_flash.attention(q, *there, return_lse=True), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "sizes", [{"lengths": ()}, {"queries": 0}, {"room": 0, "lengths": (0, 0)}, {"heads": (0, 0)}], ids=str
 )

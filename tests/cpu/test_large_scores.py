@@ -180,6 +180,30 @@ def test_products_of_pairs_and_of_reals_agree(size: float, every_library: str) -
         assert np.isfinite(moved.astype(np.float64)).all()
 
 
+def of_equal_keys(size: float) -> list[np.ndarray]:
+    """The do, q, k and v of rows that weigh all keys alike."""
+    do, q, k, v = (normal(1, 2, 40, 64, seed=s) for s in range(4))
+    q *= size
+    k[:] = k[:, :, :1]
+    return [do, q, k, v]
+
+
+def test_one_row_is_enough(every_library: str) -> None:
+    """The last one, of the last head."""
+    do, q, k, v = of_equal_keys(1)
+    q[:, -1, -1] *= 1e7
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
+    dv = cupy_flash.attention_backward(do, q, k, v, o, lse).dv
+    np.testing.assert_allclose(dv, testing.reference_backward(do, q, k, v).dv, atol=1e-4)
+
+
+def test_an_lse_that_was_rounded_otherwise_is_that_of_these_keys(every_library: str) -> None:
+    do, q, k, v = of_equal_keys(1e7)
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
+    made = [cupy_flash.attention_backward(do, q, k, v, o, x).dv for x in (lse, np.nextafter(lse, np.inf))]
+    np.testing.assert_array_equal(*made)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_other_rows_keep_their_bits(packed: bool, every_library: str) -> None:
     """Beside one row of large scores, those of others and their share of dk and dv are as without it."""

@@ -72,6 +72,16 @@ def test_bits_are_those_of_the_dense_mask(case: MaskedCase, device: Device) -> N
         assert np.array_equal(ours[name], x), name
 
 
+def test_one_pair_is_enough(device: Device) -> None:
+    """Of each tile that the mask leaves anything of."""
+    arrays = Case(lengths=(40, 300), head_dims=(16, 8)).inputs()
+    mask = np.zeros((40, 300), bool)
+    mask[7, [3, 250]] = True
+    q, k, v = (arrays[name] for name in "qkv")
+    actual = computed(arrays, {"mask": mask})
+    testing.assert_within_budget(actual, q, k, v, do=arrays["do"], mask=mask)
+
+
 def test_blocks_meet_spans(device: Device) -> None:
     for case in SPANS[:4]:
         arrays = case.inputs()

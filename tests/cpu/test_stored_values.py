@@ -71,6 +71,17 @@ def test_float8(name: str) -> None:
     np.testing.assert_array_equal(np.signbit(found)[~np.isnan(row)], np.signbit(row)[~np.isnan(row)])
 
 
+def test_every_number_of_float8_and_what_is_half_way_between() -> None:
+    """Ties to even, also below the least normal number."""
+    numbers = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    values = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
+    one = np.ones(1, np.float32)
+    for row in np.resize(np.concatenate([values, -values]), (8, DIM)):
+        caches = {f"{x}_cache": np.empty((1, 1, 4, DIM), ml_dtypes.float8_e4m3fn) for x in "kv"}
+        found = stored(row, caches, k_scale=one, v_scale=one)["k_cache"]
+        np.testing.assert_array_equal(found.view(np.uint8), row.astype(found.dtype).view(np.uint8))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize("name", ROWS)
 def test_nvfp4(name: str, dtype: Any) -> None:
