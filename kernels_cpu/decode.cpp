@@ -347,7 +347,7 @@ void decode_job(void* what, int64_t number) {
 // ---- [D4]
 
 template <class Real>
-void combine_job(void* what, int64_t unit) {
+RARE void combine_job(void* what, int64_t unit) {
     constexpr int64_t w = W<Real>;
     const Decode& f = *static_cast<Decode*>(what);
     const Call& p = f.p;

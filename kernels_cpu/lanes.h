@@ -15,7 +15,7 @@ constexpr int kVectorBytes = 16;
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-#define RARE __attribute__((cold, noinline))    // once a call, or for new keys only: size counts
+#define RARE __attribute__((cold, noinline))    // once a call or a head, or for new keys only: size counts
 
 // why two texts: attributes do not see the parameters of a template.
 template <class Real>

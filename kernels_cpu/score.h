@@ -205,7 +205,7 @@ template <class Real>
 __attribute__((noinline)) Denominator denominator(const Call& p, int64_t head, Real row_max, Real row_sum) {
     double sink = p.sinks.data ? element<Real>(p.sinks.data, head * p.sinks.head) : -kInfinity<double>;
     double top = row_max > sink ? row_max : sink;
-    if (top == -kInfinity<double>) return {top, 0};
+    if (top == -kInfinity<double>) return {top, row_sum};    // 0 without keys, NaN where every score is
     return {top, row_sum * exp(row_max - top) + exp(sink - top)};
 }
 

@@ -73,6 +73,21 @@ def test_sinks_over_a_cache(queries: int, dtype: Any, every_library: str) -> Non
     check_sinks_over_a_cache(dtype, queries)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize("queries", [1, 20])
+def test_rows_of_nan_with_sinks(queries: int, dtype: Any, every_library: str) -> None:
+    """A row has no maximum then, whatever its sink."""
+    _, q, k, v = inputs(dtype, queries, 33)
+    q[0, :, 0, 3] = np.nan
+    for sink in (*SINKS, 1.0):
+        options = {"sinks": np.array([-np.inf, sink], np.float64 if dtype is np.float64 else np.float32)}
+        o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+        exact = testing.reference_attention(q, k, v, **options)
+        assert np.isnan(exact.lse[0, :, 0]).all()
+        assert_like(o, exact.o, dtype, f"o with a sink of {sink}")
+        assert_like(lse, exact.lse, dtype, f"lse with a sink of {sink}")
+
+
 def test_gradients_of_rows_that_see_nothing_but_an_infinite_sink(every_library: str) -> None:
     do, q, k, v = inputs(np.float32, 20, 33)
     mask = np.ones((20, 33), bool)
