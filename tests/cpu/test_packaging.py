@@ -442,6 +442,25 @@ def test_kernels_of_every_cuda_are_tried_and_failures_come_last(build_wheels, mo
     assert build_wheels.reason(said) == f"{one.format(12)} {one.format(13)}"
 
 
+def test_a_wheel_is_packed_again_and_stays_the_same(build_wheels, tmp_path):
+    wheel = tmp_path / "x-0-py3-none-any.whl"
+    content = {"x/a.cubin": bytes(range(256)) * 500, "x/b.py": b"a = 1\n" * 1000}
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in content.items():
+            file = zipfile.ZipInfo(name, (2026, 1, 2, 3, 4, 6))
+            file.external_attr = 0o640 << 16
+            archive.writestr(file, data, zipfile.ZIP_DEFLATED, 1)
+    before = wheel.stat().st_size
+    build_wheels.repack(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == content
+        assert {(x.date_time, x.external_attr >> 16) for x in archive.infolist()} == {
+            ((2026, 1, 2, 3, 4, 6), 0o640)
+        }
+    assert wheel.stat().st_size < before
+    assert [*tmp_path.iterdir()] == [wheel]
+
+
 @pytest.mark.parametrize("only", ["*", "simple_*_f16_*"])
 def test_parts_of_a_build_are_all_of_it(build_wheels, only, monkeypatch, tmp_path):
     """And each variant is in one of them, whatever the architecture."""

@@ -1,5 +1,6 @@
 """Registers, spills and shared memory of every kernel of sm_80: a change that costs is a red diff."""
 
+import functools
 import importlib
 import json
 import re
@@ -61,6 +62,19 @@ def sizes_in(manifest):
     return {name: entry["bytes"] for name, entry in json.loads(manifest.read_text())["cubins"].items()}
 
 
+# Of a file in the directory of a wheel, and in its RECORD.
+ENTRY_BYTES = 300
+
+
+@functools.cache
+def packed_sizes(manifest):
+    """Bytes of each cubin in a wheel, which compresses file by file."""
+    return {
+        name: len(zlib.compress(manifest.with_name(f"{name}.cubin").read_bytes(), 9)) + ENTRY_BYTES
+        for name in json.loads(manifest.read_text())["cubins"]
+    }
+
+
 def estimates(budgets, target, sizes, reference):
     """Bytes of each family for a target."""
     of = dict.fromkeys(families.names(target).values())
@@ -85,10 +99,12 @@ def test_a_wheel_will_keep_to_its_budget(budgets, cuda):
     reference = sizes_in(MANIFEST)
     if not reference.keys() >= {variant.name for variant in families.variants(budgets.REFERENCE)}:
         pytest.skip("not all cubins of sm_80 in this checkout: scripts/build_cubins.py --arch sm_80")
-    some = b"".join(MANIFEST.with_name(f"{name}.cubin").read_bytes() for name in sorted(reference)[::10])
-    packed = len(zlib.compress(some)) / len(some)
-    total = sum(budgets.estimate(path.parent.name, None, sizes_in(path), reference) for path in manifests)
-    assert packed * total <= budgets.WHEEL_BYTES, f"{packed * total / 1e6:.1f} MB"
+    # why each target by its own kernels: those of some pack to 0.23 of their bytes, of others to 0.32.
+    packed = packed_sizes(MANIFEST)
+    total = sum(budgets.estimate(path.parent.name, None, packed_sizes(path), packed) for path in manifests)
+    # why 3 %: with all 2911 kernels compiled, what a push compiles estimated 0.99 to 1.03 of their bytes,
+    # whatever its turn. The build of the wheels holds the limit itself.
+    assert total <= 1.03 * budgets.WHEEL_BYTES, f"{total / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize("cuda", [12, 13])
