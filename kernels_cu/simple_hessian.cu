@@ -75,9 +75,8 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dq_dot(const SecondOrderParam
             Tiles::add_weighted_rows(rDQ, head.gKDot.from(n_first), s);
         }
     }
-    Element* gDQ = head_rows<Element>(p.call.dq, work.batch, work.head, head.sequence.first_q + m_first);
-    Tiles::store_rows(rDQ, head.score.scale, p.call.dq, gDQ, head.sequence.seqlen_q - m_first,
-                      shape.head_dim);
+    store_result<Tiles>(false, rDQ, head.score.scale, p.call.dq, work, head.sequence.first_q + m_first,
+                        head.sequence.seqlen_q - m_first, shape.head_dim);
 }
 
 // ---- dkv_dot: a block owns key rows of one head of k and v and visits query tiles of all heads that read it.
@@ -111,11 +110,11 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dkv_dot(const SecondOrderPara
             }
         }
     }
-    Element* gDK = head_rows<Element>(p.call.dk, work.batch, work.head, sequence.first_k + n_first);
-    Element* gDV = head_rows<Element>(p.call.dv, work.batch, work.head, sequence.first_k + n_first);
+    const int64_t row = sequence.first_k + n_first;
     const int32_t rows = sequence.rows_k - n_first;
-    Tiles::store_rows(rDK, static_cast<Acc>(p.call.score.scale), p.call.dk, gDK, rows, shape.head_dim);
-    Tiles::store_rows(rDV, Acc(1), p.call.dv, gDV, rows, shape.head_dim_v);
+    store_result<Tiles>(false, rDK, static_cast<Acc>(p.call.score.scale), p.call.dk, work, row, rows,
+                        shape.head_dim);
+    store_result<Tiles>(false, rDV, Acc(1), p.call.dv, work, row, rows, shape.head_dim_v);
 }
 
 // ---- dbias_dot

@@ -74,15 +74,14 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
         }
     }
 
-    const Element* gO = head.gO.from(m_first).data;
-    Element* gODot = head_rows<Element>(p.o_dot, work.batch, work.head, head.sequence.first_q + m_first);
+    const GlobalRows<Element> gO = head.gO.from(m_first);
     Acc* gMean = head_rows<Acc>(p.lse_dot, work.batch, work.head, head.sequence.first_q);
     const Acc sink_dot = p.sinks_dot ? static_cast<const Acc*>(p.sinks_dot)[work.head * p.sinks_dot_head] : 0;
-    CF_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r, Tiles::rotate_rows(rMean), Tiles::rotate_rows(rO)) {
         Acc mean = 0;
         CF_UNROLL
-        for (int c = 0; c < kColumns; ++c) mean += rMean[r][c];
+        for (int c = 0; c < kColumns; ++c) mean += rMean[0][c];
         mean = sum_over_lanes<kLanes>(mean);
         const int32_t query = m_first + Tiles::own_row(r);
         if (query >= head.sequence.seqlen_q) continue;
@@ -92,11 +91,11 @@ CF_DEVICE void simple_tangent(const SecondOrderParams& p) {
         CF_UNROLL
         for (int c = 0; c < Tiles::kWideColumns; ++c) {
             const int column = Tiles::wide_column(c);
-            if (column < shape.head_dim_v)
-                rO[r][c] -= mean * widen(gO[Tiles::own_row(r) * p.call.o.row + column * p.call.o.column]);
+            if (column < gO.columns) rO[0][c] -= mean * gO.at(Tiles::own_row(r), column);
         }
     }
-    Tiles::store_rows(rO, Acc(1), p.o_dot, gODot, head.sequence.seqlen_q - m_first, shape.head_dim_v);
+    store_result<Tiles>(false, rO, Acc(1), p.o_dot, work, head.sequence.first_q + m_first,
+                        head.sequence.seqlen_q - m_first, shape.head_dim_v);
 }
 
 CF_KERNEL(SecondOrderParams, kThreads, 1, simple_tangent)

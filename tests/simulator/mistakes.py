@@ -63,7 +63,7 @@ SIMPLE_TANGENT = (
     Mistake("no dropout on P", _TANGENT, "rS[0][c] = weight.whole * weight.kept", "rS[0][c] = weight.whole"),
     Mistake("no dropout on P dotS", _TANGENT,
             "rTangent[0][c] = rS[0][c] * tangent", "rTangent[0][c] = weight.whole * tangent"),
-    Mistake("no mean in dotO", _TANGENT, "rO[r][c] -= mean *", "rO[r][c] -= Acc(0) *"),
+    Mistake("no mean in dotO", _TANGENT, "rO[0][c] -= mean *", "rO[0][c] -= Acc(0) *"),
     Mistake("no sinks in the mean", _TANGENT, "if (p.sinks_dot) mean +=", "if (false) mean +="),
     Mistake("P for P dotS", _TANGENT, "Tiles::put_weights(rTangent, s)", "Tiles::put_weights(rS, s)"),
 )  # fmt: skip

@@ -91,23 +91,16 @@ _OF_SECOND_ORDER = ("jvp", "dq_dot", "dkv_dot", "dbias_dot")
 # Passes that are also compiled for the same bits on every GPU.
 _FIRST_ORDER = ("forward", "delta", "dq", "dkv", "dbias", "dsinks")
 
-# Spilled bytes by target, the larger of both compilers. dK and dV of 512: accumulators of 16 keys take 128
+# Spilled bytes by target, the larger of both compilers. dkv_dot of 512: accumulators of 16 keys take 128
 # registers of a thread, and a block cannot own fewer keys. dkv_dot of 64: the checks of a BlockMask per pair;
 # with half the keys, everything else would be read twice as often.
 _SPILLED = {
-    **dict.fromkeys(
-        (("dkv", "f64", 512), ("dkv", "ieee64", 512)),
-        (("sm_75", 16), ("sm_80", 16), ("sm_86", 16), ("sm_90a", 16), ("sm_100", 24)),
-    ),
     ("dkv_dot", "f64", 512): (
-        ("sm_75", 40), ("sm_80", 40), ("sm_86", 40), ("sm_90a", 136), ("sm_100", 224),
+        ("sm_70", 16), ("sm_75", 16), ("sm_80", 16), ("sm_86", 16), ("sm_90a", 24), ("sm_100", 24),
     ),
+    **dict.fromkeys(product(("dkv_dot",), ("f16", "bf16", "f32"), (64,)), (("sm_70", 24),)),
     **dict.fromkeys(
-        product(("dkv_dot",), ("f16", "bf16", "f32"), (64,)),
-        (("sm_70", 40), ("sm_75", 20), ("sm_80", 20), ("sm_86", 20), ("sm_90a", 24)),
-    ),
-    **dict.fromkeys(
-        product(("dbias_dot",), ("f16", "bf16", "f32"), (512,)), (("sm_61", 232), ("sm_70", 68)),
+        product(("dbias_dot",), ("f16", "bf16", "f32"), (512,)), (("sm_61", 184), ("sm_70", 60)),
     ),
 }  # fmt: skip
 

@@ -26,11 +26,12 @@ template <class Storage> CF_DEVICE Storage& storage_of_pass() {
 
 // Writes factor * sums to the rows of a block from `first` on, as elements; those of 16 bits as float if so asked.
 template <class Tiles, class Sums>
-CF_DEVICE void store_result(bool as_float, const Sums& sums, Acc factor, const Tensor& to,
-                            const TileCoord& work, int64_t first, int32_t rows, int32_t columns) {
-    const auto store_as = [&](auto* data) { Tiles::store_rows(sums, factor, to, data, rows, columns); };
-    if constexpr (sizeof(Element) == 2) {
-        if (as_float) return store_as(head_rows<float>(to, work.batch, work.head, first));
-    }
-    store_as(head_rows<Element>(to, work.batch, work.head, first));
+CF_DEVICE void store_result(bool as_float, Sums& sums, Acc factor, const Tensor& to, const TileCoord& work,
+                            int64_t first, int32_t rows, int32_t columns) {
+    Element* data = head_rows<Element>(to, work.batch, work.head, first);
+    float* floats = head_rows<float>(to, work.batch, work.head, first);
+    Tiles::store_rows(sums, to, rows, columns, [&](int64_t place, Acc sum) {
+        if (sizeof(Element) == 2 && as_float) floats[place] = factor * sum;
+        else data[place] = narrow<Element>(factor * sum);
+    });
 }

@@ -76,14 +76,15 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
     CF_DEVICE static void stage(Acc (&to)[kTileRows][kPitch], const GlobalRows<Element>& from,
                                 int first_column) {
         constexpr int kAcross = smaller(kTileColumns, kThreads), kDown = kThreads / kAcross;
+        static_assert(kTileRows % kDown == 0, "every thread has as many rows");
+        const int first_row = threadIdx.x / kAcross;
         for (int column = threadIdx.x % kAcross; column < kTileColumns; column += kAcross) {
-            const bool exists = first_column + column < from.columns;
-            const int first_row = threadIdx.x / kAcross;
+            const int32_t rows = first_column + column < from.columns ? from.rows - first_row : 0;
             const Element* source =
                 from.data + (first_column + column) * from.column_stride + first_row * from.row_stride;
 #pragma unroll kInFlight
-            for (int row = first_row; row < kTileRows; row += kDown, source += kDown * from.row_stride)
-                to[row][column] = exists && row < from.rows ? widen(*source) : Acc(0);
+            for (int n = 0; n < kTileRows; n += kDown, source += kDown * from.row_stride)
+                to[first_row + n][column] = n < rows ? widen(*source) : Acc(0);
         }
     }
 
@@ -135,9 +136,9 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
     // why: what happens to a score is long code. A loop that is not unrolled can name only row 0 of a tile in
     // registers, so the rows take turns there: kRows calls bring each to the place of row 0 and back, at one
     // move per element.
-    CF_DEVICE static void rotate_rows(Acc (&tile)[kRows][kColumns]) {
+    template <int kN> CF_DEVICE static void rotate_rows(Acc (&tile)[kRows][kN]) {
         CF_UNROLL
-        for (int c = 0; c < kColumns; ++c) {
+        for (int c = 0; c < kN; ++c) {
             const Acc top = tile[0][c];
             CF_UNROLL
             for (int r = 0; r + 1 < kRows; ++r) tile[r][c] = tile[r + 1][c];
@@ -191,18 +192,19 @@ template <class Accum, int kOwn, int kOther, int kWide> struct Simt {
         for (int c = 0; c < kWideColumns; ++c) sum[r][c] *= factor;
     }
 
-    // Writes factor * sum to the rows and columns that exist.
-    template <class Element>
-    CF_DEVICE static void store_rows(const Acc (&sum)[kRows][kWideColumns], Acc factor, const Tensor& to,
-                                     Element* data, int32_t rows, int32_t columns) {
-        CF_UNROLL
-        for (int r = 0; r < kRows; ++r) {
+    // Calls store(place, sum) for the rows and columns that exist, with their places in a tensor.
+    // why places by sums: a product with a stride per element made half the code of the widest kernels.
+    template <class Store>
+    CF_DEVICE static void store_rows(Acc (&sum)[kRows][kWideColumns], const Tensor& to, int32_t rows,
+                                     int32_t columns, const Store& store) {
+#pragma unroll 1
+        for (int r = 0; r < kRows; ++r, rotate_rows(sum)) {
             if (own_row(r) >= rows) continue;
-            Element* row = data + own_row(r) * to.row;
+            int64_t place = own_row(r) * to.row + wide_column(0) * to.column;
             CF_UNROLL
             for (int c = 0; c < kWideColumns; ++c) {
-                const int column = wide_column(c);
-                if (column < columns) row[column * to.column] = narrow<Element>(factor * sum[r][c]);
+                if (wide_column(c) < columns) store(place, sum[0][c]);
+                place += (wide_column(c + 1) - wide_column(c)) * to.column;
             }
         }
     }
