@@ -196,6 +196,31 @@ class TestFlops:
         assert counted(ours, False) == forward
         assert counted(ours, True) - forward == 2 * 2 * 4 * 17 * 11 * (3 * 8 + 2 * 6)
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+    @pytest.mark.parametrize("directions", [None, 3])
+    def test_forward_mode_and_second_order_by_their_products(self, directions):
+        q, k, v = Q, K[:, :2, :11], V[:, :2, :11, :6]
+        pairs, n = 2 * 4 * 17 * 11, directions or 1
+        forward, backward, jvp, hvp = (
+            2 * pairs * (d * 8 + dv * 6) for d, dv in ((1, 1), (3, 2), (3, 2), (7, 3))
+        )
+        along = torch.ones((n, *q.shape))
+
+        def tangent(x):
+            return torch.func.jvp(lambda q: cf.attention(q, k, v), (q,), (x,))[1]
+
+        def twice(x):
+            leaf = q.clone().requires_grad_()
+            (dq,) = torch.autograd.grad(cf.attention(leaf, k, v).square().sum(), leaf, create_graph=True)
+            return torch.autograd.grad(dq, leaf, x, is_grads_batched=directions is not None)
+
+        if directions is None:
+            assert counted(tangent, along[0]) == forward + jvp
+            assert counted(twice, along[0]) == forward + backward + jvp + hvp + backward
+        else:
+            assert counted(torch.vmap(tangent), along) == forward + n * jvp
+            assert counted(twice, along) == forward + backward + n * (jvp + hvp + backward)
+
     def test_packed_sequences_by_their_lengths(self):
         flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS))
         assert flops == 2 * 4 * (5 * 5 + 12 * 12) * (8 + 8)
