@@ -1,5 +1,6 @@
 """Who else works with the operators: torch's generator, exporters, tracers and its counter of FLOPs."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
@@ -14,6 +15,7 @@ import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import flash_attn_3
 from cupy_flash.flash_attn import flash_attn_with_kvcache
+from tests.public import int4_parts
 
 pytestmark = pytest.mark.torch
 
@@ -258,6 +260,28 @@ class TestFlops:
         over = {"k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": 20, "indices": indices}
         flops = counted(lambda: cf.attention_with_kv_cache(q, **over))
         assert flops == 2 * q.shape[:-1].numel() * 5 * (8 + 8)
+
+    def test_a_shared_prefix_of_a_cache_counts(self):
+        q, cache, prefix = new(4)[0], torch.zeros(2, 4, 32, 8), torch.zeros(4, 6, 8)
+        over = {"k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": 5, "prefix": (prefix, prefix)}
+        flops = counted(lambda: cf.attention_with_kv_cache(q, **over))
+        assert flops == 2 * q.shape[:-1].numel() * (5 + 6) * (8 + 8)
+
+    def test_codes_of_4_bits_by_their_features(self):
+        codes, *scales = map(torch.from_numpy, int4_parts(np.ones((2, 4, 16, 32), np.float32), group=32))
+        cache, q = cupy_flash.QuantizedCache(codes, *scales), torch.zeros(2, 4, 3, 32)
+        flops = counted(lambda: cf.attention_with_kv_cache(q, cache, cache, cache_seqlens=5))
+        assert flops == 2 * 2 * 4 * 3 * 5 * (32 + 32)
+
+    def test_without_values_all_pages_of_a_sequence_count(self):
+        q, pages, table = new(4)[0], torch.zeros(5, 4, 16, 8), torch.zeros(2, 3, dtype=torch.int32)
+        lengths = torch.zeros(2, dtype=torch.int32)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            q, k, v, table, lengths = map(mode.from_tensor, (q, pages, pages.clone(), table, lengths))
+            flops = counted(
+                lambda: cf.attention_with_kv_cache(q, k, v, cache_seqlens=lengths, block_table=table)
+            )
+        assert flops == 2 * q.shape[:-1].numel() * 3 * 16 * (8 + 8)
 
     def test_without_values_the_longest_counts(self):
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
