@@ -198,6 +198,11 @@ class TestFlops:
         assert counted(ours, False) == forward
         assert counted(ours, True) - forward == 2 * 2 * 4 * 17 * 11 * (3 * 8 + 2 * 6)
 
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    def test_one_head_without_an_axis(self, layout):
+        flops = counted(lambda: cf.attention(Q[0, 0], K[0, 0, :11], V[0, 0, :11], layout=layout))
+        assert flops == 2 * 17 * 11 * (8 + 8)
+
     @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
     @pytest.mark.parametrize("directions", [None, 3])
     def test_forward_mode_and_second_order_by_their_products(self, directions):
