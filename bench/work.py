@@ -10,16 +10,12 @@ import numpy as np
 import cupy_flash
 from cupy_flash import testing
 from cupy_flash.call.masks import Band
+from cupy_flash.call.work import flops
 from cupy_flash.plan.choose import choose
 
 ITEM = {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT8, RESULT_OF_FLOAT8 = "float8_e4m3fn", "bfloat16"
 PASSES = ("forward", "backward", "forward+backward")
-# Matrix products of a pass relative to a forward pass, which has 2 (Q K^T and P V). A backward pass has 5 (S,
-# dP, dV, dK, dQ), also for kernels that compute some of them twice, as is usual. A jvp after a forward pass
-# has 5 (S, two for dotS, two for dotO), an hvp 10 (S, two for dotS, dP, dotdP, dotdV, two each for dotdQ and
-# dotdK).
-PRODUCTS = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5, "jvp": 2.5, "hvp": 5.0}
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> dict[str, np.ndarray]:
@@ -108,7 +104,8 @@ class Case(NamedTuple):
         As counted in the papers (Dao, arXiv:2307.08691, section 4), but with the exact number of causal pairs
         instead of half of all. Softmax is not counted.
         """
-        return 4.0 * self.batch * self.heads * self.pairs() * self.head_dim * PRODUCTS[self.passes]
+        pairs, d = self.batch * self.heads * self.pairs(), self.head_dim
+        return float(sum(flops(one, pairs, d, d) for one in self.passes.split("+")))
 
     def traffic(self) -> float:
         """Least memory traffic in bytes: every operand and result once."""

@@ -243,25 +243,11 @@ def _as_json(report: MemoryReport) -> str:
 
 def _build(args: argparse.Namespace) -> int:
     from .cubins.build import BuildFailed
-    from .cubins.locate import usable_sets
     from .cubins.user_cache import into_user_cache
+    from .device.choice import build_targets
 
     refuse_without(args, "score", "score_arg", "dtype", "head_dim", "second_order", "out")
-    archs: Sequence[str] = [args.arch]
-    cudas = usable_sets(None)
-    if args.arch is None:
-        from .device.choice import gpu_driver
-
-        driver = gpu_driver("torch")
-        try:
-            archs = sorted({device.arch for device in driver.devices()})
-        except UnsupportedError as error:
-            raise UnsupportedError(
-                "there is no GPU here to compile kernels for.",
-                reasons=str(error).splitlines()[:1],
-                hint="--arch, such as sm_90a, to compile for the GPU of another machine",
-            ) from error
-        cudas = usable_sets(driver.driver_version())
+    archs = None if args.arch is None else [args.arch]
     try:
         if args.score is not None:
             folders = _function(args.score).build(
@@ -270,7 +256,7 @@ def _build(args: argparse.Namespace) -> int:
                 out=args.out,
             )  # fmt: skip
         else:
-            folders = into_user_cache(archs, (args.cuda,) if args.cuda else cudas)
+            folders = into_user_cache(*build_targets(archs, args.cuda))
         for folder in folders:
             print(folder)
     except BuildFailed as error:

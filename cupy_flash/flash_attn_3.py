@@ -40,6 +40,7 @@ __all__ = [
 
 Tensor: TypeAlias = torch.Tensor
 Window: TypeAlias = tuple[int | None, int | None]
+_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def _refuse_chunks(attention_chunk: int) -> None:
@@ -296,6 +297,44 @@ def flash_attn_varlen_func(
     return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
 
+def _check_parts(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> None:
+    """Refuse what `flash_attn_combine` cannot combine, or would broadcast or convert."""
+    check_tensors(("out_partial", "lse_partial"), out_partial=out_partial, lse_partial=lse_partial, out=out)
+    for name, x in (("lse_partial", lse_partial), ("out", out)):
+        if x is not None and x.device != out_partial.device:
+            raise InvalidArgumentsError(
+                f"{name} is on {x.device}, out_partial on {out_partial.device}.",
+                hint=f"{name}.to(out_partial.device)",
+            )
+    whole = tuple(out_partial.shape[1:])
+    if len(whole) not in (3, 4) or out_partial.shape[:-1] != lse_partial.shape or not len(lse_partial):
+        raise InvalidArgumentsError(
+            f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
+            hint="out_partial of shape (parts, batch, seqlen, heads, head_dim) or (parts, rows, heads, "
+            "head_dim), lse_partial of shape out_partial.shape[:-1], and a part at least",
+        )
+    if out is not None and out.shape != whole:
+        raise InvalidArgumentsError(f"out has shape {tuple(out.shape)}, not {whole}.", hint="out=None")
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise InvalidArgumentsError(
+            f"out has dtype {out.dtype}, and out_dtype is {out_dtype}.", hint="out_dtype=None"
+        )
+    accumulator = torch.float64 if out_partial.dtype == torch.float64 else torch.float32
+    result = ("out_dtype", out_dtype) if out is None else ("out", out.dtype)
+    for name, dtype, allowed in (
+        ("out_partial", out_partial.dtype, _FLOATS),
+        ("lse_partial", lse_partial.dtype, (accumulator,)),
+        (*result, (*_FLOATS, None)),
+    ):
+        if dtype not in allowed:
+            raise InvalidArgumentsError(
+                f"{name} is {dtype}, not {' or '.join(str(one) for one in allowed if one)}.",
+                hint="the results of flash_attn_func(..., return_attn_probs=True), stacked",
+            )
+
+
 @takes(translate_error=errors_in_names_of(FLASH_ATTN_3))
 def flash_attn_combine(
     out_partial: Tensor,
@@ -308,9 +347,10 @@ def flash_attn_combine(
     Parameters
     ----------
     out_partial : Tensor, shape (parts, batch, seqlen, heads, head_dim) or (parts, rows, heads, head_dim)
-    lse_partial : Tensor, shape (parts, batch, seqlen, heads) or (parts, rows, heads)
+    lse_partial : Tensor of float32, shape (parts, batch, seqlen, heads) or (parts, rows, heads)
+        Of float64 for an out_partial of float64.
     out : Tensor, optional
-        Where to write the result.
+        Where to write the result, of its shape.
     out_dtype : torch.dtype, optional
         Dtype of the result; default: that of out, or of out_partial.
 
@@ -321,11 +361,7 @@ def flash_attn_combine(
         -inf, with out = 0, where every part is empty. out_partial of an empty part may hold any values, also
         NaN.
     """
-    if out_partial.shape[:-1] != lse_partial.shape or not len(lse_partial):
-        raise InvalidArgumentsError(
-            f"out_partial has shape {tuple(out_partial.shape)}, lse_partial {tuple(lse_partial.shape)}.",
-            hint="lse_partial of shape out_partial.shape[:-1], and a part at least",
-        )
+    _check_parts(out_partial, lse_partial, out, out_dtype)
     whole, lse = merge_parts(torch, tuple(zip(out_partial, lse_partial, strict=True)))
     if out is not None:
         return out.copy_(whole), lse

@@ -55,7 +55,8 @@ class ScoreFunction(Program):
         second_order : bool
             Whether to compile the kernels of `derivatives` too, which double backward needs.
         cuda : {12, 13}, optional
-            CUDA major; default: the first one whose compiler is installed.
+            CUDA major. Default: one whose compiler is installed and compiles for ``archs``. For this
+            machine's GPUs the driver's is the first choice, else 12.
         out : path, optional
             A folder to use instead of the user's cache, to be named by the environment variable
             CUPY_FLASH_CUBIN_DIR; your package can ship it.
@@ -70,25 +71,27 @@ class ScoreFunction(Program):
         InvalidArgumentsError
             As in a call; or there is no kernel for these arguments.
         UnsupportedError
-            No compiler is installed.
+            No compiler is installed; or there is no GPU here, and no ``archs``.
         cupy_flash.cubins.build.BuildFailed
             Compilation failed.
         """
-        from .cubins.build import archs_here
         from .cubins.user_cache import function_into_cache
+        from .device.choice import build_targets
         from .plan.families.simple import HEAD_DIMS
 
         body = body_of(self, adopted(**{f"bound[{n}]": x for n, x in enumerate(arguments)}))
-        archs = archs_here() if archs is None else archs
+        archs, cudas = build_targets(archs, cuda)
         _check_list("archs", archs, lambda x: isinstance(x, str), 'archs=["sm_86"]')
         _check_list("dtypes", dtypes, lambda x: one_of(x, SHORT), 'dtypes=["float16", "float32"]')
+        if cuda is not None and integer(cuda) not in (12, 13):
+            raise InvalidArgumentsError(f"cuda is {cuda!r}.", hint="cuda=12 or cuda=13")
         most = HEAD_DIMS[-1]
         _check_list(
             "head_dims", head_dims, lambda x: 0 < (integer(x) or 0) <= most, f"head_dims=[64], to {most}"
         )
         folder = None if out is None else Path(out)
         return function_into_cache(
-            body, archs, dtypes, head_dims, (12, 13) if cuda is None else (cuda,),
+            body, archs, dtypes, head_dims, cudas,
             second_order=flag(second_order, "second_order"), out=folder,
         )  # fmt: skip
 

@@ -25,6 +25,7 @@ from .call.problem import Problem
 from .call.public_names import type_phrase
 from .call.signature import INSTEAD, takes
 from .call.values import check_options
+from .call.work import flops
 from .dispatch.backends import driver_of, refuse_tensor_cores
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .naive import naive_bytes
@@ -262,7 +263,7 @@ class MemoryReport(NamedTuple):
         q, k, v and o, which both methods need (and their gradients).
     flops : int
         FLOPs of the matrix products: 2 per pair and feature of q k^T and of p v, without pairs outside the
-        band; 2.5 times that for the backward pass.
+        band. The backward pass has three products with the features of q and k, and two with those of v.
     plan : Plan or None
         The plan on the given architecture; None without one.
     """
@@ -380,12 +381,11 @@ def memory_report(
     operands = item * features * (rows + keys) * (2 if backward else 1)
     workspace = plan.workspace_bytes if plan else rows * acc if backward else 0
     pairs = p.batch * p.heads_q * band.pairs(p.seqlen_q, p.seqlen_k)
-    work = 2 * pairs * features
     return MemoryReport(
         problem,
         naive_bytes(p),
         rows * acc + workspace,
         operands,
-        work * 5 // 2 if backward else work,
+        flops(p.direction, pairs, p.head_dim, p.head_dim_v),
         plan,
     )

@@ -46,14 +46,6 @@ def cut_out(x: Array, box: Box, *ranges: slice) -> Array:
     return x[tuple(index)]
 
 
-def flops(problem: Problem) -> float:
-    """Floating-point operations of the products, as if no tile were skipped."""
-    p = problem
-    products = {"backward": 5, "jvp": 5, "hvp": 10}.get(p.direction, 2)
-    pairs = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k
-    return products * pairs * (p.head_dim + p.head_dim_v)
-
-
 def tile_of(problem: Problem) -> tuple[int, int]:
     """Extents of a block: queries and keys."""
     p = problem

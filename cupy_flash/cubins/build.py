@@ -26,6 +26,8 @@ from .compile import compile_variant
 
 __all__ = ["BuildFailed", "Built", "Offered", "archs_here", "build", "native_targets", "targets"]
 
+# The lowest compute capability x 10 that the compiler of a CUDA major has.
+OLDEST = {12: 0, 13: 75}
 # Returns the variants that a store holds for a target.
 Offered = Callable[[str], Sequence[catalog.Variant]]
 _LINE_SECONDS = 10.0  # between two lines of progress
@@ -41,8 +43,7 @@ class Built(NamedTuple):
 
 def targets(cuda: int) -> tuple[str, ...]:
     """All targets of a release for a CUDA major."""
-    oldest = 75 if cuda >= 13 else 0
-    rows = [row for row in catalog.ARCHITECTURES if row.capability >= oldest]
+    rows = [row for row in catalog.ARCHITECTURES if row.capability >= OLDEST[cuda]]
     return tuple(dict.fromkeys(target for row in rows for target in row.targets))
 
 

@@ -129,20 +129,21 @@ def functions_cache(function: Body, out: Path | None = None) -> Path:
 
 def _origins_of_function(variant: Variant, function: Body) -> Iterator[_Origin]:
     """Every place that may hold the kernels of a score function."""
-    repair = _how_to_build(variant, "{target}")
+    repair = _how_to_build(variant, "{target}", "{cuda}")
     override = os.environ.get(OVERRIDE)
     if override:
         yield _Origin(OVERRIDE, functions_cache(function, Path(override)), f"unset {OVERRIDE}, or {repair}")
     yield _Origin("user cache", functions_cache(function), repair, from_sources=True, private=True)
 
 
-def _how_to_build(variant: Variant, arch: str) -> str:
-    """The call that compiles a kernel of a score function, for hints."""
+def _how_to_build(variant: Variant, arch: str, cuda: object = None) -> str:
+    """The call that compiles a kernel of a score function, for hints; for any CUDA major if it is None."""
     assert variant.function is not None
     given = "arguments, " * bool(variant.function.arguments)
     dtype = next((name for name, short in SHORT.items() if short == variant.dtype), "float32")
     kinds = f'archs=["{arch}"], dtypes=["{dtype}"], head_dims=[{variant.head_dim}]'
     kinds += ", second_order=True" * (variant.params == "SecondOrderParams")
+    kinds += f", cuda={cuda}" * (cuda is not None)
     return f"build({given}{kinds}) of the score function"
 
 
@@ -293,10 +294,11 @@ def _not_found(
         what = ", ".join(dict.fromkeys(held)) if held else "no cubins"
         reasons.append((origin.name, f"{what} in {origin.root}"))
     if variant.function:
+        usable = usable_sets(driver_version)
         return CubinNotFoundError(
             f"no cubin of {variant.name} for {arch}: score functions are compiled when it is asked for.",
             reasons=reasons,
-            hint=_how_to_build(variant, arch),
+            hint=_how_to_build(variant, arch, usable[0] if len(usable) == 1 else None),
         )
     package = PACKAGES[12]
     if driver_version is not None and driver_version >= 13000:

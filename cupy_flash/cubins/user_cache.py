@@ -11,7 +11,7 @@ from ..plan.families import flash_tiles, simple
 from ..program.graph import Body
 from ..store import writing
 from . import locate, nvrtc
-from .build import build, native_targets
+from .build import OLDEST, build, native_targets
 
 __all__ = ["function_into_cache", "into_user_cache", "kernel_into_cache"]
 
@@ -27,7 +27,8 @@ def into_user_cache(archs: Sequence[str], cudas: Sequence[int] = (12, 13)) -> li
     archs : sequence of str
         E.g. ``["sm_86"]``.
     cudas : sequence of {12, 13}
-        Acceptable CUDA majors, best first; the first one with an installed compiler is used.
+        Acceptable CUDA majors, best first; the first one that has these architectures and an installed
+        compiler is used.
 
     Returns
     -------
@@ -46,7 +47,7 @@ def into_user_cache(archs: Sequence[str], cudas: Sequence[int] = (12, 13)) -> li
     store = locate.user_cache()
     with writing(store):
         locate.make_private(store)
-    return [x.folder for x in build(_cuda(cudas), archs, store)]
+    return [x.folder for x in build(_cuda(cudas, archs), archs, store)]
 
 
 def function_into_cache(
@@ -115,7 +116,7 @@ def _into(
     if out is None:
         with writing(store):
             locate.make_private(store)
-    made = build(_cuda(cudas), archs, store, only=wanted, progress=progress, every=every)
+    made = build(_cuda(cudas, archs), archs, store, only=wanted, progress=progress, every=every)
     return [built.folder for built in made]
 
 
@@ -127,6 +128,11 @@ def _offered(
     return tuple(dict.fromkeys(chain.from_iterable(found)))
 
 
-def _cuda(cudas: Sequence[int]) -> int:
-    """The first CUDA major with an installed compiler, or the first of all if none has one."""
-    return next((major for major in cudas if nvrtc.installed(major)), cudas[0])
+def _cuda(cudas: Sequence[int], archs: Sequence[str]) -> int:
+    """The first CUDA major that has these architectures and an installed compiler, or else the first of all.
+
+    why the architectures: a driver of CUDA 13 also runs GPUs that only the compiler of CUDA 12 has.
+    """
+    oldest = min(catalog.architecture(arch).capability for arch in archs)
+    fit = [major for major in cudas if oldest >= OLDEST[major]] or [*cudas]
+    return next((major for major in fit if nvrtc.installed(major)), fit[0])

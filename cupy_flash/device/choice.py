@@ -8,13 +8,15 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidArgumentsError
+from ..errors import InvalidArgumentsError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .gpu import GpuDriver
     from .run import Driver
 
-__all__ = ["VARIABLE", "gpu_driver", "host_driver", "why_without_cupy"]
+__all__ = ["VARIABLE", "build_targets", "gpu_driver", "host_driver", "why_without_cupy"]
 
 VARIABLE = "CUPY_FLASH_DRIVER"
 # Libraries that give addresses and streams of their arrays without CuPy.
@@ -34,6 +36,25 @@ def gpu_driver(library: str) -> GpuDriver:
     from . import driver
 
     return driver
+
+
+def build_targets(archs: Sequence[str] | None, cuda: int | None) -> tuple[Sequence[str], tuple[int, ...]]:
+    """Architectures to compile for, and acceptable CUDA majors, best first; None: what this machine has."""
+    from ..cubins.locate import usable_sets  # not needed by calls on a CPU
+
+    cudas = usable_sets(None)
+    if archs is None:
+        driver = gpu_driver("torch")
+        try:
+            archs = sorted({device.arch for device in driver.devices()})
+        except UnsupportedError as error:
+            raise UnsupportedError(
+                "there is no GPU here to compile kernels for.",
+                reasons=str(error).splitlines()[:1],
+                hint='archs=["sm_90a"], or in a shell --arch sm_90a, for the GPU of another machine',
+            ) from error
+        cudas = usable_sets(driver.driver_version())
+    return archs, cudas if cuda is None else (cuda,)
 
 
 def host_driver() -> Driver | None:

@@ -13,9 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..call.codes import kind_of_codes
+from ..call.tangents import TANGENTS
+from ..call.work import flops
 from .call import NAMES
 from .kv_cache import NAMES as CACHE_NAMES
 from .ops import operators
+from .second_order import directions_of
 
 
 def _known(x: Any) -> bool:
@@ -45,18 +48,41 @@ def _pairs(given: dict[str, Any]) -> int:
     return int(math.prod(q.shape[:-1]) * k.shape[axis])
 
 
+def _work(direction: str, values: tuple[Any, ...]) -> int:
+    """FLOPs of a pass, from the arguments of `attention`."""
+    given = dict(zip(NAMES, values, strict=True))
+    return flops(direction, _pairs(given), given["q"].shape[-1], given["v"].shape[-1])
+
+
 @register_flop_formula(operators.attention, get_raw=True)
 def _forward(*values: Any, **_: Any) -> int:
-    """FLOPs of Q K^T and P V."""
-    given = dict(zip(NAMES, values, strict=True))
-    return 2 * _pairs(given) * int(given["q"].shape[-1] + given["v"].shape[-1])
+    return _work("forward", values)
 
 
 @register_flop_formula(operators.attention_backward, get_raw=True)
 def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) -> int:
-    """FLOPs of Q K^T (recomputed), dO V^T, P^T dO, dS K and dS^T Q."""
-    given = dict(zip(NAMES, values, strict=True))
-    return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
+    return _work("backward", values)
+
+
+def _along(direction: str, rest: tuple[Any, ...]) -> int:
+    """FLOPs of a pass in each direction, from tangents and the arguments of `attention`."""
+    tangents, values = rest[: len(TANGENTS)], rest[len(TANGENTS) :]
+    return math.prod(directions_of(tangents, values)) * _work(direction, values)
+
+
+@register_flop_formula(operators.attention_jvp, get_raw=True)
+def _jvp(_o: Any, _lse: Any, *rest: Any, **_: Any) -> int:
+    return _along("jvp", rest)
+
+
+@register_flop_formula(operators.attention_with_jvp, get_raw=True)
+def _with_jvp(*rest: Any, **_: Any) -> int:
+    return _work("forward", rest[len(TANGENTS) :]) + _along("jvp", rest)
+
+
+@register_flop_formula(operators.attention_hvp, get_raw=True)
+def _hvp(_do: Any, _dlse: Any, _o: Any, _lse: Any, _o_dot: Any, _lse_dot: Any, *rest: Any, **_: Any) -> int:
+    return _along("hvp", rest)
 
 
 @register_flop_formula(operators.attention_with_kv_cache, get_raw=True)

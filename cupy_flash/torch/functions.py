@@ -48,7 +48,6 @@ def attend_by_function(
         Offsets of packed queries and keys.
     """
     arrays, values, lengths = (*split(options), ()) if cuts is None else split_packed(options)
-    q, k, v = cast_by_context(q, k, v)
     tensors = {"q": q, "k": k, "v": v, **arrays}
     widen(tensors, q)
     check_parts(("q", "k", "v"), **tensors)
@@ -56,6 +55,7 @@ def attend_by_function(
     if isinstance(values.scale, torch.Tensor):
         tensors["q"] = scaled(q, values.scale, "bshd" if cuts else values.layout)
         values = values._replace(scale=1.0)
+    tensors |= zip("qkv", cast_by_context(tensors["q"], k, v), strict=True)
     if q.is_meta:
         raise UnsupportedError(
             "q is on device meta, and a score function computes on numbers.",

@@ -167,7 +167,10 @@ def scaled(q: Any, scale: Any, layout: str) -> Any:
 
 
 def cast_by_context(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """q, k and v in the dtype of torch.autocast, if that is enabled; float64 is not cast."""
+    """q, k and v in the dtype of torch.autocast, if that is enabled; float64 is not cast.
+
+    Callers multiply q by a scale tensor before, as in torch's function under autocast: one rounding, not two.
+    """
     # why here: an operator's registered autocast has one fixed dtype per device, not the user's.
     device = q.device.type if isinstance(q, torch.Tensor) else "meta"
     if device == "meta" or not torch.is_autocast_enabled(device):

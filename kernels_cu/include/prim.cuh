@@ -14,9 +14,9 @@
 //               mma_m16n8k16<T> mma_m16n8k8<T> mma_m16n8k8_tf32 mma_m16n8k32_e4m3
 //               mma_m16n8k32_e4m3_scaled<byte, thread> mma_m16n8k8_f64 mma_m8n8k4_f64
 //   prim/copy   ld_shared<T> st_shared | ld_global ld_global_nc st_global
-//               cp_async4 cp_async8 cp_async16 cp_async4_part cp_async16_part cp_async_commit
+//               cp_async4 cp_async16 cp_async4_part cp_async16_part cp_async_commit
 //               cp_async_wait<n>
-//   prim/bulk   mbar_init mbar_init_fence mbar_arrive mbar_expect_tx mbar_arrive_expect_tx mbar_wait
+//   prim/bulk   mbar_init mbar_init_fence mbar_arrive mbar_arrive_expect_tx mbar_wait
 //               fence_proxy_async fence_proxy_async_global | tma_prefetch tma_load tma_store | bulk_load bulk_store bulk_reduce_add
 //               tma_store_commit tma_store_wait_read<n> tma_store_wait<n>, which serve the bulk_ stores too
 //   prim/semaphore take_ticket semaphore_wait semaphore_release

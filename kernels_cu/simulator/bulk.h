@@ -23,7 +23,6 @@ SIM_API void bulk_store(void* dst, const void* src, int bytes, bool add, Site si
 inline void mbar_init(uint64_t& bar, int count, SIM_SITE) { sim::mbar_init(bar, count, site); }
 inline void mbar_init_fence(SIM_SITE) { sim::mbar_fence(); }
 inline void mbar_arrive(uint64_t& bar, SIM_SITE) { sim::mbar_arrive(bar, 1, 0, site); }
-inline void mbar_expect_tx(uint64_t& bar, int bytes, SIM_SITE) { sim::mbar_arrive(bar, 0, bytes, site); }
 inline void mbar_arrive_expect_tx(uint64_t& bar, int bytes, SIM_SITE) {
     sim::mbar_arrive(bar, 1, bytes, site);
 }

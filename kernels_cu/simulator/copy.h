@@ -38,9 +38,6 @@ template <class T> void st_global(T* p, T x, SIM_SITE) { sim::store_global(p, &x
 inline void cp_async4(uint32_t dst, const void* src, bool valid = true, SIM_SITE) {
     sim::cp_async(dst, src, 4, valid ? 4 : 0, site);
 }
-inline void cp_async8(uint32_t dst, const void* src, bool valid = true, SIM_SITE) {
-    sim::cp_async(dst, src, 8, valid ? 8 : 0, site);
-}
 inline void cp_async16(uint32_t dst, const void* src, bool valid = true, SIM_SITE) {
     sim::cp_async(dst, src, 16, valid ? 16 : 0, site);
 }

@@ -192,7 +192,7 @@ def test_build_without_a_gpu_asks_for_the_architecture(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "UnsupportedError: there is no GPU here to compile kernels for.",
         "  the CUDA driver does not load.",
-        "Try: --arch, such as sm_90a, to compile for the GPU of another machine",
+        'Try: archs=["sm_90a"], or in a shell --arch sm_90a, for the GPU of another machine',
     ]
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from cupy_flash.call.given import split
 from cupy_flash.cubins import locate, nvrtc, on_demand, sass, sources, user_cache
 from cupy_flash.cubins.build import BuildFailed
 from cupy_flash.cubins.compile import compile_variant
+from cupy_flash.device import choice
 from cupy_flash.plan import families
 from cupy_flash.plan.catalog import SHORT
 from cupy_flash.plan.choose import choose
@@ -119,13 +121,13 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
     ):
         with pytest.raises(CubinNotFoundError) as raised:
             locate.locate(variant, "sm_86", 12080)
-        hint = f'build(arguments, archs=["sm_86"], dtypes=["{dtype}"], head_dims=[{head_dim}]) of the score'
-        assert f"Try: {hint} function" in str(raised.value)
+        hint = f'build(arguments, archs=["sm_86"], dtypes=["{dtype}"], head_dims=[{head_dim}], cuda=12)'
+        assert f"Try: {hint} of the score function" in str(raised.value)
     bent = families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
     with pytest.raises(
         CubinNotFoundError, match=r"head_dims=\[64\], second_order=True\) of the score function"
-    ):
-        locate.locate(next(v for v in bent if v.kernel == "simple_hessian_dq_dot"), "sm_86", 12080)
+    ):  # by a driver that loads what either compiler makes
+        locate.locate(next(v for v in bent if v.kernel == "simple_hessian_dq_dot"), "sm_86", 13000)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ def test_without_kernels_the_error_names_the_call_that_makes_them(cache: Path) -
         ({"archs": ["sm_80"], "head_dims": [513]}, r"head_dims is \[513\]"),
         ({"archs": []}, r"archs is \[\]"),
         ({"archs": ["sm_80"], "second_order": 1}, "second_order is 1"),
+        ({"archs": ["sm_80"], "cuda": 11}, "cuda is 11"),
         ({"archs": ["sm_80"], "arguments": ()}, "takes 1 argument behind j"),
     ],
 )
@@ -211,6 +214,36 @@ def test_kernels_of_every_head_dim_are_built(cache: Path, monkeypatch: pytest.Mo
     flash_kernel = next(name for name in made if name.startswith("flash_forward"))
     user_cache.kernel_into_cache(made[flash_kernel], "sm_80", (12,))
     assert compiled == {flash_kernel}
+
+
+@pytest.mark.parametrize(
+    ("driver", "arch", "compilers", "cuda"),
+    [(12080, "sm_86", (12, 13), 12), (12080, "sm_86", (13,), 12), (13000, "sm_86", (12, 13), 13),
+     (13000, "sm_86", (12,), 12), (13000, "sm_86", (), 13), (13000, "sm_70", (12, 13), 12),
+     (13000, "sm_75", (12, 13), 13), (13000, "sm_70 sm_90", (12, 13), 12),
+     (None, "sm_86", (12, 13), 12), (None, "sm_86", (13,), 13), (None, "sm_70", (13,), 12)],
+)  # fmt: skip
+def test_what_is_built_is_what_the_driver_looks_for(
+    driver: int | None, arch: str, compilers: tuple[int, ...], cuda: int,
+    cache: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """For this machine's GPUs; for others, without a driver to ask, what most drivers load."""
+    del cache
+    made: list[tuple[int, list[str]]] = []
+    here = mock.Mock(
+        devices=lambda: [mock.Mock(arch=x) for x in arch.split() * 2], driver_version=lambda: driver
+    )
+    monkeypatch.setattr(choice, "gpu_driver", lambda _: here)
+    monkeypatch.setattr(nvrtc, "installed", compilers.__contains__)
+    monkeypatch.setattr(user_cache, "build", lambda cuda, archs, *_, **__: made.append((cuda, archs)) or [])
+    words = ["build"] if driver else ["build", "--arch", arch]
+    assert main(words) == 0
+    assert main([*words, "--score", "tests.function_cases:ALIBI", "--score-arg", "float32:1"]) == 0
+    ALIBI.build((np.ones(1, np.float32),), archs=None if driver else [arch])
+    assert made == [(cuda, arch.split())] * 3
+    assert main([*words, "--cuda", "12"]) == 0
+    ALIBI.build((np.ones(1, np.float32),), archs=None if driver else [arch], cuda=12)
+    assert made[3:] == [(12, arch.split())] * 2
 
 
 def test_no_call_imports_a_compiler() -> None:

@@ -105,6 +105,8 @@ class TestMemoryReport:
         forward = cupy_flash.memory_report(1, 8, 1024, 64, arch="sm_80")
         backward = cupy_flash.memory_report(1, 8, 1024, 64, arch="sm_80", backward=True)
         assert backward.flops == 2.5 * forward.flops
+        narrow = cupy_flash.memory_report(1, 8, 1024, 64, head_dim_v=32, backward=True)
+        assert narrow.flops == 2 * 8 * 1024**2 * (3 * 64 + 2 * 32)
         assert backward.plan.workspace_bytes > 0
         assert backward.flash_bytes == forward.flash_bytes + backward.plan.workspace_bytes
         assert "sm_80" in str(backward)

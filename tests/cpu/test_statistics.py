@@ -452,6 +452,11 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "an alignment over a cache": (InvalidArgumentsError, "align is 0", {"cache_seqlens": 3, "align": 0}),
     "a length": (InvalidArgumentsError, "the capacity is 6 keys", {"cache_seqlens": 7}),
     "a length of float": (InvalidArgumentsError, "cache_seqlens is 7.0", {"cache_seqlens": 7.0}),
+    "a page that does not exist": (
+        InvalidArgumentsError,
+        r"block_table\[0, 1\] is 1; the cache has 1 pages",
+        {"cache_seqlens": 7, "block_table": np.array([[0, 1]], np.int32)},
+    ),
     "lse of a cache": (
         InvalidArgumentsError, "lse has shape", {"cache_seqlens": 3, "lse": np.ones(4, np.float32)}
     ),

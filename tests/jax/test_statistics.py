@@ -159,6 +159,9 @@ def test_refusals():
         jax.jit(lambda q: cf.attention_statistics(q, k, want="mean"))(q)
     with pytest.raises(Exception, match="3 heads of q are not a multiple of 2"):
         jax.block_until_ready(cf.attention_statistics(q[:, :3], k))
+    pages, table = jax.numpy.zeros((6, 2, 16, 32)), jax.numpy.array([[3, 1], [5, 6]])
+    with pytest.raises(Exception, match=r"block_table\[1, 1\] is 6; the cache has 6 pages"):
+        jax.block_until_ready(cf.attention_statistics(q, pages, cache_seqlens=32, block_table=table))
     with pytest.raises(InvalidArgumentsError, match="k is a list"):
         cf.attention_statistics(q, [1.0])
     with pytest.raises(InvalidArgumentsError, match="less than 4 axes"):

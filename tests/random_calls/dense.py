@@ -59,7 +59,7 @@ SECOND_ORDER_UNITS = {"float64": 1e4}
 # What lies where nobody looks.
 ANYTHING = (np.nan, np.inf, -np.inf)
 WIDE = ("float32", "float64")
-_LARGE_SCALE = 100.0
+_LARGE_SCALES = 100.0, 3.0
 
 
 def _hashed(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -146,7 +146,7 @@ class Dense(Case):
         """Any, four and more options at once of one in two."""
         drawn = _with_large_scores(draw, _drawn(draw, dtypes))
         # why not of large scores: the gradients of a function's arguments may be as large.
-        may_have_one = all(drawn["lengths"]) and drawn["scale"] != _LARGE_SCALE
+        may_have_one = all(drawn["lengths"]) and drawn["scale"] not in _LARGE_SCALES
         function = maybe(draw, 0.1, *FUNCTIONS, "hashed") if may_have_one else None
         same = maybe(draw, 0.15, "batch", "run", "prefill") if not drawn["dropout"] else None
         return cls(**drawn, function=function, reproducible=same)
@@ -237,6 +237,9 @@ class SecondOrder(Dense):
     def draw(cls, draw: random.Random, dtypes: tuple[str, ...] = DTYPES) -> SecondOrder:
         """Any; functions have no second order in the core, and none in the reference."""
         drawn = _drawn(draw, dtypes, large=0.02)
+        if draw.random() < 0.1:  # of 16 bits smaller: second derivatives grow with its square
+            scale = _LARGE_SCALES[drawn["dtype"] not in WIDE]
+            drawn |= {"scale": scale, "softcap": None, "values": "normal"}
         some = tuple(name for name in ("q", "k", "v", "bias", "sinks") if draw.random() < 0.8)
         return cls(
             **drawn,
@@ -281,6 +284,13 @@ class SecondOrder(Dense):
                 host["do"], *qkv, dlse=host.get("dlse"), **own, **options
             )._asdict()
             sizes = largest_score(host, options), largest_term(host, own, options)
+            if self.scale in _LARGE_SCALES:
+                # why: a weight has the roundings of its score, and as a factor the tangent of it
+                tangent = np.abs(exact["lse"]).max(initial=0)
+                sizes = (
+                    sizes[0],
+                    sizes[1] * (1 + testing.budget.ROUNDINGS_PER_SCORE * sizes[0]) * (1 + tangent),
+                )
             for results in found:
                 some = {name: x[n] if self.directions else x for name, x in results.items()}
                 assert_of_second_order(some, exact, self.dtype, *sizes, rows_of_a_key(host, options))
@@ -468,7 +478,7 @@ def _with_large_scores(draw: random.Random, made: dict[str, Any]) -> dict[str, A
     """
     if made["dtype"] == "float16" or made["sinks"] or draw.random() > 0.05:
         return made
-    return made | {"scale": _LARGE_SCALE, "softcap": None, "values": "normal"}
+    return made | {"scale": _LARGE_SCALES[0], "softcap": None, "values": "normal"}
 
 
 def _style_of(name: str, given: str) -> str:

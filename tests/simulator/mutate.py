@@ -521,7 +521,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
 _NAMES = (
     "__syncthreads", "__syncwarp", "bar_sync", "bar_arrive",
     "cp_async_commit", "cp_async_wait",
-    "mbar_init_fence", "mbar_wait", "mbar_arrive", "mbar_expect_tx", "mbar_arrive_expect_tx",
+    "mbar_init_fence", "mbar_wait", "mbar_arrive", "mbar_arrive_expect_tx",
     "fence_proxy_async", "tma_store_commit", "tma_store_wait_read", "tma_store_wait",
     "wgmma_fence", "wgmma_commit", "wgmma_wait", "fence_proxy_async_global",
     "semaphore_wait", "semaphore_release",

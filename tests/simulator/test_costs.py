@@ -29,7 +29,6 @@ def counts_of(stride: int, bytes_: int) -> dict[str, int]:
         (128, 4, 1, 32),   # all in one bank
         (0, 4, 1, 1),      # one word for all
         (132, 4, 1, 1),    # a padded column
-        (8, 8, 2, 2),
         (16, 16, 4, 4),
         (128, 16, 4, 32),  # a column of 16-byte chunks, not swizzled
         (144, 16, 4, 4),   # the same, padded

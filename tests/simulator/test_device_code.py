@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,17 @@ def test_kernels_leave_to_the_primitives(word: str) -> None:
     files = [*sources.folder().glob("*.cu"), *KERNELS.glob("*.cu")]
     offenders = {p.name for p in files if word in _words(p) and p.name != "every_primitive.cu"}
     assert not offenders
+
+
+def test_every_primitive_has_a_kernel() -> None:
+    """One that only tests use has no kernel to be right for."""
+    folder = sources.folder()
+    primitives = {*(folder / "include/prim").glob("*.cuh")}
+    kernels = {*folder.glob("*.cu"), *(folder / "include").rglob("*.cuh")} - primitives
+    text = " ".join(path.read_text() for path in primitives)
+    named = {*re.findall(r"^(?:template <.*> )?CF_DEVICE .*?\b(\w+)\(", text, re.MULTILINE)}
+    assert len(named) > 50
+    assert not named - set().union(*map(_words, kernels))
 
 
 def _words(path: Path) -> set[str]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import testing
+from cupy_flash import UnsupportedError, testing
 from cupy_flash.device import simulator
+from cupy_flash.dispatch import memo
+from cupy_flash.plan import families
 from cupy_flash.plan.catalog import architecture
 from cupy_flash.plan.families import flash
+from tests.block_cases import BlockCase
 from tests.cases import Case, feature_cases
 from tests.checks import Device, dead_outputs
 from tests.cpu import test_second_order as on_cpu
 from tests.plan_cases import BASE
 from tests.simulator import sanitized
+from tests.span_cases import SpanCase
 
 pytestmark = [
     pytest.mark.simulator,
@@ -25,6 +30,7 @@ pytestmark = [
     pytest.mark.parametrize("device", ["sm_80"], indirect=True),
 ]
 
+EVERY_FAMILY = families.FAMILIES
 # What only scales, caps and shifts scores.
 FEATURES = feature_cases(
     lengths=((64, 64), (1, 1), (7, 9), (65, 63), (140, 70), (33, 200), (1, 129)),
@@ -135,6 +141,24 @@ def test_a_missing_tangent_is_zero(dtype: str, name: str, device: Device) -> Non
 def test_bands_that_miss_the_keys(align: int, device: Device) -> None:
     """Every derivative is written where no tile is visited, too."""
     check(Case(dtype="float16", lengths=(130, 70), window=(5, 4), align=align, sinks=True, dlse=True), device)
+
+
+@pytest.mark.parametrize("mask", ["mask", "Spans", "BlockMask"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_mask_leaves_it_to_the_simple_kernels(
+    dtype: str, mask: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads none: alone it refuses, and the plan of a call has kernels that do."""
+    plain = Case(dtype=dtype, batch=1, lengths=(70, 140), head_dims=(32, 32), heads=(2, 1), style="aligned")
+    case: Any = {
+        "mask": replace(plain, mask="qk"), "Spans": SpanCase(plain), "BlockMask": BlockCase(plain, (16, 32))
+    }[mask]  # fmt: skip
+    arrays, tangents, wanted = made(case)
+    with pytest.raises(UnsupportedError, match=f"second derivatives with {mask}\\b"):
+        derivatives(case, arrays, tangents)
+    monkeypatch.setattr(families, "FAMILIES", EVERY_FAMILY)
+    memo.forget()
+    on_cpu.assert_close(derivatives(case, arrays, tangents), wanted, 64, dtype)
 
 
 def test_several_directions_are_each_of_them(device: Device) -> None:

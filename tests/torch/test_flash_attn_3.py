@@ -307,6 +307,49 @@ def test_combine_reads_nothing_of_parts_without_weight(garbage):
         assert x.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"out_partial": torch.ones(3, 5, 4, 8).numpy()}, "out_partial is an ndarray, not a torch tensor"),
+        ({"lse_partial": None}, "lse_partial is None, not a torch tensor"),
+        (
+            {"out_partial": torch.ones(3, 5, 4, 8, dtype=torch.int32)},
+            "out_partial is torch.int32, not torch.f",
+        ),
+        ({"out_partial": torch.ones(3, 5, 4, 8).to(torch.float8_e4m3fn)}, "out_partial is torch.float8"),
+        ({"lse_partial": torch.ones(3, 5, 4).half()}, "lse_partial is torch.float16, not torch.float32"),
+        ({"lse_partial": torch.ones(3, 5, 4).double()}, "lse_partial is torch.float64, not torch.float32"),
+        ({"out_partial": torch.ones(3, 5, 4, 8).double()}, "lse_partial is torch.float32, not torch.float64"),
+        ({"lse_partial": torch.ones(3, 4, 5)}, "lse_partial .3, 4, 5."),
+        (
+            {"lse_partial": torch.ones(0, 5, 4), "out_partial": torch.ones(0, 5, 4, 8)},
+            "out_partial has shape .0",
+        ),
+        (
+            {"lse_partial": torch.ones(3, 5), "out_partial": torch.ones(3, 5, 8)},
+            "out_partial has shape .3, 5, 8.",
+        ),
+        ({"lse_partial": torch.ones(()), "out_partial": torch.ones(8)}, "out_partial has shape .8,."),
+        ({"lse_partial": torch.ones(3, 5, 4, device="meta")}, "lse_partial is on meta, out_partial on cpu"),
+        ({"out": torch.ones(5, 4, 8, device="meta")}, "out is on meta, out_partial on cpu"),
+        ({"out": torch.ones(2, 5, 4, 8)}, "out has shape .2, 5, 4, 8., not .5, 4, 8."),
+        ({"out": torch.ones(5, 4, 8, dtype=torch.int32)}, "out is torch.int32, not torch.float16 or"),
+        (
+            {"out": torch.ones(5, 4, 8), "out_dtype": torch.float16},
+            "out has dtype torch.float32, and out_dtype",
+        ),
+        ({"out_dtype": torch.int32}, "out_dtype is torch.int32"),
+        ({"out_dtype": "float16"}, "out_dtype is float16"),
+    ],
+)
+def test_what_combine_refuses(given, message):
+    """It would convert or broadcast some of this in silence."""
+    with pytest.raises(InvalidArgumentsError, match=rf"{message}(?s:.*)Try: ."):
+        flash_attn_3.flash_attn_combine(
+            **{"out_partial": torch.ones(3, 5, 4, 8), "lse_partial": torch.ones(3, 5, 4), **given}
+        )
+
+
 def test_gradients_of_combine():
     generator = torch.Generator().manual_seed(2)
     parts = torch.randn((3, 4, 2, 5), generator=generator, dtype=torch.float64)

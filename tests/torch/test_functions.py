@@ -1,5 +1,6 @@
 """score= through torch: recorded, with the gradients of arguments that require one; compiled by a break."""
 
+import math
 import shutil
 
 import numpy as np
@@ -155,6 +156,35 @@ def test_autocast_and_dropout():
     first = cf.attention(q, k, v, mask=NEAR, dropout=0.5)
     torch.manual_seed(3)
     assert torch.equal(first, cf.attention(q, k, v, mask=NEAR, dropout=0.5))
+
+
+EVERY = cupy_flash.mask(lambda b, h, i, j: j >= 0)
+
+
+@pytest.mark.parametrize("more", [{}, {"mask": EVERY}], ids=["", "function"])
+@pytest.mark.parametrize("shape", [(4,), (2, 4), ()], ids=str)
+def test_autocast_casts_after_a_scale(shape, more):
+    """One rounding, as of q * scale in front of torch's own function; with and without a function."""
+    q, k, v, _ = (x.detach() for x in qkv(torch.float32))
+    scale = torch.linspace(0.3, 1.7, 8)[: math.prod(shape)].reshape(shape)
+    product = q * (scale[..., None, None] if shape else scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = cf.attention(q, k, v, scale=scale, **more)
+        expected = cf.attention(product, k, v, scale=1.0, **more)
+        theirs = torch.nn.functional.scaled_dot_product_attention(product, k, v, scale=1.0, enable_gqa=True)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, expected)
+    torch.testing.assert_close(ours, theirs, atol=8e-3, rtol=8e-3)
+
+
+@pytest.mark.parametrize("more", [{}, {"mask": EVERY}], ids=["", "function"])
+def test_autocast_casts_after_a_scale_of_packed_rows(more):
+    q, k, v = (x.detach()[0].transpose(0, 1) for x in qkv(torch.float32)[:3])
+    cuts = [torch.tensor([0, x.shape[0]], dtype=torch.int32) for x in (q, k)]
+    scale = torch.linspace(0.3, 1.7, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = cf.attention_varlen(q, k, v, *cuts, scale=scale, **more)
+        assert torch.equal(ours, cf.attention_varlen(q * scale[:, None], k, v, *cuts, scale=1.0, **more))
 
 
 def test_what_is_refused():

@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
+from torch.utils.flop_counter import FlopCounterMode
+
 import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError
@@ -65,7 +67,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_derivative_is_right_or_refused(name):
-    """In reverse mode, with dual tensors and under torch.func.jvp, beside a difference."""
+    """In reverse mode, with dual tensors, also under a dispatch mode, and under torch.func.jvp."""
     call, given = CALLS[name]
     for argument, x in given.items():
         along = torch.linspace(0.5, 1, x.numel(), dtype=x.dtype).reshape(x.shape)
@@ -88,9 +90,13 @@ def test_every_derivative_is_right_or_refused(name):
         def pushed(x=x, along=along, at=at):
             return torch.func.jvp(at, (x,), (along,))[1]
 
+        def observed(dual=dual):
+            with FlopCounterMode(display=False):
+                return dual()
+
         step = 1e-3 if x.dtype == torch.float32 else 1e-6
         wanted = (at(x + step * along) - at(x - step * along)) / (2 * step)
-        for derivative in (reverse, dual, pushed):
+        for derivative in (reverse, dual, observed, pushed):
             try:
                 result = derivative()
             except (InvalidArgumentsError, UnsupportedError):

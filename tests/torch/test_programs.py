@@ -1,5 +1,6 @@
 """Who else works with the operators: torch's generator, exporters, tracers and its counter of FLOPs."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
@@ -14,6 +15,7 @@ import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import flash_attn_3
 from cupy_flash.flash_attn import flash_attn_with_kvcache
+from tests.public import int4_parts
 
 pytestmark = pytest.mark.torch
 
@@ -196,6 +198,36 @@ class TestFlops:
         assert counted(ours, False) == forward
         assert counted(ours, True) - forward == 2 * 2 * 4 * 17 * 11 * (3 * 8 + 2 * 6)
 
+    @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+    def test_one_head_without_an_axis(self, layout):
+        flops = counted(lambda: cf.attention(Q[0, 0], K[0, 0, :11], V[0, 0, :11], layout=layout))
+        assert flops == 2 * 17 * 11 * (8 + 8)
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+    @pytest.mark.parametrize("directions", [None, 3])
+    def test_forward_mode_and_second_order_by_their_products(self, directions):
+        q, k, v = Q, K[:, :2, :11], V[:, :2, :11, :6]
+        pairs, n = 2 * 4 * 17 * 11, directions or 1
+        forward, backward, jvp, hvp = (
+            2 * pairs * (d * 8 + dv * 6) for d, dv in ((1, 1), (3, 2), (3, 2), (7, 3))
+        )
+        along = torch.ones((n, *q.shape))
+
+        def tangent(x):
+            return torch.func.jvp(lambda q: cf.attention(q, k, v), (q,), (x,))[1]
+
+        def twice(x):
+            leaf = q.clone().requires_grad_()
+            (dq,) = torch.autograd.grad(cf.attention(leaf, k, v).square().sum(), leaf, create_graph=True)
+            return torch.autograd.grad(dq, leaf, x, is_grads_batched=directions is not None)
+
+        if directions is None:
+            assert counted(tangent, along[0]) == forward + jvp
+            assert counted(twice, along[0]) == forward + backward + jvp + hvp + backward
+        else:
+            assert counted(torch.vmap(tangent), along) == forward + n * jvp
+            assert counted(twice, along) == forward + backward + n * (jvp + hvp + backward)
+
     def test_packed_sequences_by_their_lengths(self):
         flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS))
         assert flops == 2 * 4 * (5 * 5 + 12 * 12) * (8 + 8)
@@ -233,6 +265,28 @@ class TestFlops:
         over = {"k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": 20, "indices": indices}
         flops = counted(lambda: cf.attention_with_kv_cache(q, **over))
         assert flops == 2 * q.shape[:-1].numel() * 5 * (8 + 8)
+
+    def test_a_shared_prefix_of_a_cache_counts(self):
+        q, cache, prefix = new(4)[0], torch.zeros(2, 4, 32, 8), torch.zeros(4, 6, 8)
+        over = {"k_cache": cache, "v_cache": cache.clone(), "cache_seqlens": 5, "prefix": (prefix, prefix)}
+        flops = counted(lambda: cf.attention_with_kv_cache(q, **over))
+        assert flops == 2 * q.shape[:-1].numel() * (5 + 6) * (8 + 8)
+
+    def test_codes_of_4_bits_by_their_features(self):
+        codes, *scales = map(torch.from_numpy, int4_parts(np.ones((2, 4, 16, 32), np.float32), group=32))
+        cache, q = cupy_flash.QuantizedCache(codes, *scales), torch.zeros(2, 4, 3, 32)
+        flops = counted(lambda: cf.attention_with_kv_cache(q, cache, cache, cache_seqlens=5))
+        assert flops == 2 * 2 * 4 * 3 * 5 * (32 + 32)
+
+    def test_without_values_all_pages_of_a_sequence_count(self):
+        q, pages, table = new(4)[0], torch.zeros(5, 4, 16, 8), torch.zeros(2, 3, dtype=torch.int32)
+        lengths = torch.zeros(2, dtype=torch.int32)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            q, k, v, table, lengths = map(mode.from_tensor, (q, pages, pages.clone(), table, lengths))
+            flops = counted(
+                lambda: cf.attention_with_kv_cache(q, k, v, cache_seqlens=lengths, block_table=table)
+            )
+        assert flops == 2 * q.shape[:-1].numel() * 3 * 16 * (8 + 8)
 
     def test_without_values_the_longest_counts(self):
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:

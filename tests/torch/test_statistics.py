@@ -79,6 +79,9 @@ def test_over_pages():
         q[:, :, :3].numpy(), pages.numpy(), cache_seqlens=lengths.numpy(), block_table=table.numpy()
     )
     assert_equal(made, wanted)
+    table[1, 2] = 6
+    with pytest.raises(InvalidArgumentsError, match=r"block_table\[1, 2\] is 6; the cache has 6 pages"):
+        cf.attention_statistics(q[:, :, :3], pages, cache_seqlens=lengths, block_table=table)
 
 
 def test_refusals():

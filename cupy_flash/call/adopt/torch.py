@@ -47,7 +47,9 @@ def lost_derivative(x: Any) -> str:
 def has_tangent(x: Any) -> bool:
     """Whether a tensor has a tangent of the forward mode that is on; also one batched by a vmap inside it."""
     torch = sys.modules["torch"]
-    functorch = torch._C._functorch
+    functorch, below_autograd = torch._C._functorch, torch._C.DispatchKey.ADInplaceOrView
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(below_autograd):
+        return False  # an operator that a dispatch mode calls has no dual tensors, and torch cannot split one
     while functorch.is_batchedtensor(x):  # of which torch does not split a dual tensor
         x = functorch.get_unwrapped(x)
     return torch.autograd.forward_ad.unpack_dual(x).tangent is not None

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError
 from ..adopt import adopt
-from ..arrays import CPU, accumulator_of
+from ..arrays import CPU, ArrayView, accumulator_of
 from ..checks import flag, integer
 from ..codes import CODE_SCALES, kind_of_codes
 from ..describe import OFFSETS, head_operands, problem_of
@@ -22,7 +22,7 @@ from ..spans import Intervals, span_operand
 from ..values import check_options
 from .kinds import check_kinds, check_scales, check_writable, is_first_columns, same_memory
 from .pages import pages_of_one_key
-from .sizes import codes_of, lifted_codes, rotated_features, sizes_of
+from .sizes import Sizes, codes_of, lifted_codes, rotated_features, sizes_of
 
 __all__ = ["PACKED", "adopt_cache", "describe_cache", "pack_queries"]
 
@@ -123,66 +123,29 @@ def describe_cache(
     InvalidArgumentsError, UnsupportedError
     """
     check_options(options)
-    splits = call.splits
     dtype = check_kinds(raw, options.layout)
+    kind = kind_of_codes(raw)
     if call.single_keys:
-        caches = ("k_cache", "v_cache", *CODE_SCALES.get(kind_of_codes(raw), ()))
+        caches = ("k_cache", "v_cache", *CODE_SCALES.get(kind, ()))
         raw = {**raw, **{name: pages_of_one_key(name, raw, options.layout) for name in caches}}
-    latent = is_first_columns(raw, "v_cache", "k_cache") and not kind_of_codes(raw)
+    latent = is_first_columns(raw, "v_cache", "k_cache") and not kind
     views: Views = {
         n: lift(raw[n], options.layout if len(raw[n].shape) == 4 else "bshd", len(raw[n].shape))
         for n in ("q", "k", "v", "k_cache", "v_cache") if n in raw
     }  # fmt: skip
     if latent and "k" in raw:
-        if "v" in raw and not is_first_columns(raw, "v", "k"):
-            headline = "v_cache is the first columns of k_cache, but v is not the first columns of k."
-            raise wrong(headline, raw, "v=None: the first columns of a new latent are its value")
-        # why not in JAX: there one array may have two buffers, and a LatentCache has only one scale.
-        if not same_memory(raw, "v_scale", "k_scale") and raw["q"].library != "jax":
-            headline = "v_cache is the first columns of k_cache, but they have two arrays of scales."
-            raise wrong(headline, raw, "one array as both scales: a new latent is stored once")
-        # why: a new latent is stored once, so v is a view of k.
-        columns = views["v_cache"].shape[3]
-        views["v"] = views["k"]._replace(shape=(*views["k"].shape[:3], columns))
+        views["v"] = _values_of_new_latents(raw, views)
     sizes = sizes_of(views, raw, options.layout, packing, call.most_keys)
-    kind = kind_of_codes(raw)
     if kind:
         views |= lifted_codes(views, raw, options.layout)
     else:
         views["k_cache"], views["v_cache"] = (views[n]._replace(dtype=dtype) for n in ("k_cache", "v_cache"))
-    rotary = rotated_features(raw, sizes)
-    first_rotated = sizes.head_dim - rotary if flag(call.rotates_last, "rotary.last") else 0
-    unrotated = flag(call.unrotated, "rotary.on_read")
-    if latent and rotary and "k" in raw and not unrotated and first_rotated < sizes.head_dim_v:
-        which = f"{'last' if first_rotated else 'first'} {rotary}"
-        values = sizes.head_dim_v
-        headline = f"rotary turns the {which} features of new latents, whose first {values} are values too."
-        most = sizes.head_dim - values
-        raise wrong(headline, raw, f"cupy_flash.Rotary(cos, sin, last=True), which turns at most {most}")
-    if unrotated and (not rotary or "rotary_seqlens" in raw):
-        headline = f"rotary.on_read is True {'with rotary.seqlens' if rotary else 'without rotary.cos'}."
-        hint = "cupy_flash.Rotary(cos, sin, on_read=True): keys are rotated by their place"
-        raise wrong(headline, raw, hint)
-    views |= {n: raw[n] for n in ("rotary_cos", "rotary_sin", "cache_seqlens", "ragged_mask") if n in raw}
-    views |= {n: raw[n] for n in OFFSETS if n in raw}
-    for n in ("cache_leftpad", "rotary_seqlens"):
-        if n in raw:
-            views[n] = counts(raw[n], n, sizes.batch)
-    if "cu_seqlens_k_new" in raw:
-        views["cu_seqlens_k_new"] = raw["cu_seqlens_k_new"]
-        if raw["cu_seqlens_k_new"].shape != (sizes.batch + 1,):
-            headline = (
-                f"cu_seqlens_k_new has shape {raw['cu_seqlens_k_new'].shape} for a batch of {sizes.batch}."
-            )
-            raise wrong(headline, raw, "(batch + 1,)")
+    rotary, first_rotated, unrotated = _rotation(raw, sizes, call, latent and "k" in raw)
+    views |= _rows_of_sequences(raw, sizes)
     full = (sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.capacity)
     mask = score_operand("mask", raw, views, full, ("bool",))
     spans = _spans(raw, views, (*full[:3], sizes.seqlen_q))
-    if "block_table" in raw:
-        views["block_table"] = raw["block_table"]
-    elif "cache_batch_idx" in raw:
-        view = raw["cache_batch_idx"]
-        views["block_table"] = view._replace(shape=(*view.shape, 1), strides=(*view.strides, 1))
+    views |= _table(raw)
     acc = accumulator_of(raw["q"].dtype)
     per_head = head_operands(raw, views, sizes.batch, sizes.heads_q, acc)
     for name in ("k_scale", "v_scale"):
@@ -191,16 +154,31 @@ def describe_cache(
             views[name] = row_operand(name, raw, shapes, acc).lifted(2)
     check_scales(raw, dtype)
     check_writable(raw)
-    if splits is not None and not 1 <= (integer(splits) or 0) <= MOST_SPLITS:
+    if call.splits is not None and not 1 <= (integer(call.splits) or 0) <= MOST_SPLITS:
         raise InvalidArgumentsError(
-            f"tuning.splits is {splits!r}.",
+            f"tuning.splits is {call.splits!r}.",
             hint=f"an integer from 1 to {MOST_SPLITS}, or None for the planned number",
         )
     band = resolve_band(
         bool(options.causal), options.window, "bottom_right", "alibi_slopes" in raw,
         sizes.seqlen_q, sizes.capacity, packed_alike=True,
     )  # fmt: skip
-    item = raw["q"].item_bytes
+    cache = Cache(
+        dtype,
+        sizes.page,
+        sizes.appended,
+        rotary,
+        flag(call.interleaved, "rotary.interleaved"),
+        call.splits,
+        indexed="cache_batch_idx" in raw,
+        packed="cu_seqlens_k_new" in views,
+        leftpad="cache_leftpad" in raw,
+        rotary_seqlens="rotary_seqlens" in raw,
+        unrotated=unrotated,
+        codes=codes_of(views, kind) if kind else None,
+        latent=latent,
+        first_rotated=first_rotated,
+    )
     problem = problem_of(
         "decode",
         raw,
@@ -219,25 +197,66 @@ def describe_cache(
         mask=mask,
         spans=spans,
         want_lse=want_lse,
-        aligned=all(views[n].aligned() for n in _CACHED) and not sizes.head_dim_v * item % 16,
-        cache=Cache(
-            dtype,
-            sizes.page,
-            sizes.appended,
-            rotary,
-            flag(call.interleaved, "rotary.interleaved"),
-            splits,
-            "cache_batch_idx" in raw,
-            "cu_seqlens_k_new" in views,
-            "cache_leftpad" in raw,
-            "rotary_seqlens" in raw,
-            unrotated,
-            codes_of(views, kind) if kind else None,
-            latent,
-            first_rotated if rotary else 0,
-        ),
+        aligned=all(views[n].aligned() for n in _CACHED) and not sizes.head_dim_v * raw["q"].item_bytes % 16,
+        cache=cache,
     )
     return problem, views
+
+
+def _values_of_new_latents(raw: Views, views: Views) -> ArrayView:
+    """The first columns of k. why: a new latent is stored once, with one scale."""
+    if "v" in raw and not is_first_columns(raw, "v", "k"):
+        headline = "v_cache is the first columns of k_cache, but v is not the first columns of k."
+        raise wrong(headline, raw, "v=None: the first columns of a new latent are its value")
+    # why not in JAX: there one array may have two buffers, and a LatentCache has only one scale.
+    if not same_memory(raw, "v_scale", "k_scale") and raw["q"].library != "jax":
+        headline = "v_cache is the first columns of k_cache, but they have two arrays of scales."
+        raise wrong(headline, raw, "one array as both scales: a new latent is stored once")
+    k, columns = views["k"], views["v_cache"].shape[3]
+    return k._replace(shape=(*k.shape[:3], columns))
+
+
+def _rotation(raw: Views, sizes: Sizes, call: CacheCall, of_new_latents: bool) -> tuple[int, int, bool]:
+    """How many features rotate, the first of them, and whether keys are stored unrotated."""
+    rotary = rotated_features(raw, sizes)
+    first = sizes.head_dim - rotary if flag(call.rotates_last, "rotary.last") else 0
+    unrotated = flag(call.unrotated, "rotary.on_read")
+    if of_new_latents and rotary and not unrotated and first < sizes.head_dim_v:
+        which, values = f"{'last' if first else 'first'} {rotary}", sizes.head_dim_v
+        headline = f"rotary turns the {which} features of new latents, whose first {values} are values too."
+        most = sizes.head_dim - values
+        raise wrong(headline, raw, f"cupy_flash.Rotary(cos, sin, last=True), which turns at most {most}")
+    if unrotated and (not rotary or "rotary_seqlens" in raw):
+        headline = f"rotary.on_read is True {'with rotary.seqlens' if rotary else 'without rotary.cos'}."
+        raise wrong(
+            headline, raw, "cupy_flash.Rotary(cos, sin, on_read=True): keys are rotated by their place"
+        )
+    return rotary, first if rotary else 0, unrotated
+
+
+def _rows_of_sequences(raw: Views, sizes: Sizes) -> Views:
+    """Tables of the rotation, and what says where the rows of each sequence are."""
+    names = ("rotary_cos", "rotary_sin", "cache_seqlens", "ragged_mask", *OFFSETS)
+    views = {n: raw[n] for n in names if n in raw}
+    for n in ("cache_leftpad", "rotary_seqlens"):
+        if n in raw:
+            views[n] = counts(raw[n], n, sizes.batch)
+    if "cu_seqlens_k_new" in raw:
+        views["cu_seqlens_k_new"] = new = raw["cu_seqlens_k_new"]
+        if new.shape != (sizes.batch + 1,):
+            headline = f"cu_seqlens_k_new has shape {new.shape} for a batch of {sizes.batch}."
+            raise wrong(headline, raw, "(batch + 1,)")
+    return views
+
+
+def _table(raw: Views) -> Views:
+    """The block table, if there is one; of slots it has one column."""
+    if "block_table" in raw:
+        return {"block_table": raw["block_table"]}
+    if "cache_batch_idx" in raw:
+        slots = raw["cache_batch_idx"]
+        return {"block_table": slots._replace(shape=(*slots.shape, 1), strides=(*slots.strides, 1))}
+    return {}
 
 
 def _spans(raw: Views, views: Views, full: tuple[int, int, int, int]) -> Intervals | None:

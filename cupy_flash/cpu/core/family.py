@@ -10,11 +10,11 @@ from typing import NamedTuple
 from ...call.arrays import ArrayView
 from ...call.problem import Problem
 from ...call.progress import Tell
+from ...call.work import flops
 from ...program.graph import Graph
 from .. import threads
 from ..decode import flops as flops_of_decode
 from ..progress import SECONDS
-from ..tiles import flops
 from .function import FilledFunction, FunctionCall
 from .function import refusals as function_refusals
 from .isa import ISAS, Isa
@@ -121,7 +121,9 @@ def workers(work: float, library: str = "") -> int:
 def work_of(problem: Problem) -> float:
     """Operations of a problem, over a cache as if it were full; see `decode.flops` for few queries."""
     if problem.direction == "backward" or problem.second_order:
-        return flops(problem)
+        p = problem
+        pairs = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k
+        return flops(p.direction, pairs, p.head_dim, p.head_dim_v)
     return flops_of_decode(problem, problem.batch * problem.seqlen_k)
 
 

@@ -15,10 +15,6 @@ CF_DEVICE void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.clu
 CF_DEVICE void mbar_arrive(uint64_t& bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(&bar)) : "memory");
 }
-CF_DEVICE void mbar_expect_tx(uint64_t& bar, int bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(&bar)), "r"(bytes)
-                 : "memory");
-}
 CF_DEVICE void mbar_arrive_expect_tx(uint64_t& bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(&bar)), "r"(bytes)
                  : "memory");

@@ -50,10 +50,6 @@ CF_DEVICE void cp_async4(uint32_t dst, const void* src, bool valid = true) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(valid ? 4 : 0)
                  : "memory");
 }
-CF_DEVICE void cp_async8(uint32_t dst, const void* src, bool valid = true) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(valid ? 8 : 0)
-                 : "memory");
-}
 CF_DEVICE void cp_async16(uint32_t dst, const void* src, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0)
                  : "memory");

@@ -18,7 +18,6 @@ template <class T> CF_DEVICE void access(const Params& p, uint32_t at) {
     const T back = ld_shared<T>(at);
     if (reinterpret_cast<const char&>(back) == 77) p.data[0] = 1;
     if constexpr (sizeof(T) == 4) cp_async4(at, global);
-    else if constexpr (sizeof(T) == 8) cp_async8(at, global);
     else cp_async16(at, global);
     cp_async_commit();
     cp_async_wait<0>();
@@ -28,7 +27,6 @@ CF_DEVICE void body(const Params& p) {
     auto& s = shared_memory<SharedStorage>();
     const uint32_t at = smem_addr(s.x + threadIdx.x * p.stride);
     if (p.bytes == 4) access<float>(p, at);
-    else if (p.bytes == 8) access<float2>(p, at);
     else access<float4>(p, at);
     if (p.bytes == 16) {
         uint32_t r[4];

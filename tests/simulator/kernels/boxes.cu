@@ -46,8 +46,7 @@ CF_DEVICE void store(const Params& p, SharedStorage& s) {
 // linear[0..63] -> shared -> added twice to linear[64..127] and copied to linear[128..191]
 CF_DEVICE void copy(const Params& p, SharedStorage& s) {
     if (threadIdx.x == 0) {
-        mbar_expect_tx(s.bar, 256);
-        mbar_arrive(s.bar);
+        mbar_arrive_expect_tx(s.bar, 256);
         bulk_load(s.words, p.linear, 256, s.bar);
     }
     mbar_wait(s.bar, 0);

@@ -57,7 +57,7 @@ CF_DEVICE void turing(const Params& p, uint32_t a) {
 
 #if __CUDA_ARCH__ >= 800
 CF_DEVICE void ampere(const Params& p, uint32_t a) {
-    cp_async4(a, p.x), cp_async8(a + 16, p.x), cp_async16(a + 32, p.x, threadIdx.x > 3),
+    cp_async4(a, p.x), cp_async16(a + 32, p.x, threadIdx.x > 3),
         cp_async4_part(a + 48, p.x, threadIdx.x % 5), cp_async16_part(a + 64, p.x, threadIdx.x % 17);
     cp_async_commit();
     cp_async_wait<1>();
@@ -89,7 +89,6 @@ CF_DEVICE void hopper(const Params& p, SharedStorage& s, uint32_t a) {
         tma_prefetch(p.map);
         mbar_init(s.bar, 1);
         mbar_init_fence();
-        mbar_expect_tx(s.bar, 16);
         mbar_arrive_expect_tx(s.bar, 16);
         mbar_arrive(s.bar);
         tma_load(s.words, p.map, s.bar, 0, 1);

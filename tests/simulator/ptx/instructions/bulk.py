@@ -34,12 +34,6 @@ def mbarrier_arrive_expect(w: Writer, i: Instruction) -> None:
     w.emit(f"mbarrier_arrive({w.address(a)}, 1, {w.value(count, 's32')}, {w.site});")
 
 
-@instruction(f"mbarrier.expect_tx.relaxed.cta{_SHARED}")
-def mbarrier_expect(w: Writer, i: Instruction) -> None:
-    a, count = i.operands
-    w.emit(f"mbarrier_arrive({w.address(a)}, 0, {w.value(count, 's32')}, {w.site});")
-
-
 def _no_state(operand: str) -> None:
     if operand != "_":
         raise Unknown("the state of an mbarrier")
