@@ -95,7 +95,8 @@ def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -
     lengths = np.diff(values.astype(np.int64))
     if values[0] != 0 or (lengths < 0).any() or values[-1] > rows:
         raise InvalidArgumentsError(
-            f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most.",
+            f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most, "
+            "the rows of an array (rows, heads, head_dim).",
             hint=_of_lengths(view),
         )
     actual = int(lengths.max(initial=0))

@@ -197,7 +197,10 @@ def test_a_list_of_integers_becomes_what_the_hint_says(name):
 def test_one_array_as_both_offsets_is_checked_for_keys_too():
     q, k, v = packed_inputs((4, 2), (4, 2))
     cut = np.array([0, 4, 6], np.int32)
-    with pytest.raises(InvalidArgumentsError, match=r"cu_seqlens_k is .* end at 5"):
+    with pytest.raises(
+        InvalidArgumentsError,
+        match=r"cu_seqlens_k is .* end at 5 at most, the rows of an array \(rows, heads, head_dim\)",
+    ):
         cupy_flash.attention_varlen(q, k[:5], v[:5], cut, cut)
     with pytest.raises(InvalidArgumentsError, match="cu_seqlens_k is 4, not 2"):
         cupy_flash.attention_varlen(q, k, v, cut, cut, max_seqlen_q=4, max_seqlen_k=2)
