@@ -59,7 +59,7 @@ _SCALES = (
 INSTEAD = {
     "enable_gqa": "the call without it: k and v may have fewer heads than q",
     # why not "mask=...": in torch it is True where a key is hidden
-    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], True where a query may attend",
+    "key_padding_mask": "mask=~padding[:, None, None, :], where padding is True for keys to leave out",
     "spans": "mask=cupy_flash.Spans(bounds), or a function of cupy_flash.spans",
     "blocks": "mask=, which takes a BlockMask",
     "deterministic": 'reproducible="run"',
