@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .call.arrays import numpy_dtype
+from .call.operands import FLOAT8, FLOATS
 from .call.options import PER_HEAD
 from .call.reproducible import MODES
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
@@ -61,7 +62,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen-k", type=int, help="number of keys (default: as queries)")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--head-dim-v", type=int, help="head dim of v (default: that of q and k)")
-    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--dtype", default="float16", choices=(*FLOATS, FLOAT8), help="default: float16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"),
                         help="visible keys before and after a query's position; open: all")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -258,11 +259,19 @@ class _Builder:
 
 def _checked_function(function: Any, args: Sequence[Any]) -> Function:
     """Wrap a function of NumPy arrays: check that it returns booleans, and broadcast them."""
+    hint = "block_mask(lambda b, h, i, j: j <= i, batch, heads, q_len, kv_len)"
     if not callable(function):
-        hint = "block_mask(lambda b, h, i, j: j <= i, batch, heads, q_len, kv_len)"
         raise InvalidArgumentsError(f"block_mask() is given a {type(function).__name__}.", hint=hint)
 
     arguments = tuple(map(widened, args))
+    try:
+        inspect.signature(function).bind(*"bhij", *arguments)
+    except ValueError:
+        pass  # a function in C that does not say what it takes
+    except TypeError as error:
+        raise InvalidArgumentsError(
+            f"the function of a block mask is called with b, h, i, j: {error}.", hint=hint
+        ) from None
 
     def evaluate(b: int, h: int, i: Array, j: Array) -> Array:
         kept = np.asarray(function(np.int64(b), np.int64(h), i, j, *arguments))

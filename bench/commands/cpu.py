@@ -52,4 +52,5 @@ def run(settings: Settings) -> None:
             f"{dtype}, as fast as {name}: geometric mean {geometric_mean(ratios):.2f}, "
             f"least {min(ratios):.2f}, of {len(ratios)} cases"
         )
-    print(f"appended to {session.path}")
+    if rows:
+        print(f"appended to {session.path}")

@@ -60,7 +60,8 @@ def run(settings: Settings) -> None:
         if found:
             mean, least = geometric_mean(found), min(found)
             print(f"{dtype}, as fast as torch: geometric mean {mean:.2f}, least {least:.2f}")
-    print(f"appended to {session.path}")
+    if ratios:
+        print(f"appended to {session.path}")
 
 
 def alternate(

@@ -229,4 +229,5 @@ def run(settings: Settings) -> None:
             rows.append(row)
     for (mask, passes, way), ratio in ratios(rows).items():
         print(f"{mask:24} {passes:9} {way:28} {ratio:.4f}")
-    print(f"appended to {session.path}")
+    if rows:
+        print(f"appended to {session.path}")

@@ -96,7 +96,10 @@ class Session:
 
         `first` returns the implementation of a case's first row, by which existing repetitions are counted.
         """
+        cases = list(cases)
         wanted = [case for case in cases if self.settings.only in str(case)]
+        if cases and not wanted:
+            print(f"no label contains {self.settings.only!r}. Try: a part of one, such as {str(cases[0])!r}")
         held = [self._held(case, first(case)) for case in wanted]
         due = [
             (visit, case)

@@ -134,7 +134,7 @@ def device_name(device: tuple[str, int]) -> str:
 
 
 def _tuple(shape: tuple[int, ...]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ")"
+    return f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
 
 
 _TYPE_STRINGS = {"bool": "|b1", "float16": "<f2", "bfloat16": "<u2", "float32": "<f4",

@@ -24,7 +24,7 @@ def offsets(x: Any, name: str, claimed: int | None = None) -> ArrayView:
     if view.dtype != "int32" or len(view.shape) != 1 or view.shape[0] < 1:
         fits = len(view.shape) == 1 and view.shape[0]
         raise InvalidArgumentsError(
-            f"{name} is {view.describe()}, not (sequences + 1,) int32.",
+            f"{name} is {view.shape} {view.dtype}, not (sequences + 1,) int32.",
             hint=cast(name, view, "int32") if fits else _of_lengths(view),
         )
     if view.shape[0] > 1 and view.strides[0] != 1:
@@ -41,8 +41,8 @@ def counts(x: Any, name: str, batch: int) -> ArrayView:
     view = adopt(x, name)
     if view.dtype != "int32" or view.shape != (batch,) or (batch > 1 and view.strides[0] != 1):
         raise InvalidArgumentsError(
-            f"{public_name(name)} is {view.describe()}, not contiguous ({batch},) int32.",
-            hint=cast(name, view, "int32"),
+            f"{public_name(name)} is {view.shape} {view.dtype}, not contiguous ({batch},) int32.",
+            hint=cast(name, view, "int32") if view.shape == (batch,) else "one number per sequence",
         )
     return view
 
@@ -95,7 +95,8 @@ def longest_length(view: ArrayView, name: str, rows: int, claimed: int | None) -
     lengths = np.diff(values.astype(np.int64))
     if values[0] != 0 or (lengths < 0).any() or values[-1] > rows:
         raise InvalidArgumentsError(
-            f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most.",
+            f"{name} is {values.tolist()}: it must begin with 0, never fall, and end at {rows} at most, "
+            "the rows of an array (rows, heads, head_dim).",
             hint=_of_lengths(view),
         )
     actual = int(lengths.max(initial=0))
@@ -144,7 +145,7 @@ def flat_mask(raw: dict[str, ArrayView], queries: Any, keys: Any) -> None:
     starts = np.concatenate([[0], np.cumsum(np.asarray(queries, np.int64) * np.asarray(keys, np.int64))])
     if view.dtype != "bool" or view.shape != (starts[-1],) or (starts[-1] > 1 and view.strides[0] != 1):
         raise InvalidArgumentsError(
-            f"mask.bits is {view.describe()}, not contiguous ({starts[-1]},) bool.",
+            f"mask.bits is {view.shape} {view.dtype}, not contiguous ({starts[-1]},) bool.",
             hint="the masks (queries, keys) of all sequences: numpy.concatenate([m.ravel() for m in masks])",
         )
     if starts[-1] >= 2**31:

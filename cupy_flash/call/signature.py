@@ -46,7 +46,8 @@ _SYNONYMS = {
     "window_size": "window", "local_window_size": "window", "sliding_window": "window",
     "logits_soft_cap": "softcap", "learnable_sink": "sinks", "s_aux": "sinks",
     "return_softmax_lse": "return_lse", "return_residual": "return_lse", "tensor_layout": "layout",
-    "score_mod": "score", "mask_mod": "mask", "block_mask": "mask",
+    "score_mod": "score", "mask_mod": "mask", "block_mask": "mask", "attention_mask": "mask",
+    "return_attn_probs": "return_lse", "alibi": "alibi_slopes",
 }  # fmt: skip
 
 
@@ -57,6 +58,8 @@ _SCALES = (
 )
 INSTEAD = {
     "enable_gqa": "the call without it: k and v may have fewer heads than q",
+    # why not "mask=...": in torch it is True where a key is hidden
+    "key_padding_mask": "mask=~padding[:, None, None, :], where padding is True for keys to leave out",
     "spans": "mask=cupy_flash.Spans(bounds), or a function of cupy_flash.spans",
     "blocks": "mask=, which takes a BlockMask",
     "deterministic": 'reproducible="run"',

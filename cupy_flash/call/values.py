@@ -51,7 +51,10 @@ def finite_number(value: Any, name: str) -> float:
                 f"scale has shape {tuple(shape)}, and this call takes one number for all heads.",
                 hint="q * scale[..., None, None], with scale=1.0; its gradient is q * dq, summed over rows",
             ) from None
-        raise InvalidArgumentsError(f"{name} is {value!r}, not a number.", hint=f"{name}=0.125") from None
+        per_head = ", or an array of one number per head" * (name == "scale" and type(value) in (list, tuple))
+        raise InvalidArgumentsError(
+            f"{name} is {value!r}, not a number.", hint=f"{name}=0.125{per_head}"
+        ) from None
     if not math.isfinite(number):
         raise InvalidArgumentsError(f"{name} is {value!r}.", hint=f"a finite {name}, or None for the default")
     return number

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..call.adopt.protocols import of_integers
 from ..call.adopt.torch import lost_derivative, refuse_wrapper
 from ..call.compound import QuantizedArray
 from ..call.head_scale import scale_shape, times
@@ -89,8 +90,12 @@ def _tensor_of(x: Any, name: str) -> str:
         return f"cupy_flash.torch.attention(q, k, v, mask={name})"
     if isinstance(x, QuantizedArray):
         return "cupy_flash.attention, which records no gradients, on the same values"
-    if name.startswith("mask."):  # an array of Spans, a BlockMask or a RaggedMask
+    if name == "mask.bounds":
+        return "cupy_flash.Spans(torch.as_tensor(mask.bounds))"
+    if name.startswith("mask."):  # an array of a BlockMask or a RaggedMask
         return "type(mask)(*map(torch.as_tensor, mask))"
+    if of_integers(x):
+        return f"torch.as_tensor({name}, dtype=torch.int32)"
     if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
         return f"torch.as_tensor({name}); or cupy_flash.attention, which takes arrays of NumPy"
     if name == "mask" and callable(x):

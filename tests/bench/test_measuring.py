@@ -422,6 +422,13 @@ def run(*words: str) -> int:
     return command.main([str(word) for word in words])
 
 
+def test_a_label_that_no_case_has_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = session.Settings(device="cpu", only="head_dim 64")
+    none = session.Session("cpu", settings, bounded=False).cases([SMALL])
+    assert not list(none)
+    assert f"Try: a part of one, such as {str(SMALL)!r}" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.slow
 def test_a_measurement_is_a_whole_row(

@@ -105,6 +105,7 @@ def _lists(count=((1, 0),), index=((1, 0), (0, 0)), **more):
     ("make", "says"),
     [
         (lambda: block_mask(3, None, None, 5, 5), r"block_mask\(\) is given a int"),
+        (lambda: block_mask(lambda i, j: j, None, None, 5, 5), r"with b, h, i, j: too many positional"),
         (lambda: block_mask(lambda b, h, i, j: j, None, None, 5, 5), r"gives int64 of shape \(1, 5\)"),
         (lambda: block_mask(lambda b, h, i, j: np.ones(3, bool), 1, 1, 5, 5), r"gives bool of shape \(3,\)"),
         (lambda: block_mask(cupy_flash.score(lambda s, b, h, i, j: s), 1, 1, 5, 5), r"returns scores"),

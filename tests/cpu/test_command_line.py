@@ -245,6 +245,7 @@ def test_without_a_stdout(monkeypatch):
     ("words", "said"),
     [
         (["explain", "--window", "a", "0"], "argument --window: 'a' is not a number of keys, nor open"),
+        (["explain", "--dtype", "bf16"], "argument --dtype: invalid choice: 'bf16' (choose from "),
         (["check", "--seed", "x"], "argument --seed: 'x' is not an integer"),
         (["check", "--seed", "-1"], "argument --seed: -1 is below 0"),
     ],

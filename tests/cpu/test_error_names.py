@@ -288,7 +288,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "blocks list": (of_dense, {"mask": BlockMask([[0]], BITS)}, "mask.table is a list"),
     "blocks dtype": (of_dense, {"mask": BlockMask(f(1, 1), BITS)}, "mask.table has dtype float32"),
     "bits dtype": (of_dense, {"mask": BlockMask(np.zeros((1, 1), np.int32), f(1, 16, 2))}, "mask.bits has"),
-    "ragged": (of_packed, {"mask": RaggedMask(np.ones(9, bool))}, "mask.bits is (9)"),
+    "ragged": (of_packed, {"mask": RaggedMask(np.ones(9, bool))}, "mask.bits is (9,)"),
     "ragged list": (of_packed, {"mask": RaggedMask([True])}, "mask.bits is a list"),
     "mask function": (of_dense, {"mask": lambda b, h, i, j: i >= j}, "Try: mask=cupy_flash.mask(f)"),
     "argument": (of_dense, {"score": SCORE(np.ones(4, np.int16))}, "arguments[0] has dtype int16"),
@@ -299,7 +299,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "cos dtype": (over_cache, {"rotary": Rotary(TABLE, f(32, 8).astype(int))}, "rotary.sin int64"),
     "cos alone": (over_cache, {"rotary": Rotary(TABLE, None)}, "rotary.cos is given without rotary.sin"),
     "cos short": (over_cache, {"rotary": Rotary(f(8, 8), f(8, 8))}, "rotary.cos has 8 positions"),
-    "rotary seqlens": (over_cache, {"rotary": Rotary(TABLE, TABLE, f(2))}, "rotary.seqlens is (2)"),
+    "rotary seqlens": (over_cache, {"rotary": Rotary(TABLE, TABLE, f(2))}, "rotary.seqlens is (2,)"),
     "interleaved": (over_cache, {"rotary": Rotary(TABLE, TABLE, interleaved=1)}, "rotary.interleaved is 1"),  # type: ignore[arg-type]
     "last": (over_cache, {"rotary": Rotary(TABLE, TABLE, last=1)}, "rotary.last is 1"),  # type: ignore[arg-type]
     "on_read": (over_cache, {"rotary": Rotary(TABLE, TABLE, LENGTHS, on_read=True)}, "rotary.on_read is"),
@@ -317,7 +317,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "zero dtype": (over_int4, {"zero": UNITS.astype(int)}, "k_cache.scale has dtype"),
     "zero list": (over_int4, {"zero": [1.0]}, "k_cache.zero is a list"),
     "both kinds": (over_int4, {"block_scale": UNITS}, "k_cache.zero and k_cache.block_scale"),
-    "leftpad": (over_cache, {"cache_leftpad": f(2)}, "cache_leftpad is (2)"),
+    "leftpad": (over_cache, {"cache_leftpad": f(2)}, "cache_leftpad is (2,)"),
 }  # fmt: skip
 INNER = re.compile(
     rf"(?<![\w.\[])(?:{'|'.join(name for name in PUBLIC_NAMES if '_' in name)}|bound\[|mask_starts)(?!\w)"

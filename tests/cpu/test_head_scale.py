@@ -199,6 +199,11 @@ def test_what_has_a_shape_of_another_kind_is_no_number(call: Callable[..., Any],
         call(Q, K, V, scale=SimpleNamespace(shape=shape))
 
 
+def test_a_list_of_scales_is_told_of_arrays() -> None:
+    with pytest.raises(InvalidArgumentsError, match=r"Try: scale=0\.125, or an array of one number per head"):
+        cupy_flash.attention(Q, K, V, scale=[1.0, 2.0])
+
+
 def test_a_layout_that_is_an_array_is_refused() -> None:
     with pytest.raises(InvalidArgumentsError, match="layout is"):
         cupy_flash.explain(Q, K, V, scale=np.ones(4), layout=np.zeros(3, "i4,f4"))

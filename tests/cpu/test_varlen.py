@@ -158,7 +158,10 @@ def test_out_is_left_alone_past_the_last_offset():
         ({"causal": True}, "ambiguous"),
         ({"seqused_k": np.array([4, 3], np.int32)}, r"seqused_k\[1\] is 3; the sequence has 2 keys"),
         ({"seqused_k": np.array([-1, 2], np.int32)}, r"seqused_k\[0\] is -1"),
-        ({"seqused_k": np.array([4], np.int32)}, r"seqused_k is \(1\)"),
+        (
+            {"seqused_k": np.array([4], np.int32)},
+            r"seqused_k is \(1,\) int32(?s:.*)Try: one number per sequence",
+        ),
         ({"seqused_k": np.array([4, 2])}, "int64"),
         ({"rank": 4}, "packed sequences are"),
         ({"cu_k": [0, 3, 2, 6]}, "cu_seqlens_k is .* never fall"),
@@ -178,10 +181,26 @@ def test_bad_offsets_are_refused(change, message):
         cupy_flash.attention_varlen(q, k, v, cu_q, cu_k, **change)
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "seqused_k"])
+def test_a_list_of_integers_becomes_what_the_hint_says(name):
+    q, k, v = packed_inputs((4, 2), (4, 2))
+    cut = np.array([0, 4, 6], np.int32)
+    given = {"cu_seqlens_q": cut, "cu_seqlens_k": cut, "seqused_k": np.array([4, 2], np.int32)}
+    with pytest.raises(InvalidArgumentsError) as caught:
+        cupy_flash.attention_varlen(q, k, v, **{**given, name: given[name].tolist()})
+    hint = str(caught.value).partition("Try: ")[2]
+    cupy_flash.attention_varlen(
+        q, k, v, **{**given, name: eval(hint, {"numpy": np, name: given[name].tolist()})}
+    )
+
+
 def test_one_array_as_both_offsets_is_checked_for_keys_too():
     q, k, v = packed_inputs((4, 2), (4, 2))
     cut = np.array([0, 4, 6], np.int32)
-    with pytest.raises(InvalidArgumentsError, match=r"cu_seqlens_k is .* end at 5"):
+    with pytest.raises(
+        InvalidArgumentsError,
+        match=r"cu_seqlens_k is .* end at 5 at most, the rows of an array \(rows, heads, head_dim\)",
+    ):
         cupy_flash.attention_varlen(q, k[:5], v[:5], cut, cut)
     with pytest.raises(InvalidArgumentsError, match="cu_seqlens_k is 4, not 2"):
         cupy_flash.attention_varlen(q, k, v, cut, cut, max_seqlen_q=4, max_seqlen_k=2)

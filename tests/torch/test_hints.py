@@ -458,6 +458,7 @@ CASES = {
     "score: second": (second_of_score, {}, 1, [lambda: second_of_score(slope=torch.ones(()))]),
     "no tensor": (call, {"q": Q.numpy()}, 1, [lambda: cupy_flash.attention(*(x.numpy() for x in (Q, K, V)))]),
     "no tensor: a list": (call, {"q": Q.tolist()}, 1, []),
+    "no tensor: a list of integers": (varlen, {"cu_seqlens_q": CUTS.tolist()}, 1, []),
     "no tensor: our blocks": (call, {"mask": OF_NUMPY}, 1, []),
     "no tensor: our spans": (call, {"mask": cupy_flash.spans.prefix_lm(5, 9)}, 1, []),
     "no tensor: bits by sequence": (varlen, {"mask": cupy_flash.RaggedMask(np.ones(2 * 9 * 9, bool))}, 1, []),

@@ -12,7 +12,7 @@ from ..arrays import ArrayView
 from ..public_names import public_name, type_phrase
 from .numpy_cupy import foreign_order, from_cupy, from_numpy, refuse_rules
 
-__all__ = ["from_protocol"]
+__all__ = ["from_protocol", "of_integers"]
 
 
 def from_protocol(x: Any, name: str) -> ArrayView:
@@ -66,9 +66,19 @@ def _array_inside(x: Any, name: str) -> str:
     # why on the type: reading `values` of a lazy object would compute them, and of a dict it is a method
     if not callable(getattr(type(x), "values", len)):
         return f"{name}.values, the array without its labels"
-    if isinstance(x, (list, tuple)) or hasattr(x, "__array__"):
+    if isinstance(x, (list, tuple)):
+        return f"numpy.asarray({name}{', numpy.int32' * of_integers(x)})"
+    if hasattr(x, "__array__"):
         return f"numpy.asarray({name})"
     return "a NumPy, CuPy, torch or JAX array, or anything with __dlpack__"
+
+
+def of_integers(x: Any) -> bool:
+    """Whether the first number in nested lists is an integer: offsets, lengths and tables are int32."""
+    first = x
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    return first is not x and type(first) is int
 
 
 _DLPACK_CPU = 1

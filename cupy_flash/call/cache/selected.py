@@ -291,6 +291,6 @@ def _check_kinds(options: Mapping[str, Any], raw: Views, layout: str, packed: bo
         raise wrong(headline, raw, "block_table= of slots, (batch,), or of pages, (batch, pages)")
     for name, shape in shapes.items():
         if name in raw and (raw[name].shape != shape or raw[name].dtype != "int32"):
-            described = raw[name].describe()
-            headline = f"{public_name(name)} is {described} for a batch of {batch}, together with indices."
+            given = f"{raw[name].shape} {raw[name].dtype}"
+            headline = f"{public_name(name)} is {given} for a batch of {batch}, together with indices."
             raise wrong(headline, raw, f"{shape} of int32")
