@@ -48,10 +48,16 @@ def _pairs(given: dict[str, Any]) -> int:
     return int(math.prod(q.shape[:-1]) * k.shape[axis])
 
 
-def _work(direction: str, values: tuple[Any, ...]) -> int:
+def _work(direction: str, values: tuple[Any, ...], directions: int = 1) -> int:
     """FLOPs of a pass, from the arguments of `attention`."""
     given = dict(zip(NAMES, values, strict=True))
-    return flops(direction, _pairs(given), given["q"].shape[-1], given["v"].shape[-1])
+    return flops(direction, _pairs(given), given["q"].shape[-1], given["v"].shape[-1], directions)
+
+
+def _along(direction: str, rest: tuple[Any, ...]) -> int:
+    """FLOPs of a pass, from tangents and the arguments of `attention`."""
+    tangents, values = rest[: len(TANGENTS)], rest[len(TANGENTS) :]
+    return _work(direction, values, math.prod(directions_of(tangents, values)))
 
 
 @register_flop_formula(operators.attention, get_raw=True)
@@ -64,12 +70,6 @@ def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) 
     return _work("backward", values)
 
 
-def _along(direction: str, rest: tuple[Any, ...]) -> int:
-    """FLOPs of a pass in each direction, from tangents and the arguments of `attention`."""
-    tangents, values = rest[: len(TANGENTS)], rest[len(TANGENTS) :]
-    return math.prod(directions_of(tangents, values)) * _work(direction, values)
-
-
 @register_flop_formula(operators.attention_jvp, get_raw=True)
 def _jvp(_o: Any, _lse: Any, *rest: Any, **_: Any) -> int:
     return _along("jvp", rest)
@@ -77,7 +77,7 @@ def _jvp(_o: Any, _lse: Any, *rest: Any, **_: Any) -> int:
 
 @register_flop_formula(operators.attention_with_jvp, get_raw=True)
 def _with_jvp(*rest: Any, **_: Any) -> int:
-    return _work("forward", rest[len(TANGENTS) :]) + _along("jvp", rest)
+    return _along("forward and jvp", rest)
 
 
 @register_flop_formula(operators.attention_hvp, get_raw=True)

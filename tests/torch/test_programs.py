@@ -207,9 +207,10 @@ class TestFlops:
     @pytest.mark.parametrize("directions", [None, 3])
     def test_forward_mode_and_second_order_by_their_products(self, directions):
         q, k, v = Q, K[:, :2, :11], V[:, :2, :11, :6]
-        pairs, n = 2 * 4 * 17 * 11, directions or 1
-        forward, backward, jvp, hvp = (
-            2 * pairs * (d * 8 + dv * 6) for d, dv in ((1, 1), (3, 2), (3, 2), (7, 3))
+        n = directions or 1
+        forward, backward, with_jvp, jvp, hvp = (
+            2 * 2 * 4 * 17 * 11 * (d * 8 + dv * 6)
+            for d, dv in ((1, 1), (3, 2), (1 + 2 * n, 1 + 2 * n), (1 + 2 * n, 2 * n), (1 + 6 * n, 1 + 2 * n))
         )
         along = torch.ones((n, *q.shape))
 
@@ -222,11 +223,21 @@ class TestFlops:
             return torch.autograd.grad(dq, leaf, x, is_grads_batched=directions is not None)
 
         if directions is None:
-            assert counted(tangent, along[0]) == forward + jvp
+            assert counted(tangent, along[0]) == with_jvp
             assert counted(twice, along[0]) == forward + backward + jvp + hvp + backward
         else:
-            assert counted(torch.vmap(tangent), along) == forward + n * jvp
-            assert counted(twice, along) == forward + backward + n * (jvp + hvp + backward)
+            assert counted(torch.vmap(tangent), along) == forward + jvp
+            assert counted(twice, along) == forward + backward + jvp + hvp + n * backward
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+    def test_forward_mode_as_of_the_textbook(self):
+        def textbook(q, k, v):
+            return (q @ k.mT).softmax(-1) @ v
+
+        ours, theirs = (
+            counted(lambda f=f: torch.func.jvp(f, (Q, K, V), (Q, K, V))) for f in (cf.attention, textbook)
+        )
+        assert ours == theirs
 
     def test_packed_sequences_by_their_lengths(self):
         flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS))
