@@ -47,6 +47,9 @@ def lost_derivative(x: Any) -> str:
 def has_tangent(x: Any) -> bool:
     """Whether a tensor has a tangent of the forward mode that is on; also one batched by a vmap inside it."""
     torch = sys.modules["torch"]
+    # why: below a dispatch mode autograd has taken the tangents, and splitting a dual tensor fails there
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality):
+        return False
     functorch = torch._C._functorch
     while functorch.is_batchedtensor(x):  # of which torch does not split a dual tensor
         x = functorch.get_unwrapped(x)
