@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..call.codes import kind_of_codes
+from ..call.tangents import TANGENTS
 from .call import NAMES
 from .kv_cache import NAMES as CACHE_NAMES
 from .ops import operators
+from .second_order import directions
 
 
 def _known(x: Any) -> bool:
@@ -57,6 +59,32 @@ def _backward(_do: Any, _dlse: Any, _o: Any, _lse: Any, *values: Any, **_: Any) 
     """FLOPs of Q K^T (recomputed), dO V^T, P^T dO, dS K and dS^T Q."""
     given = dict(zip(NAMES, values, strict=True))
     return 2 * _pairs(given) * int(3 * given["q"].shape[-1] + 2 * given["v"].shape[-1])
+
+
+def _in_directions(values: tuple[Any, ...], once: tuple[int, int], each: tuple[int, int]) -> int:
+    """FLOPs in second order: products over head_dim and head_dim_v, made once and for each direction."""
+    tangents, arrays = values[: len(TANGENTS)], values[len(TANGENTS) :]
+    given, times = dict(zip(NAMES, arrays, strict=True)), math.prod(directions(tangents, arrays))
+    by_qk, by_v = (a + times * b for a, b in zip(once, each, strict=True))
+    return 2 * _pairs(given) * int(by_qk * given["q"].shape[-1] + by_v * given["v"].shape[-1])
+
+
+@register_flop_formula(operators.attention_with_jvp, get_raw=True)
+def _with_jvp(*values: Any, **_: Any) -> int:
+    """FLOPs of the forward pass, and of dQ K^T, Q dK^T, dP V and P dV."""
+    return _in_directions(values, (1, 1), (2, 2))
+
+
+@register_flop_formula(operators.attention_jvp, get_raw=True)
+def _jvp(_o: Any, _lse: Any, *values: Any, **_: Any) -> int:
+    """FLOPs of Q K^T (recomputed), and of those four products."""
+    return _in_directions(values, (1, 0), (2, 2))
+
+
+@register_flop_formula(operators.attention_hvp, get_raw=True)
+def _hvp(*values: Any, **_: Any) -> int:
+    """FLOPs of Q K^T and dO V^T (recomputed), and of the tangents of S, dO V^T, dV, dQ and dK."""
+    return _in_directions(values[6:], (1, 1), (6, 2))
 
 
 @register_flop_formula(operators.attention_with_kv_cache, get_raw=True)

@@ -20,7 +20,7 @@ from ..namespace import NAMESPACE
 from .call import SCHEMA, TENSORS, Call, adopted_call, arguments, call_of
 from .vmap import directions_at_once
 
-__all__ = ["Backward", "Tangent", "attend_with_tangents", "tangents_of"]
+__all__ = ["Backward", "Tangent", "attend_with_tangents", "directions", "tangents_of"]
 
 _PRIMALS = tuple(TENSORS.index(name[1:]) for name in TANGENTS)
 _N = len(TANGENTS)
@@ -57,7 +57,7 @@ def _hvp(do: Any, dlse: Any, o: Any, lse: Any, o_dot: Any, lse_dot: Any, *rest: 
         do = o.new_zeros(o.shape) if do is None else do.to(o.dtype)
         raw, packing = adopted_call(call, do=do, dlse=dlse, o=o, lse=lse)
         grads = run_hvp(raw, _named(rest[:_N]), call.options, (o_dot, lse_dot), packing)[:_N]
-    front = _directions(rest[:_N], rest[_N:])
+    front = directions(rest[:_N], rest[_N:])
     return tuple(o.new_empty((*front, 0)) if grad is None else grad for grad in grads)
 
 
@@ -79,7 +79,7 @@ def _have_directions(directed: tuple[Any, ...], dims: tuple[Any, ...], values: t
     )
 
 
-def _directions(tangents: tuple[Any, ...], primals: tuple[Any, ...]) -> tuple[int, ...]:
+def directions(tangents: tuple[Any, ...], primals: tuple[Any, ...]) -> tuple[int, ...]:
     """The length of the axis of directions as a tuple; empty if the tangents have no such axis."""
     for x, position in zip(tangents, _PRIMALS, strict=True):
         if x is not None and x.dim() > primals[position].dim():
@@ -89,13 +89,13 @@ def _directions(tangents: tuple[Any, ...], primals: tuple[Any, ...]) -> tuple[in
 
 @torch.library.register_fake(f"{NAMESPACE}::attention_jvp", lib=_library)
 def _fake_jvp(o: Any, lse: Any, *rest: Any) -> tuple[Any, Any]:
-    front = _directions(rest[:_N], rest[_N:])
+    front = directions(rest[:_N], rest[_N:])
     return o.new_empty((*front, *o.shape)), lse.new_empty((*front, *lse.shape))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::attention_hvp", lib=_library)
 def _fake_hvp(_do: Any, _dlse: Any, o: Any, _lse: Any, _o: Any, _l: Any, *rest: Any) -> tuple[Any, ...]:
-    front, inputs = _directions(rest[:_N], rest[_N:]), (rest[_N + position] for position in _PRIMALS)
+    front, inputs = directions(rest[:_N], rest[_N:]), (rest[_N + position] for position in _PRIMALS)
     return tuple(o.new_empty((*front, 0)) if x is None else x.new_empty((*front, *x.shape)) for x in inputs)
 
 

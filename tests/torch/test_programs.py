@@ -196,6 +196,24 @@ class TestFlops:
         assert counted(ours, False) == forward
         assert counted(ours, True) - forward == 2 * 2 * 4 * 17 * 11 * (3 * 8 + 2 * 6)
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+    def test_second_order_by_the_products_that_run(self):
+        product = 2 * 2 * 4 * 17 * 17 * 8
+        jvp, grad = torch.func.jvp, torch.func.grad
+
+        def textbook(q, k, v):
+            return (q @ k.mT).softmax(-1) @ v
+
+        def tangent(f, dq):
+            return jvp(f, (Q, K, V), (dq, K, V))
+
+        forward = counted(lambda: tangent(cf.attention, Q))
+        assert forward == counted(lambda: tangent(textbook, Q)) == (2 + 4) * product
+        two = counted(lambda: torch.vmap(lambda dq: tangent(cf.attention, dq))(torch.stack([Q, Q])))
+        assert two == (2 + 1 + 2 * 4) * product
+        gradient = counted(lambda: tangent(grad(lambda *x: cf.attention(*x).sum(), (0, 1, 2)), Q))
+        assert gradient == (2 + 5 + 5 + 5 + 10) * product  # forward, backward, jvp of both, hvp
+
     def test_packed_sequences_by_their_lengths(self):
         flops = counted(lambda: cf.attention_varlen(*ROWS, CUTS, CUTS))
         assert flops == 2 * 4 * (5 * 5 + 12 * 12) * (8 + 8)
