@@ -13,7 +13,11 @@ from cupy_flash import UnsupportedError
 from cupy_flash.derivatives import second_order
 from cupy_flash.torch import second_order as of_torch
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),  # linearize
+]
 
 func, autograd = torch.func, torch.autograd
 
