@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,13 +56,12 @@ def writing(store: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file atomically: readers see the old or the new one, and a failure leaves no temporary."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    # why not tempfile: its files are private, and other users of a shared installation have to read these.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        # why: mkstemp makes files private, but other users of a shared installation have to read them.
-        temporary.chmod(0o644 & ~_umask())
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -81,10 +78,3 @@ def file_to_write(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot make {path.parent}: {error.strerror}") from error
     return path
-
-
-@functools.cache
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask

@@ -90,10 +90,10 @@ def _not_reentrant(tell: Tell) -> Callable[..., None]:
 
 def callback_of_process() -> Any:
     """The callback for a call on a thread that a library started: CALLBACK, or the most recent one open."""
-    given = CALLBACK.get()
-    if given is not None or not _OPEN:
+    given, latest = CALLBACK.get(), _OPEN[-1:]  # why one look: another thread may close its context meanwhile
+    if given is not None or not latest:
         return given
-    return True if _OPEN[-1] is True else partial(_OPEN[-1], of_library=True)
+    return True if latest[0] is True else partial(latest[0], of_library=True)
 
 
 @contextmanager

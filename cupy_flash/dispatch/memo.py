@@ -281,8 +281,9 @@ def computed_by(names: Iterable[str]) -> None:
 
 def kernels() -> tuple[str, ...]:
     """Names of the kernels of all calls since `forget`, without duplicates."""
-    names = chain.from_iterable(call.kernels for call in _KNOWN.values())
-    return tuple(dict.fromkeys(chain(names, _COMPUTED)))
+    # why copies: another thread may add a call meanwhile
+    names = chain.from_iterable(call.kernels for call in [*_KNOWN.values()])
+    return tuple(dict.fromkeys(chain(names, [*_COMPUTED])))
 
 
 def _constant(option: Any) -> bool:

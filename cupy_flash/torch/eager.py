@@ -31,7 +31,10 @@ _tracing_state = torch._C._get_tracing_state
 
 def in_batches(x: Any) -> bool:
     """Whether a gradient is a batch of several, from is_grads_batched."""
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+    # why programs first: compiled autograd reads backward passes, and cannot read this function
+    if x is None or torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._functorch.is_legacy_batchedtensor(x))
 
 
 def are_tensors(call: Call) -> bool:

@@ -28,11 +28,14 @@ _ARGUMENT = "bound["
 Packed: TypeAlias = tuple[Any, ...] | None
 
 
-@functools.partial(
+_kept_out = functools.partial(
     opaque,
     why="a call with a score or mask function is no part of a compiled program. "
     "Try: fullgraph=False; or an equivalent bias, boolean array or Spans",
 )
+
+
+@_kept_out
 def attend_by_function(
     q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool, cuts: tuple[Any, Any] | None = None
 ) -> Any:
@@ -116,8 +119,14 @@ class _Recorded(torch.autograd.Function):
             return (None,) * (4 + len(ctx.names))
         *tensors, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        grads = _Gradients.apply(ctx.names, deterministic(ctx.values), ctx.packed, do, dlse, o, lse, *tensors)
+        grads = _gradients(ctx.names, deterministic(ctx.values), ctx.packed, do, dlse, o, lse, *tensors)
         return None, None, None, None, *grads
+
+
+@_kept_out
+def _gradients(*inputs: Any) -> Any:
+    """Apply `_Gradients`; a graph break in a backward pass that compiled autograd traces."""
+    return _Gradients.apply(*inputs)
 
 
 class _Gradients(torch.autograd.Function):

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from fnmatch import fnmatch
+from unittest import mock
 
 import pytest
 
@@ -361,6 +362,18 @@ def test_files_are_not_for_others_to_write(stubs, tmp_path):
         os.umask(old)
     for path in (folder, folder.parent, *folder.iterdir()):
         assert path.stat().st_mode & 0o022 == 0, path
+
+
+def test_files_follow_the_umask_without_changing_it(tmp_path):
+    """It belongs to the whole process, so that another thread would write files for all to read."""
+    old = os.umask(0o077)
+    try:
+        with mock.patch.object(os, "umask", side_effect=AssertionError):
+            build.write_atomically(tmp_path / "file", b"text")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 # ---------------------------------------------------------------------------------------------- compilers

@@ -291,3 +291,14 @@ def test_the_logger_is_silent_until_asked():
     code = "import logging, cupy_flash.log; print(logging.getLogger('cupy_flash').handlers)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == "[<NullHandler (NOTSET)>]\n"
+
+
+def test_kernels_are_listed_while_another_thread_prepares_a_call(monkeypatch):
+    class Met:
+        @property
+        def kernels(self):
+            memo._KNOWN[object()] = self
+            return ("simple",)
+
+    monkeypatch.setattr(memo, "_KNOWN", {1: Met(), 2: Met()})
+    assert memo.kernels()[0] == "simple"

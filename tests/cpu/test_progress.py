@@ -15,6 +15,7 @@ import pytest
 
 import cupy_flash
 from cupy_flash import InvalidArgumentsError, derivatives
+from cupy_flash.call import progress as of_calls
 from cupy_flash.call.problem import Problem
 from cupy_flash.cpu import progress as of_numpy
 from cupy_flash.cpu.core import family
@@ -201,6 +202,16 @@ def test_contexts_nest_and_belong_to_their_thread():
         thread.start()
         thread.join()
     assert (outer, inner, len(elsewhere)) == ([], [1.0], 1)
+
+
+def test_a_context_may_close_while_a_library_asks_for_its_function(monkeypatch):
+    class Closing(list):
+        def __bool__(self):
+            self.clear()  # as another thread does, after its context was seen
+            return True
+
+    monkeypatch.setattr(of_calls, "_OPEN", Closing([True]))
+    assert of_calls.callback_of_process() is True
 
 
 def test_no_thread_keeps_another_from_telling_its_end():

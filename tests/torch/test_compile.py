@@ -56,6 +56,22 @@ def test_plain_functions_are_called_not_read(name):
     assert len(graphs) <= 2
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_autograd_traces_the_backward_pass(whole):
+    """Of an operator as part of its program, and of a score function by a graph break."""
+    options = {"causal": True} if whole else {"score": cupy_flash.score(lambda s, b, h, i, j: s + j)}
+
+    def gradient():
+        q = Q.clone().requires_grad_()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=whole)):
+            cf.attention(q, Q, Q, **options).sum().backward()
+        return q.grad
+
+    wanted = torch.autograd.grad(cf.attention(q := Q.clone().requires_grad_(), Q, Q, **options).sum(), q)[0]
+    torch.testing.assert_close(gradient(), wanted)
+
+
 def test_a_plain_function_compiled_by_itself():
     torch._dynamo.reset()
     compiled = torch.compile(cupy_flash.attention, backend="eager")

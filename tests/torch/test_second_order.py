@@ -6,12 +6,18 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 
 from unittest import mock
 
+from torch.utils.flop_counter import FlopCounterMode
+
 import cupy_flash.torch as cf
 from cupy_flash import UnsupportedError
 from cupy_flash.derivatives import second_order
 from cupy_flash.torch import second_order as of_torch
 
-pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),  # linearize
+]
 
 func, autograd = torch.func, torch.autograd
 
@@ -51,9 +57,22 @@ def by_dual_numbers(f):
         return autograd.forward_ad.unpack_dual(f(q, *POINT[1:])).tangent
 
 
+def observed(way):
+    """The way below a dispatch mode, where autograd has taken the tangents before an operator runs."""
+
+    def below(f):
+        with FlopCounterMode(display=False):
+            return way(f)
+
+    return below
+
+
 WAYS = {
     "jvp": lambda f: func.jvp(f, POINT, DIRECTION),
     "forward_ad": by_dual_numbers,
+    "jvp below a mode": observed(lambda f: func.jvp(f, POINT, DIRECTION)),
+    "forward_ad below a mode": observed(by_dual_numbers),
+    "linearize": lambda f: func.linearize(f, *POINT)[1](*DIRECTION),
     "jacfwd": lambda f: func.jacfwd(f, (0, 1, 2))(*POINT),
     "hessian": lambda f: func.hessian(loss_of(f), (0, 1, 2))(*POINT),
     "jacrev of jacrev": lambda f: func.jacrev(func.jacrev(loss_of(f), (0, 1)), (0, 1))(*POINT),
