@@ -160,20 +160,20 @@ FLASH_FORWARD_SM90 = (
             "if (highest - threshold <= row_max[m][half]) return", "if (highest <= row_max[m][half]) return"),
 )  # fmt: skip
 
-_WIDE = "flash_forward_wide.cu"
+_WIDE, _SHARED_SOFTMAX = "flash_forward_wide.cu", "include/tile/shared_softmax.cuh"
 FLASH_FORWARD_WIDE = (
-    Mistake("the maximum of the keys of one warp", _WIDE, "for (int w = 1; w < kKeyWarps; w++)",
+    Mistake("the maximum of the keys of one warp", _SHARED_SOFTMAX, "for (int w = 1; w < kKeyWarps; w++)",
             "for (int w = 1; w < 1; w++)"),
-    Mistake("sums of the keys of one warp", _WIDE, "for (int w = 0; w < kKeyWarps; w++) sum +=",
+    Mistake("sums of the keys of one warp", _SHARED_SOFTMAX, "for (int w = 0; w < kKeyWarps; w++) sum +=",
             "for (int w = 0; w < 1; w++) sum +="),
     Mistake("a mask of the other half of the keys", _WIDE,
-            "block * kBlockN + kWarpKeys * key_warp", "block * kBlockN"),
+            "block * kBlockN + key_first", "block * kBlockN"),
     Mistake("a softcap of products", _WIDE,
             "static_cast<float>(score.softcap) * unit", "static_cast<float>(score.softcap)"),
     Mistake("a slope of products", _WIDE,
             "(score.alibi_slopes)[slope_at] * unit", "(score.alibi_slopes)[slope_at]"),
     Mistake("ALiBi from the first key", _WIDE, "at.row + saved.offset - at.column", "at.row - at.column"),
-    Mistake("factors of the first rows for all", _WIDE, "s.factor[16 * m + 8 + g]", "s.factor[8 + g]"),
+    Mistake("factors of the first rows for all", _SHARED_SOFTMAX, "const int g = 16 * m +", "const int g ="),
     Mistake("P of the first keys for all", _WIDE, "weights.reader.begin_at(chunk);", ""),
     Mistake("a chunk too far ahead", _WIDE, "int later = chunk + kSlots - 1;", "int later = chunk + kSlots;"),
 )  # fmt: skip
