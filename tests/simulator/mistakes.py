@@ -280,7 +280,7 @@ FLASH_DECODE_IN_ORDER = (
             "sum += weights[m][n][2 * half + i]", "sum += weights[m][kN - 1 - n][2 * half + i]"),
     Mistake("the highest score of one warp", _IN_ORDER,
             "highest = fmaxf(highest, s.row_max[g + 8 * half][w])", "(void)w"),
-    Mistake("keys without a page seen", _IN_ORDER, "none ? 0 : row.end_key", "row.end_key"),
+    Mistake("keys without a page seen", _IN_ORDER, "absent ? 0 : row.end_key", "row.end_key"),
     Mistake("blocks from the first key seen", _IN_ORDER,
             "keys.first / kBlockN * kBlockN", "keys.first / kStepKeys * kStepKeys"),
 )  # fmt: skip
