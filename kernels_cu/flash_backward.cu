@@ -111,6 +111,77 @@ struct KeyStorage<KTile, VTile, Queries, true> {
     Queries queries;
 };
 
+// dK or dV of a block's keys: what a warp has of it.
+// layout: rows are keys. kRowGroups groups of warps share out the rows, the warps of each the columns.
+template <int kBlockN, int kColumns>
+struct KeyGradient {
+    enum : int { kRowGroups = row_groups(kBlockN, kColumns, kWarps), kColumnGroups = kWarps / kRowGroups };
+    const int warp;    // why not from threadIdx.x: two kernels would spill
+    float sums[kBlockN / kRowGroups / 16][kColumns / kColumnGroups / 8][4] = {};
+
+    CF_DEVICE int row_group() const { return warp % kRowGroups; }
+    CF_DEVICE int column_group() const { return warp / kRowGroups; }
+
+    // Adds weights^T rows, both tiles of queries in shared memory; beside: as of multiply.
+    template <class WeightTile, class RowTile, class Beside>
+    CF_DEVICE void add(uint32_t weights, uint32_t rows, Beside beside) {
+        multiply<Product, WeightTile::kRows / Product::kDepth>(
+            sums, ColumnsAsA<WeightTile, kRowGroups>(weights, row_group()),
+            ColumnsAsB<RowTile, kColumnGroups>(rows, column_group()), beside);
+    }
+    template <class T> CF_DEVICE void stage(T& tile, float factor) const {
+        stage_gradient<T, kRowGroups, kColumnGroups>(smem_addr(tile.data), sums, factor, row_group(),
+                                                     column_group());
+    }
+    template <class T> CF_DEVICE void store_floats(const GlobalRows<float>& to, uint32_t staging,
+                                                   float factor) const {
+        store_float_gradient<T, kThreads, kRowGroups, kColumnGroups>(to, staging, sums, factor, row_group(),
+                                                                     column_group());
+    }
+};
+
+// Scaled, through shared memory to global memory.
+template <int kBlockN, class Storage>
+CF_DEVICE void store_key_gradients(const BackwardParams& p, Storage& s, const TileCoord& work,
+                                   const Sequence& sequence, const KeyGradient<kBlockN, kHeadDim>& dk,
+                                   const KeyGradient<kBlockN, kHeadDimV>& dv) {
+    const float scale = static_cast<float>(p.score.scale),
+                kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
+    const int32_t n_first = work.tile * kBlockN, rows = sequence.rows_k - n_first;
+    const int64_t row = sequence.first_k + n_first;
+    if constexpr (!Product::kFloat && CF_STORES_FLOATS) {
+        if (p.float_gradients) {
+            // why all of shared memory: floats take twice the place of K.
+            constexpr int kRows =
+                sizeof(Storage) < sizeof(Tile<float, kBlockN, kHeadDim>) ? kBlockN / 2 : kBlockN;
+            using FloatTile = Tile<float, kRows, kHeadDim>;
+            static_assert(sizeof(Storage) >= sizeof(FloatTile) && kHeadDim >= kHeadDimV);
+            dk.template store_floats<FloatTile>(
+                rows_of<float>(p.dk, work.batch, work.head, row, rows, p.shape.head_dim), smem_addr(&s),
+                scale);
+            dv.template store_floats<FloatTile>(
+                rows_of<float>(p.dv, work.batch, work.head, row, rows, p.shape.head_dim_v), smem_addr(&s),
+                kept);
+            return;
+        }
+    }
+    dk.stage(s.k, scale);
+    if constexpr (!kVInRegisters) dv.stage(s.v, kept);
+    // sync: the staged tile is complete before any thread stores it.
+    __syncthreads();
+    store_tile<KeyTile<kBlockN>, kThreads>(
+        rows_of<Element>(p.dk, work.batch, work.head, row, rows, p.shape.head_dim), smem_addr(s.k.data));
+    if constexpr (kVInRegisters) {
+        // sync: dK has left, over which dV is laid.
+        __syncthreads();
+        dv.stage(s.v, kept);
+        // sync: dV is complete before any thread stores it.
+        __syncthreads();
+    }
+    store_tile<ValueTile<kBlockN>, kThreads>(
+        rows_of<Element>(p.dv, work.batch, work.head, row, rows, p.shape.head_dim_v), smem_addr(s.v.data));
+}
+
 // ---- dqkv: a block owns keys and goes over queries.
 template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p) {
     using QTile = KeyTile<kBlockM>;
@@ -141,16 +212,13 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
     const Range whole{cdiv(band.first_query(n_end - 1), kBlockM),
                       n_end <= sequence.seqlen_k ? band.end_query(n_first) / kBlockM : 0};
 
-    // layout: the part of this warp in S and dP (rows are queries), in dK and in dV (rows are keys).
+    // layout: the part of this warp in S and dP (rows are queries).
     constexpr int kQueryGroups = score_groups(kBlockM, kBlockN, kWarps), kKeyGroups = kWarps / kQueryGroups;
     constexpr int kM = kBlockM / kQueryGroups / 16, kN = kBlockN / kKeyGroups / 8;
-    constexpr int kDKRowGroups = row_groups(kBlockN, kHeadDim, kWarps),
-                  kDVRowGroups = row_groups(kBlockN, kHeadDimV, kWarps);
-    constexpr int kDKColumnGroups = kWarps / kDKRowGroups, kDVColumnGroups = kWarps / kDVRowGroups;
     const int warp = threadIdx.x / 32, query_row = warp % kQueryGroups * 16 * kM,
               key_row = warp / kQueryGroups * 8 * kN;
-    float rDK[kBlockN / kDKRowGroups / 16][kHeadDim / kDKColumnGroups / 8][4] = {};
-    float rDV[kBlockN / kDVRowGroups / 16][kHeadDimV / kDVColumnGroups / 8][4] = {};
+    KeyGradient<kBlockN, kHeadDim> dk{warp};
+    KeyGradient<kBlockN, kHeadDimV> dv{warp};
 
     if (tiles.first < tiles.end) {
         const auto rows_of_keys = [&](const Tensor& t, int32_t columns) {
@@ -240,20 +308,17 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
                 if constexpr (kUnderProducts) ring.fill_q();
                 if constexpr (kUnderProducts && !kDSUnderDV) compute_ds(Share{0, 1});
 
+                const auto ds_under_dv = [&](Share share) {
+                    if constexpr (kDSUnderDV) compute_ds(share);
+                };
+
                 // [A2.12]
-                constexpr int kQuerySteps = kBlockM / Product::kDepth;
-                multiply<Product, kQuerySteps>(
-                    rDV, ColumnsAsA<WeightTile, kDVRowGroups>(sP, warp % kDVRowGroups),
-                    ColumnsAsB<DOTile, kDVColumnGroups>(sDO, warp / kDVRowGroups), beside([&](Share share) {
-                        if constexpr (kDSUnderDV) compute_ds(share);
-                    }));
+                dv.template add<WeightTile, DOTile>(sP, sDO, beside(ds_under_dv));
                 if constexpr (kUnderProducts) ring.complete();
                 else ring.release_d_o();
                 // [A2.15] [A2.16]
                 const auto multiply_dk = [&](auto added) {
-                    multiply<Product, kQuerySteps>(
-                        rDK, ColumnsAsA<WeightTile, kDKRowGroups>(sDS, warp % kDKRowGroups),
-                        ColumnsAsB<QTile, kDKColumnGroups>(sQ, warp / kDKRowGroups), added);
+                    dk.template add<WeightTile, QTile>(sDS, sQ, added);
                 };
                 const auto multiply_dq = [&](auto then) {
                     float rDQ[SumsOfDQ::kM][SumsOfDQ::kN][4] = {};
@@ -283,48 +348,7 @@ template <int kBlockM, int kBlockN> CF_DEVICE void dqkv(const BackwardParams& p)
         __syncthreads();
     }
 
-    const float kept = p.score.dropout_threshold ? static_cast<float>(p.score.dropout_scale) : 1.0f;
-    const int64_t row = sequence.first_k + n_first;
-    if constexpr (!Product::kFloat && CF_STORES_FLOATS) {
-        if (p.float_gradients) {
-            // why all of shared memory: floats take twice the place of K.
-            constexpr int kRows =
-                sizeof(Storage) < sizeof(Tile<float, kBlockN, kHeadDim>) ? kBlockN / 2 : kBlockN;
-            using FloatTile = Tile<float, kRows, kHeadDim>;
-            static_assert(sizeof(Storage) >= sizeof(FloatTile) && kHeadDim >= kHeadDimV);
-            const int32_t rows = sequence.rows_k - n_first;
-            store_float_gradient<FloatTile, kThreads, kDKRowGroups, kDKColumnGroups>(
-                rows_of<float>(p.dk, work.batch, work.head, row, rows, p.shape.head_dim), smem_addr(&s), rDK,
-                static_cast<float>(p.score.scale), warp % kDKRowGroups, warp / kDKRowGroups);
-            store_float_gradient<FloatTile, kThreads, kDVRowGroups, kDVColumnGroups>(
-                rows_of<float>(p.dv, work.batch, work.head, row, rows, p.shape.head_dim_v), smem_addr(&s),
-                rDV, kept, warp % kDVRowGroups, warp / kDVRowGroups);
-            return;
-        }
-    }
-    stage_gradient<KTile, kDKRowGroups, kDKColumnGroups>(smem_addr(s.k.data), rDK,
-                                                         static_cast<float>(p.score.scale),
-                                                         warp % kDKRowGroups, warp / kDKRowGroups);
-    const auto stage_dv = [&] {
-        stage_gradient<VTile, kDVRowGroups, kDVColumnGroups>(smem_addr(s.v.data), rDV, kept,
-                                                             warp % kDVRowGroups, warp / kDVRowGroups);
-    };
-    if constexpr (!kVInRegisters) stage_dv();
-    // sync: the staged tile is complete before any thread stores it.
-    __syncthreads();
-    store_tile<KTile, kThreads>(
-        rows_of<Element>(p.dk, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim),
-        smem_addr(s.k.data));
-    if constexpr (kVInRegisters) {
-        // sync: dK has left, over which dV is laid.
-        __syncthreads();
-        stage_dv();
-        // sync: dV is complete before any thread stores it.
-        __syncthreads();
-    }
-    store_tile<VTile, kThreads>(
-        rows_of<Element>(p.dv, work.batch, work.head, row, sequence.rows_k - n_first, p.shape.head_dim_v),
-        smem_addr(s.v.data));
+    store_key_gradients<kBlockN>(p, s, work, sequence, dk, dv);
 }
 
 // What a block of the passes below owns: rows of queries of one head.

@@ -69,6 +69,109 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
+// Copies of a warp: its 16 keys of each block, which lie in one page, and their values.
+struct CopiedKeys {
+    const DecodeParams& p;
+    SharedStorage& s;
+    const RowBlock& block;
+    const int32_t seqlen_k, first, blocks;    // first: key of this warp in block 0
+    const uint32_t own = threadIdx.x / 32 * WarpTile::kBytes;
+    const uint32_t k_ring = smem_addr(s.k[0].data) + own, v_ring = smem_addr(s.v[0].data) + own;
+    const Loader k{p.cache.k, block.kv_head, p.shape.head_dim},
+        v{p.cache.v, block.kv_head, p.shape.head_dim_v};
+    int32_t slot = slot_at(first);    // of the block to be sent for next
+    uint32_t absent = 0;    // a bit for each, the last in bit 0: its keys of this warp are no slot's
+
+    CF_DEVICE void start(int32_t i) {
+        absent = absent << 1 | uint32_t(i < blocks && slot < 0);
+        if (i < blocks) {
+            const int32_t key = first + i * kBlockN, row = row_in_slot(p.cache, key);
+            const uint32_t stage = i % kStages * KeyTile::kBytes;
+            // why zeros for what is no slot's: others multiply its values by weights of 0.
+            const int32_t left = slot < 0 ? 0 : seqlen_k - key, from = larger(slot, 0);
+            k.copy(k_ring + stage, from, row, left);
+            v.copy(v_ring + stage, from, row, left);
+            slot = slot_at(key + kBlockN);
+        }
+        if constexpr (!kTuring) cp_async_commit();
+    }
+    // Of the block that is read.
+    CF_DEVICE bool is_absent() const { return absent >> (kTuring ? 0 : kStages - 2) & 1; }
+
+  private:
+    CF_DEVICE int32_t slot_at(int32_t key) const {
+        return key < seqlen_k ? slot_of(p.cache, block.batch, key) : -1;
+    }
+};
+
+// Products of this warp's keys, from `key` on, become scores, -inf where a row does not see one. cut: the band hides some
+// of them; absent: all are no slot's.
+CF_DEVICE void finish_scores(float (&rS)[1][kStepKeys / 8][4], const TileScore<Product>& score,
+                             const SharedStorage& s, bool alibi, int32_t key, bool cut, bool absent) {
+    const int32_t first = key + threadIdx.x % 4 * 2;    // of column 0 of this thread
+    score.apply_softcap(rS);
+    const auto each_row = [&](auto act) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) act(half, s.saved.scores[threadIdx.x % 32 / 4 + 8 * half]);
+    };
+    if (alibi)
+        each_row([&](int half, const RowScore& row) {
+            score.add_alibi_row(rS, 0, half, row.slope, static_cast<float>(row.position - first));
+        });
+    if (cut || absent)
+        each_row([&](int half, const RowScore& row) {
+            mask_row(rS, 0, half, row.first_key - first, absent ? 0 : row.end_key - first);
+        });
+}
+
+// The online softmax of rows of which every warp has its keys in S and its columns in O: maxima and weights go through
+// shared memory, in two steps, each before a barrier of the block.
+struct WarpsSoftmax : OnlineSoftmax<Product, 1> {
+    SharedStorage& s;
+    const int g = threadIdx.x % 32 / 4, lane = threadIdx.x % 32;
+    const uint32_t own_max = opaque(smem_addr(&s.row_max[g][threadIdx.x / 32]));
+    const uint32_t own_weights = opaque(smem_addr(&s.weights[kStepKeys / 8 * (threadIdx.x / 32)][lane]));
+    float factor[2];    // that sums and O are waiting for
+
+    CF_DEVICE explicit WarpsSoftmax(SharedStorage& storage) : s(storage) {}
+
+    CF_DEVICE void share_max(const float (&rS)[1][kStepKeys / 8][4]) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            const float highest = row_max_of(rS, 0, half);
+            if (lane % 4 == 0) st_shared(own_max + 8 * half * int(sizeof(s.row_max[0])), highest);
+        }
+    }
+    CF_DEVICE void share_weights(float (&rS)[1][kStepKeys / 8][4]) {
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            float highest = s.row_max[g + 8 * half][0];
+            CF_UNROLL
+            for (int w = 1; w < kWarps; w++) highest = fmaxf(highest, s.row_max[g + 8 * half][w]);
+            const auto to = update_max(0, half, highest, kLog2e);
+            scale_apply_exp2(rS, 0, half, kLog2e, to.reference);
+            factor[half] = to.rescale;
+        }
+        CF_UNROLL
+        for (int n = 0; n < kStepKeys / 8; n++)
+            st_shared(own_weights + n * int(sizeof(s.weights[0])),
+                      float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
+    }
+    // P of the whole block; sums and O follow.
+    CF_DEVICE void load_weights(float (&rP)[1][kN][4], float (&rO)[1][kColumns / 8][4]) {
+        CF_UNROLL
+        for (int n = 0; n < kN; n++) {
+            const float4 x = ld_shared<float4>(smem_addr(&s.weights[n][lane]));
+            rP[0][n][0] = x.x, rP[0][n][1] = x.y, rP[0][n][2] = x.z, rP[0][n][3] = x.w;
+        }
+        CF_UNROLL
+        for (int half = 0; half < 2; half++) {
+            row_sum[0][half] = fmaf(row_sum[0][half], factor[half], sum_of(rP, 0, half));
+            rescale_row(rO, 0, half, factor[half]);
+        }
+    }
+};
+
 // Calls act(column, values) for what a thread holds of one of its rows: neighbours, two or four of them.
 template <class Act> CF_DEVICE void each_part(const float (&o)[1][kColumns / 8][4], int half, Act act) {
     CF_UNROLL
@@ -92,27 +195,62 @@ CF_DEVICE void store_part(Element* to, float4 x, float by) {
     st_global(reinterpret_cast<float4*>(to), float4{x.x * by, x.y * by, x.z * by, x.w * by});
 }
 
+// O and LSE; or, of a chunk, for flash_combine_chunks: O not normalised, and maxima and sums.
+CF_DEVICE void store_o(const float (&rO)[1][kColumns / 8][4], const WarpsSoftmax& softmax,
+                       const DecodeParams& p, const RowBlock& block, bool parted) {
+    const int warp = threadIdx.x / 32;
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int row = softmax.g + 8 * half;
+        const Row at = block.row(smaller(row, block.rows - 1));
+        const bool exists = row < block.rows, first_lane = exists && warp == 0 && threadIdx.x % 4 == 0;
+        const auto each_column = [&](auto store) {
+            each_part(rO, half, [&](int column, auto x) {
+                column += warp * kColumns;
+                if (exists && column < p.shape.head_dim_v) store(column, x);
+            });
+        };
+        if (parted) {
+            const int64_t index = block.part_row(p.shape, at);
+            if (first_lane)
+                st_global(reinterpret_cast<float2*>(p.partial_lse) + index,
+                          float2{softmax.row_max[0][half], softmax.row_sum[0][half]});
+            float* to = p.partial_o + index * p.shape.head_dim_v;
+            each_column(
+                [&](int column, auto x) { st_global(reinterpret_cast<decltype(x)*>(to + column), x); });
+        } else {
+            const float sink = p.score.sinks
+                                   ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
+                                   : -kInfinity;
+            const FinalRow<float> end = softmax.finalize(0, half, 1.0f, sink);
+            Element* to = head_rows<Element>(p.o, block.batch, at.head, at.query);
+            each_column([&](int column, auto x) { store_part(to + column, x, end.normaliser); });
+            if (first_lane && p.lse.data)
+                st_global(head_rows<float>(p.lse, block.batch, at.head, at.query), end.lse);
+        }
+    }
+}
+
 CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32;
 
     // [D1]
     const RowBlock block = RowBlock::of(blockIdx.x, p.shape, p.splits, kRows);
-    const int32_t batch = block.batch, kv_head = block.kv_head;
 
     // [D2]
-    const Sequence sequence = sequence_in_cache(p.cache, p.shape, batch);
+    const Sequence sequence = sequence_in_cache(p.cache, p.shape, block.batch);
     const Band band(p.score, sequence);
     Range keys = band.keys_of(block.first_query(), block.last_query() + 1);
     keys = {larger(keys.first, block.split * kChunkKeys), smaller(keys.end, (block.split + 1) * kChunkKeys)};
     const bool parted = p.partial_o != nullptr;
-    const auto part_sums = [&](int32_t row) {
-        return reinterpret_cast<float2*>(p.partial_lse) + block.part_row(p.shape, block.row(row));
-    };
     if (keys.first >= keys.end) {
         keys = {0, 0};
         if (parted) {
-            if (int32_t(threadIdx.x) < block.rows) st_global(part_sums(threadIdx.x), float2{-kInfinity, 0});
+            const int32_t row = threadIdx.x;
+            if (row < block.rows)
+                st_global(reinterpret_cast<float2*>(p.partial_lse) + block.part_row(p.shape, block.row(row)),
+                          float2{-kInfinity, 0});
             return;
         }
     }
@@ -122,34 +260,10 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     if (threadIdx.x < kRows) s.saved.scores[threadIdx.x] = block.score(threadIdx.x, p.score, sequence, band);
     if (threadIdx.x == 0) s.saved.block = block;
 
-    // Copies of this warp: 16 keys of each block, which lie in one page, and their values.
-    const Loader k_loader(p.cache.k, kv_head, p.shape.head_dim);
-    const Loader v_loader(p.cache.v, kv_head, p.shape.head_dim_v);
-    const uint32_t own = warp * WarpTile::kBytes;
-    const uint32_t k_ring = smem_addr(s.k[0].data) + own, v_ring = smem_addr(s.v[0].data);
-    const int32_t warp_key = first_key + warp * kStepKeys;
-    const auto slot_of_key = [&](int32_t key) {
-        return key < sequence.seqlen_k ? slot_of(p.cache, batch, key) : -1;
-    };
-    int32_t slot = slot_of_key(warp_key);    // of the block to be sent for next
-    uint32_t absent = 0;    // a bit for each, the last in bit 0: its keys of this warp are no slot's
-    const auto start = [&](int32_t i) {
-        if (i < blocks) {
-            const int32_t key = warp_key + i * kBlockN, stage = i % kStages, row = row_in_slot(p.cache, key);
-            absent = absent << 1 | uint32_t(slot < 0);
-            // why zeros for what is no slot's: others multiply its values by weights of 0.
-            const int32_t left = slot < 0 ? 0 : sequence.seqlen_k - key, from = larger(slot, 0);
-            k_loader.copy(k_ring + stage * KeyTile::kBytes, from, row, left);
-            v_loader.copy(v_ring + own + stage * KeyTile::kBytes, from, row, left);
-            slot = slot_of_key(key + kBlockN);
-        } else {
-            absent <<= 1;
-        }
-        if constexpr (!kTuring) cp_async_commit();
-    };
+    CopiedKeys copies{p, s, block, sequence.seqlen_k, first_key + warp * kStepKeys, blocks};
     if constexpr (!kTuring) {
         CF_UNROLL
-        for (int i = 0; i < kStages - 1; i++) start(i);
+        for (int i = 0; i < kStages - 1; i++) copies.start(i);
     }
 
     // sync: Q and the saved values are in shared memory, written by all threads.
@@ -157,23 +271,21 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     const SharedRows<Product, QTile> shared_q(smem_addr(s.q.data), 0);
     RegisterRows<1, kQInRegisters ? kHeadDim / Product::kDepth : 1> register_q;
     if constexpr (kQInRegisters) register_q.fill(shared_q);
-    const TileScore<Product> score(p.score, sequence, kv_head * block.group);
+    const TileScore<Product> score(p.score, sequence, block.kv_head * block.group);
     const int32_t whole_first = band.first_key(block.last_query()),
                   whole_end = band.end_key(block.first_query());
 
-    const uint32_t own_max = opaque(smem_addr(&s.row_max[g][warp]));
-    const uint32_t own_weights = opaque(smem_addr(&s.weights[kStepKeys / 8 * warp][lane]));
-
     float rO[1][kColumns / 8][4] = {};
-    OnlineSoftmax<Product, 1> softmax;
+    WarpsSoftmax softmax(s);
     // [A1.6]
 #pragma unroll 1
     for (int32_t i = 0; i < blocks; i++) {
-        const int32_t stage = i % kStages, key = warp_key + i * kBlockN;
+        const int32_t key = copies.first + i * kBlockN;
+        const uint32_t stage = i % kStages * KeyTile::kBytes;
         if constexpr (kTuring) {
             // sync: all are done with the values of the block before.
             __syncthreads();
-            start(i);
+            copies.start(i);
         } else {
             cp_async_wait<kStages - 2>();
         }
@@ -182,67 +294,25 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
 
         // [A1.8]
         float rS[1][kStepKeys / 8][4] = {};
-        const uint32_t sK = k_ring + stage * KeyTile::kBytes;
+        const uint32_t sK = copies.k_ring + stage;
         if constexpr (kQInRegisters) multiply_by_rows<Product, WarpTile>(rS, register_q, sK);
         else multiply_by_rows<Product, WarpTile>(rS, shared_q, sK);
-        score.apply_softcap(rS);
-        const int32_t first = key + 2 * t;    // the key of column 0 of this thread
-        const bool none = absent >> (kTuring ? 0 : kStages - 2) & 1;
-        if (p.score.alibi_slopes) {
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const RowScore& row = s.saved.scores[g + 8 * half];
-                score.add_alibi_row(rS, 0, half, row.slope, static_cast<float>(row.position - first));
-            }
-        }
-        if (key < whole_first || key + kStepKeys > whole_end || none) {
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const RowScore& row = s.saved.scores[g + 8 * half];
-                mask_row(rS, 0, half, row.first_key - first, none ? 0 : row.end_key - first);
-            }
-        }
+        finish_scores(rS, score, s, p.score.alibi_slopes, key,
+                      key < whole_first || key + kStepKeys > whole_end, copies.is_absent());
 
         // [A1.9]
-        CF_UNROLL
-        for (int half = 0; half < 2; half++) {
-            const float highest = softmax.row_max_of(rS, 0, half);
-            if (t == 0) st_shared(own_max + 8 * half * int(sizeof(s.row_max[0])), highest);
-        }
+        softmax.share_max(rS);
         // sync: the highest scores of all warps are visible, and the values of this block, of which each thread has
         // waited for its own; all are done with the block before, whose stage is filled next, and its weights.
         __syncthreads();
-        if constexpr (!kTuring) start(i + kStages - 1);
-        float rescale[2];
-        CF_UNROLL
-        for (int half = 0; half < 2; half++) {
-            float highest = s.row_max[g + 8 * half][0];
-            CF_UNROLL
-            for (int w = 1; w < kWarps; w++) highest = fmaxf(highest, s.row_max[g + 8 * half][w]);
-            const auto to = softmax.update_max(0, half, highest, kLog2e);
-            softmax.scale_apply_exp2(rS, 0, half, kLog2e, to.reference);
-            rescale[half] = to.rescale;
-        }
-        CF_UNROLL
-        for (int n = 0; n < kStepKeys / 8; n++)
-            st_shared(own_weights + n * int(sizeof(s.weights[0])),
-                      float4{rS[0][n][0], rS[0][n][1], rS[0][n][2], rS[0][n][3]});
+        if constexpr (!kTuring) copies.start(i + kStages - 1);
+        softmax.share_weights(rS);
         // sync: the weights of all warps are visible; all have read the highest scores.
         __syncthreads();
         float rP[1][kN][4];
-        CF_UNROLL
-        for (int n = 0; n < kN; n++) {
-            const float4 x = ld_shared<float4>(smem_addr(&s.weights[n][lane]));
-            rP[0][n][0] = x.x, rP[0][n][1] = x.y, rP[0][n][2] = x.z, rP[0][n][3] = x.w;
-        }
-        CF_UNROLL
-        for (int half = 0; half < 2; half++) {
-            float& sum = softmax.row_sum[0][half];
-            sum = fmaf(sum, rescale[half], softmax.sum_of(rP, 0, half));
-            softmax.rescale_row(rO, 0, half, rescale[half]);
-        }
+        softmax.load_weights(rP, rO);
         // [A1.10]
-        const uint32_t sV = v_ring + stage * KeyTile::kBytes;
+        const uint32_t sV = smem_addr(s.v[0].data) + stage;
         if constexpr (Product::kFloat)
             multiply_by_columns<Product, KeyTile>(rO, rP, sV + warp * kColumns * sizeof(Element));
         else multiply_by_columns<Product, KeyTile>(rO, rP, sV, warp);
@@ -252,36 +322,7 @@ CF_DEVICE void flash_decode_in_order(const DecodeParams& p) {
     const RowBlock saved = s.saved.block;
     if (parted) softmax.quad_reduce_sums();
     else each_element(rO, [](float& x) { x += 0.0f; });    // why: see flash_forward
-    CF_UNROLL
-    for (int half = 0; half < 2; half++) {
-        const int row = g + 8 * half;
-        const Row at = saved.row(smaller(row, saved.rows - 1));
-        const bool exists = row < saved.rows, first_lane = exists && warp == 0 && t == 0;
-        if (parted) {
-            const int64_t index = saved.part_row(p.shape, at);
-            if (first_lane)
-                st_global(reinterpret_cast<float2*>(p.partial_lse) + index,
-                          float2{softmax.row_max[0][half], softmax.row_sum[0][half]});
-            float* to = p.partial_o + index * p.shape.head_dim_v;
-            each_part(rO, half, [&](int column, auto x) {
-                column += warp * kColumns;
-                if (exists && column < p.shape.head_dim_v)
-                    st_global(reinterpret_cast<decltype(x)*>(to + column), x);
-            });
-        } else {
-            const float sink = p.score.sinks
-                                   ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
-                                   : -kInfinity;
-            const FinalRow<float> end = softmax.finalize(0, half, 1.0f, sink);
-            Element* to = head_rows<Element>(p.o, saved.batch, at.head, at.query);
-            each_part(rO, half, [&](int column, auto x) {
-                column += warp * kColumns;
-                if (exists && column < p.shape.head_dim_v) store_part(to + column, x, end.normaliser);
-            });
-            if (first_lane && p.lse.data)
-                st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), end.lse);
-        }
-    }
+    store_o(rO, softmax, p, saved, parted);
 }
 
 CF_KERNEL(DecodeParams, kThreads, CF_MIN_BLOCKS, flash_decode_in_order)

@@ -32,7 +32,7 @@
 #include "cache/rows.cuh"
 #include "cache/stored.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/online_softmax.cuh"
+#include "tile/shared_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -70,6 +70,7 @@ using QTile = Tile<Element, kBlockM, kHeadDim>;
 using KeyTile = Tile<Element, kBlockN, kHeadDim>;
 using StoredTile = Tile<Select<kWidened, uint8_t, Element>::Type, kBlockN, kHeadDim>;
 using WeightTile = Tile<Element, kBlockM, kBlockN>;
+using Softmax = SharedSoftmax<Product, kKeyWarps, kBlockM>;
 // The first columns of a tile of keys; or all, where values have tiles of their own.
 struct ValueTile {
     using Element = ::Element;
@@ -102,8 +103,7 @@ struct SharedStorage : Widened<kWidened> {
     StoredTile ring[kStages];
     WeightTile p;
     float4 parts[larger(kDepthWarps - 1, 1)][kDepthWarps > 1 ? kRowWarps * kKeyWarps : 1][kN][32];
-    float row_max[kKeyWarps][kBlockM];    // at the end row_sum
-    float rescale[kBlockM];               // at the end 1 / row_sum
+    Softmax::Storage softmax;             // at the end its factors are 1 / row_sum
     uint8_t nowhere[kStages][kBlockN];    // rows of a tile whose page does not lie in the cache
     alignas(128) Saved saved;
 };
@@ -271,7 +271,7 @@ struct ScoreRule {
     }
 };
 
-// O of the rows of a block times the factors in s.rescale: of its part of the keys as floats, or whole.
+// O of the rows of a block times their factors: of its part of the keys as floats, or whole.
 CF_DEVICE void store_o(const float (&rO)[kM][kNO][4], const DecodeParams& p, const SharedStorage& s,
                        const RowBlock& block, bool parted) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -279,7 +279,7 @@ CF_DEVICE void store_o(const float (&rO)[kM][kNO][4], const DecodeParams& p, con
     for (int i = 0; i < 2 * kM; i++) {
         const int m = i / 2, half = i % 2, row = 16 * m + 8 * half + g;
         if (row >= block.rows) continue;
-        const float factor = s.rescale[row];
+        const float factor = s.softmax.factor[row];
         const Row at = block.row(row);
         CF_UNROLL
         for (int n = 0; n < kNO; n++) {
@@ -301,7 +301,6 @@ CF_DEVICE void store_o(const float (&rO)[kM][kNO][4], const DecodeParams& p, con
 CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
     const Place place;
-    const int warp = threadIdx.x / 32, g = place.lane / 4, t = place.lane % 4;
 
     // [D1]
     const RowBlock block = RowBlock::of(blockIdx.x, p.shape, p.splits, kBlockM);
@@ -332,10 +331,13 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         scale *= kUnit<kStored, Element> * k_scale_of<float>(p.cache, block.batch, block.kv_head);
     const ScoreRule score{p, s, sequence, scale, static_cast<float>(p.score.softcap)};
     const int32_t whole_first = band.first_key(last_query), whole_end = band.end_key(first_query);
-    const AccumulatorWriter<WeightTile> write_p(smem_addr(s.p.data), 16 * place.row_warp,
-                                                kN * place.key_warp);
+    const AccumulatorWriter<WeightTile> p_writer(smem_addr(s.p.data), 16 * place.row_warp,
+                                                 kN * place.key_warp);
+    const auto put_p = [&](float left, float right, int n, int half) {
+        p_writer.store(left, right, 0, n, half, 0);
+    };
     float rO[kM][kNO][4] = {};
-    OnlineSoftmax<Product, 1> softmax;
+    Softmax softmax{s.softmax, place.key_warp, 16 * place.row_warp};
 #pragma unroll 1
     for (int32_t step = 0; step < steps.count; step++) {
         const int32_t tile = step * kTiles, key = (steps.first + step) * kBlockN;
@@ -355,33 +357,14 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         multiply_by_keys(rS, smem_addr(s.q.data) + 16 * place.row_warp * QTile::kPitch,
                          sK + kWarpKeys * place.key_warp * KeyTile::kPitch, place.depth_warp);
         if constexpr (kDepthWarps > 1) add_parts(rS, s, place);
-        float highest[2];
         if (place.depth_warp == 0) {
             score.finish(rS, place, tile % kStages, key, key < whole_first || key + kBlockN > whole_end);
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                highest[half] = softmax.row_max_of(rS, 0, half);
-                if (t == 0) s.row_max[place.key_warp][place.row(half)] = highest[half];
-            }
+            softmax.share_max(rS);
         }
         // sync: maxima of the warps that share rows are visible.
         __syncthreads();
         // [A1.9]
-        if (place.depth_warp == 0) {
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const int row = place.row(half);
-                CF_UNROLL
-                for (int w = 0; w < kKeyWarps; w++) highest[half] = fmaxf(highest[half], s.row_max[w][row]);
-                const auto to = softmax.update_max(0, half, highest[half], kLog2e);
-                const float sum = softmax.scale_apply_exp2(rS, 0, half, kLog2e, to.reference);
-                softmax.row_sum[0][half] = fmaf(softmax.row_sum[0][half], to.rescale, sum);
-                if (place.key_warp == 0 && t == 0) s.rescale[row] = to.rescale;
-                CF_UNROLL
-                for (int n = 0; n < kN; n++)
-                    write_p.store(rS[0][n][2 * half], rS[0][n][2 * half + 1], 0, n, half, 0);
-            }
-        }
+        if (place.depth_warp == 0) softmax.make_weights(rS, kLog2e, put_p);
         uint32_t sV = sK;
         if constexpr (!kLatent) {
             cp_async_wait<kStages - 2>();
@@ -391,27 +374,19 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
         __syncthreads();
         if constexpr (!kLatent) tiles.start(tile + kStages);
         // [A1.10]
-        CF_UNROLL
-        for (int m = 0; m < kM; m++)
-            OnlineSoftmax<Product, kM>::rescale_o(rO, m,
-                                                  float2{s.rescale[16 * m + g], s.rescale[16 * m + 8 + g]});
+        softmax.rescale(rO);
         CF_UNROLL
         for (int i = 0; i < kBlockN / 16; i++) {
             RowsAsA<WeightTile> weights(smem_addr(s.p.data), 0);
             weights.reader.begin_at(i);
-            multiply<Product, 1>(rO, weights,
-                                 ColumnsAsB<ValueTile, kWarps>(sV + i * 16 * ValueTile::kPitch, warp));
+            multiply<Product, 1>(
+                rO, weights,
+                ColumnsAsB<ValueTile, kWarps>(sV + i * 16 * ValueTile::kPitch, threadIdx.x / 32));
         }
     }
 
     // Nobody reads maxima any more: P of the last step, which came after them, has been waited for.
-    if (place.depth_warp == 0) {
-        CF_UNROLL
-        for (int half = 0; half < 2; half++) {
-            const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
-            if (t == 0) s.row_max[place.key_warp][place.row(half)] = sum;
-        }
-    }
+    if (place.depth_warp == 0) softmax.share_sums();
     // sync: row_sum of every warp, and the saved values if there was no step, are visible.
     __syncthreads();
 
@@ -420,20 +395,17 @@ CF_DEVICE void flash_decode_wide(const DecodeParams& p) {
     float v_scale = 1;
     if constexpr (kWidened)
         v_scale = kUnit<kStored, Element> * v_scale_of<float>(p.cache, saved.batch, saved.kv_head);
-    if (place.depth_warp == 0 && place.key_warp == 0 && t == 0) {
+    if (place.depth_warp == 0 && place.key_warp == 0 && place.lane % 4 == 0) {
         CF_UNROLL
         for (int half = 0; half < 2; half++) {
             const int row = place.row(half);
             const Row at = saved.row(smaller(row, saved.rows - 1));
-            float sum = 0;
-            CF_UNROLL
-            for (int w = 0; w < kKeyWarps; w++) sum += s.row_max[w][row];
             // why: with splits the sink is one part's, and flash_combine adds it.
             const float sink = p.score.sinks && !parted
                                    ? static_cast<const float*>(p.score.sinks)[at.head * p.score.sinks_head]
                                    : -kInfinity;
-            const FinalRow<float> done = finalize_row(softmax.row_max[0][half], sum, sink);
-            s.rescale[row] = done.normaliser * v_scale;
+            const FinalRow<float> done = softmax.finalize(half, 1.0f, sink);
+            s.softmax.factor[row] = done.normaliser * v_scale;
             if (row >= saved.rows) continue;
             if (parted) st_global(p.partial_lse + saved.part_row(p.shape, at), done.lse);
             else if (p.lse.data) st_global(head_rows<float>(p.lse, saved.batch, at.head, at.query), done.lse);

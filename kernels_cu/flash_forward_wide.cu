@@ -23,7 +23,7 @@
 #include "backward/operand.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/score_tile.cuh"
-#include "tile/online_softmax.cuh"
+#include "tile/shared_softmax.cuh"
 
 // ---- Config
 #if !defined(CF_ELEMENT)
@@ -66,6 +66,7 @@ using KTile = Tile<Element, kBlockN, kKColumns>;
 using VTile = Tile<Element, kVKeys, kHeadDimV>;
 using PTile = Tile<Element, kBlockM, kBlockN>;
 using OTile = Tile<Element, kBlockM, kHeadDimV>;
+using Softmax = SharedSoftmax<Product, kKeyWarps, kBlockM>;
 using RegisterQ = RegisterRows<1, kQColumns ? kQColumns / 16 : 1>;
 constexpr int kSlotBytes = larger<int>(KTile::kBytes, VTile::kBytes);
 static_assert(kQColumns == 0 || QPart::kBytes <= kSlots * kSlotBytes,
@@ -84,8 +85,7 @@ struct SharedStorage {
     QTile q;
     alignas(128) unsigned char slots[kSlots][kSlotBytes];
     PTile p;
-    float row_max[kKeyWarps][kBlockM];    // of the keys of a warp; in the end its sums
-    float factor[kBlockM];                // that rows of O are waiting for
+    Softmax::Storage softmax;
     alignas(128) Saved saved;
 };
 static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
@@ -185,12 +185,48 @@ template <class T> CF_DEVICE void copy_once(uint32_t to, const GlobalRows<Elemen
     }
 }
 
+// Q, whose first columns come through the memory of the ring into registers.
+CF_DEVICE void load_q(RegisterQ& register_q, SharedStorage& s, const GlobalRows<Element>& gQ, int row_first) {
+    GlobalRows<Element> rest = gQ;
+    rest.data += kQColumns, rest.columns -= kQColumns;
+    copy_once<QTile>(smem_addr(s.q.data), rest);
+    if constexpr (kQColumns > 0) copy_once<QPart>(smem_addr(s.slots), gQ);
+    if constexpr (!kTuring) {
+        cp_async_commit();
+        cp_async_wait<0>();
+    }
+    // sync: Q is visible, and so is `saved`.
+    __syncthreads();
+    if constexpr (kQColumns > 0) {
+        register_q.fill(SharedRows<Product, QPart>(smem_addr(s.slots), row_first));
+        // sync: the memory of the ring is free.
+        __syncthreads();
+    }
+}
+
 // Q in registers from one of its steps on.
 struct RegisterQFrom {
     const RegisterQ& rows;
     int first;
     CF_DEVICE void load(uint32_t (&r)[4], int m, int step) const { rows.load(r, m, first + step); }
 };
+
+// S = Q K^T of the warp's rows and keys, over the chunks of K of a block.
+CF_DEVICE void multiply_by_keys(float (&rS)[1][kN][4], Ring& ring, int block, const RegisterQ& register_q,
+                                RowsAsA<QTile> shared_q, int key_first) {
+    CF_UNROLL
+    for (int chunk = 0; chunk < kQColumns / kKColumns; chunk++) {
+        const uint32_t sK = ring.next(block, chunk);
+        multiply<Product, kSteps>(rS, RegisterQFrom{register_q, chunk * kSteps},
+                                  RowsAsB<KTile>(sK, key_first));
+    }
+#pragma unroll 1
+    for (int chunk = kQColumns / kKColumns; chunk < kKChunks; chunk++) {
+        const uint32_t sK = ring.next(block, chunk);
+        multiply<Product, kSteps>(rS, shared_q, RowsAsB<KTile>(sK, key_first));
+        shared_q.advance(kSteps);
+    }
+}
 
 // Softcap and ALiBi, over the scale, by which the softmax multiplies. distance: of the thread's first query from its
 // first key.
@@ -210,6 +246,88 @@ CF_DEVICE void cap_and_slope(float (&s)[1][kN][4], const Score& score, int64_t s
     }
 }
 
+// Products become scores, over the scale; -inf where a pair does not count. whole: the band hides none of them.
+CF_DEVICE void finish_scores(float (&rS)[1][kN][4], const Score& score, const Saved& saved,
+                             const Positions<false>& at, bool whole) {
+    if (score.softcap != 0 || score.alibi_slopes)
+        cap_and_slope(rS, score, saved.batch * score.alibi_batch + saved.head * score.alibi_head,
+                      static_cast<float>(at.row + saved.offset - at.column));
+    if (!whole) mask_band(rS, at, saved.band);
+    if (score.mask.data) {
+        const auto* attend = static_cast<const uint8_t*>(score.mask.data) + saved.batch * score.mask.batch +
+                             saved.head * score.mask.head;
+        mask_keys(rS, attend, score.mask.column, at.column, saved.band.seqlen_k - 1);
+    }
+}
+
+// O = O + P V of all rows and the warp's columns, over the chunks of V of a block; with the first one P is visible, and
+// the factors on O.
+CF_DEVICE void multiply_by_values(float (&rO)[kM][kNO][4], Ring& ring, int block, uint32_t p,
+                                  const Softmax& softmax) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < kVChunks; chunk++) {
+        const uint32_t sV = ring.next(block, kKChunks + chunk);
+        if (chunk == 0) softmax.rescale(rO);
+        RowsAsA<PTile> weights(p, 0);
+        weights.reader.begin_at(chunk);
+        multiply<Product, 1>(rO, weights, ColumnsAsB<VTile, kWarps>(sV, threadIdx.x / 32));
+    }
+}
+
+// LSE of the thread's rows; the factors become 1 / row_sum.
+CF_DEVICE void store_lse(const ForwardParams& p, const Saved& saved, const Softmax& softmax) {
+    const float sink = p.score.sinks
+                           ? static_cast<const float*>(p.score.sinks)[saved.head * p.score.sinks_head]
+                           : -kInfinity;
+    float* gLse = head_rows<float>(p.lse, saved.batch, saved.head, saved.first_q);
+    CF_UNROLL
+    for (int half = 0; half < 2; half++) {
+        const int row = softmax.row(half);
+        const FinalRow<float> done = softmax.finalize(half, static_cast<float>(p.score.scale), sink);
+        softmax.storage.factor[row] = done.normaliser;
+        if (p.lse.data && row < saved.queries) st_global(gLse + row * p.lse.row, done.lse);
+    }
+}
+
+// O times its factors, as floats,
+CF_DEVICE void store_float_o(const float (&rO)[kM][kNO][4], const ForwardParams& p, const Softmax& softmax,
+                             const Saved& saved) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    CF_UNROLL
+    for (int i = 0; i < 2 * kM; i++) {
+        const int m = i / 2, half = i % 2, row = 16 * m + 8 * half + g;
+        if (row >= saved.queries) continue;
+        float* to = head_rows<float>(p.o, saved.batch, saved.head, saved.first_q + row);
+        CF_UNROLL
+        for (int j = 0; j < 2 * kNO; j++) {
+            const int n = j / 2, column = grouped_column<kWarps>(n, warp) + 2 * t + j % 2;
+            if (column < p.shape.head_dim_v)
+                to[column] = rO[m][n][2 * half + j % 2] * softmax.storage.factor[row];
+        }
+    }
+}
+// or through the memory of Q and the ring, 16 bytes a lane.
+CF_DEVICE void store_o(const float (&rO)[kM][kNO][4], const ForwardParams& p, const Softmax& softmax,
+                       const Saved& saved, uint32_t staging) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    CF_UNROLL
+    for (int i = 0; i < 2 * kM; i++) {
+        const int m = i / 2, half = i % 2, row = 16 * m + 8 * half + g;
+        const float factor = softmax.storage.factor[row];
+        CF_UNROLL
+        for (int n = 0; n < kNO; n++)
+            st_shared(staging + OTile::offset(row, grouped_column<kWarps>(n, warp) / 8) + 4 * t,
+                      pack<Element>(rO[m][n][2 * half] * factor, rO[m][n][2 * half + 1] * factor));
+    }
+    // sync: O is visible.
+    __syncthreads();
+    constexpr int kRows = 8;    // of a warp, while there are any
+    const int of_warp = kRows * warp;
+    Element* o_first = head_rows<Element>(p.o, saved.batch, saved.head, saved.first_q + of_warp);
+    copy_staged_rows<Tile<Element, kRows, kHeadDimV>>(
+        staging + of_warp * OTile::kPitch, {o_first, p.o.row, saved.queries - of_warp, p.shape.head_dim_v});
+}
+
 CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     SharedStorage& s = shared_memory<SharedStorage>();
 
@@ -222,8 +340,7 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     const int32_t m_first = work.tile * kBlockM, m_end = smaller(m_first + kBlockM, sequence.seqlen_q);
     if (m_first >= sequence.seqlen_q) return;
     const int warp = static_cast<int>(threadIdx.x) / 32, row_warp = warp % kRowWarps,
-              key_warp = warp / kRowWarps;
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, row_first = 16 * row_warp;
+              key_warp = warp / kRowWarps, row_first = 16 * row_warp, key_first = kWarpKeys * key_warp;
 
     // Blocks of keys [first, first + blocks) hold a key for a query of the tile; from here on they count from first.
     const Band band(p.score, sequence);
@@ -246,30 +363,13 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
                    NarrowBand(band)};
 
     float rO[kM][kNO][4] = {};
-    OnlineSoftmax<Product, 1> softmax;
-    const float unit_log2 = static_cast<float>(p.score.scale * 1.4426950408889634);
+    Softmax softmax{s.softmax, key_warp, row_first};
     if (blocks > 0) {
         RegisterQ register_q;
-        {
-            const GlobalRows<Element> gQ{
-                head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row,
-                sequence.seqlen_q - m_first, p.shape.head_dim};
-            GlobalRows<Element> rest = gQ;
-            rest.data += kQColumns, rest.columns -= kQColumns;
-            copy_once<QTile>(smem_addr(s.q.data), rest);
-            if constexpr (kQColumns > 0) copy_once<QPart>(smem_addr(s.slots), gQ);
-            if constexpr (!kTuring) {
-                cp_async_commit();
-                cp_async_wait<0>();
-            }
-            // sync: Q is visible, and so is `saved`.
-            __syncthreads();
-            if constexpr (kQColumns > 0) {
-                register_q.fill(SharedRows<Product, QPart>(smem_addr(s.slots), row_first));
-                // sync: the memory of the ring is free.
-                __syncthreads();
-            }
-        }
+        load_q(register_q, s,
+               {head_rows<Element>(p.q, work.batch, head, sequence.first_q + m_first), p.q.row,
+                sequence.seqlen_q - m_first, p.shape.head_dim},
+               row_first);
         Ring ring{
             {{head_rows<Element>(p.k, work.batch, kv_head, first_k), p.k.row, keys_left, p.shape.head_dim},
              kHeadDim},
@@ -279,76 +379,29 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
         ring.begin(blocks - 1);
 
         const Saved& saved = s.saved;
-        const AccumulatorWriter<PTile> write_p(smem_addr(s.p.data), row_first, kN * key_warp);
+        const float unit_log2 = static_cast<float>(p.score.scale * 1.4426950408889634);
+        const RowsAsA<QTile> shared_q(smem_addr(s.q.data), row_first);
+        const AccumulatorWriter<PTile> p_writer(smem_addr(s.p.data), row_first, kN * key_warp);
+        const auto put_p = [&](float left, float right, int n, int half) {
+            p_writer.store(left, right, 0, n, half, 0);
+        };
         // [A1.6]
 #pragma unroll 1
         for (int32_t block = blocks - 1; block >= 0; block--) {
             // [A1.8]
             float rS[1][kN][4] = {};
-            CF_UNROLL
-            for (int chunk = 0; chunk < kQColumns / kKColumns; chunk++) {
-                const uint32_t sK = ring.next(block, chunk);
-                multiply<Product, kSteps>(rS, RegisterQFrom{register_q, chunk * kSteps},
-                                          RowsAsB<KTile>(sK, kWarpKeys * key_warp));
-            }
-            RowsAsA<QTile> shared_q(smem_addr(s.q.data), row_first);
-#pragma unroll 1
-            for (int chunk = kQColumns / kKColumns; chunk < kKChunks; chunk++) {
-                const uint32_t sK = ring.next(block, chunk);
-                multiply<Product, kSteps>(rS, shared_q, RowsAsB<KTile>(sK, kWarpKeys * key_warp));
-                shared_q.advance(kSteps);
-            }
-            const Positions<false> at(saved.first_query + row_first,
-                                      saved.first_key + block * kBlockN + kWarpKeys * key_warp);
-            if (p.score.softcap != 0 || p.score.alibi_slopes)
-                cap_and_slope(rS, p.score,
-                              saved.batch * p.score.alibi_batch + saved.head * p.score.alibi_head,
-                              static_cast<float>(at.row + saved.offset - at.column));
-            if (uint32_t(block - saved.whole_first) >= uint32_t(saved.whole_blocks))
-                mask_band(rS, at, saved.band);
-            if (p.score.mask.data) {
-                const auto* attend = static_cast<const uint8_t*>(p.score.mask.data) +
-                                     saved.batch * p.score.mask.batch + saved.head * p.score.mask.head;
-                mask_keys(rS, attend, p.score.mask.column, at.column, saved.band.seqlen_k - 1);
-            }
+            multiply_by_keys(rS, ring, block, register_q, shared_q, key_first);
+            finish_scores(rS, p.score, saved,
+                          Positions<false>(saved.first_query + row_first,
+                                           saved.first_key + block * kBlockN + key_first),
+                          uint32_t(block - saved.whole_first) < uint32_t(saved.whole_blocks));
             // [A1.9]
-            float highest[2];
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                highest[half] = softmax.row_max_of(rS, 0, half);
-                if (t == 0) s.row_max[key_warp][row_first + 8 * half + g] = highest[half];
-            }
+            softmax.share_max(rS);
             // sync: maxima of the warps that share these rows.
             bar_sync(1 + row_warp, 32 * kKeyWarps);
-            CF_UNROLL
-            for (int half = 0; half < 2; half++) {
-                const int row = row_first + 8 * half + g;
-                CF_UNROLL
-                for (int w = 1; w < kKeyWarps; w++)
-                    highest[half] = fmaxf(highest[half], s.row_max[(key_warp + w) % kKeyWarps][row]);
-                const auto to = softmax.update_max(0, half, highest[half], unit_log2);
-                softmax.row_sum[0][half] =
-                    fmaf(softmax.row_sum[0][half], to.rescale,
-                         softmax.scale_apply_exp2(rS, 0, half, unit_log2, to.reference));
-                if (key_warp == 0 && t == 0) s.factor[row] = to.rescale;
-                CF_UNROLL
-                for (int n = 0; n < kN; n++)
-                    write_p.store(rS[0][n][2 * half], rS[0][n][2 * half + 1], 0, n, half, 0);
-            }
+            softmax.make_weights(rS, unit_log2, put_p);
             // [A1.10]
-#pragma unroll 1
-            for (int chunk = 0; chunk < kVChunks; chunk++) {
-                const uint32_t sV = ring.next(block, kKChunks + chunk);
-                if (chunk == 0) {
-                    CF_UNROLL
-                    for (int m = 0; m < kM; m++)
-                        OnlineSoftmax<Product, kM>::rescale_o(
-                            rO, m, float2{s.factor[16 * m + g], s.factor[16 * m + 8 + g]});
-                }
-                RowsAsA<PTile> weights(smem_addr(s.p.data), 0);
-                weights.reader.begin_at(chunk);
-                multiply<Product, 1>(rO, weights, ColumnsAsB<VTile, kWarps>(sV, warp));
-            }
+            multiply_by_values(rO, ring, block, smem_addr(s.p.data), softmax);
         }
     }
 
@@ -356,66 +409,14 @@ CF_DEVICE void flash_forward_wide(const ForwardParams& p) {
     // sync: all are done with the maxima, with Q and the ring; `saved` is visible.
     __syncthreads();
     const Saved saved = s.saved;
-    CF_UNROLL
-    for (int half = 0; half < 2; half++) {
-        const float sum = sum_over_lanes<4>(softmax.row_sum[0][half]);
-        if (t == 0) s.row_max[key_warp][row_first + 8 * half + g] = sum;
-    }
+    softmax.share_sums();
     // sync: the sums of all warps.
     __syncthreads();
-    if (key_warp == 0 && t == 0) {
-        const float sink = p.score.sinks
-                               ? static_cast<const float*>(p.score.sinks)[saved.head * p.score.sinks_head]
-                               : -kInfinity;
-        float* gLse = head_rows<float>(p.lse, saved.batch, saved.head, saved.first_q);
-        CF_UNROLL
-        for (int half = 0; half < 2; half++) {
-            const int row = row_first + 8 * half + g;
-            float sum = 0;
-            CF_UNROLL
-            for (int w = 0; w < kKeyWarps; w++) sum += s.row_max[w][row];
-            const float top = softmax.row_max[0][half], unit = static_cast<float>(p.score.scale);
-            const FinalRow<float> done = finalize_row(top == -kInfinity ? top : top * unit, sum, sink);
-            s.factor[row] = done.normaliser;
-            if (p.lse.data && row < saved.queries) st_global(gLse + row * p.lse.row, done.lse);
-        }
-    }
+    if (key_warp == 0 && threadIdx.x % 4 == 0) store_lse(p, saved, softmax);
     // sync: the factors of all rows.
     __syncthreads();
-    const uint32_t sO = smem_addr(s.q.data);
-    CF_UNROLL
-    for (int m = 0; m < kM; m++) {
-        CF_UNROLL
-        for (int half = 0; half < 2; half++) {
-            const int row = 16 * m + 8 * half + g;
-            const float factor = s.factor[row];
-            if (p.float_o) {
-                if (row >= saved.queries) continue;
-                float* to = head_rows<float>(p.o, saved.batch, saved.head, saved.first_q + row);
-                CF_UNROLL
-                for (int n = 0; n < kNO; n++) {
-                    CF_UNROLL
-                    for (int i = 0; i < 2; i++) {
-                        const int column = grouped_column<kWarps>(n, warp) + 2 * t + i;
-                        if (column < p.shape.head_dim_v) to[column] = rO[m][n][2 * half + i] * factor;
-                    }
-                }
-                continue;
-            }
-            CF_UNROLL
-            for (int n = 0; n < kNO; n++)
-                st_shared(sO + OTile::offset(row, grouped_column<kWarps>(n, warp) / 8) + 4 * t,
-                          pack<Element>(rO[m][n][2 * half] * factor, rO[m][n][2 * half + 1] * factor));
-        }
-    }
-    if (p.float_o) return;
-    // sync: O is visible.
-    __syncthreads();
-    constexpr int kRows = 8;    // of a warp, while there are any
-    const int of_warp = kRows * warp;
-    Element* o_first = head_rows<Element>(p.o, saved.batch, saved.head, saved.first_q + of_warp);
-    copy_staged_rows<Tile<Element, kRows, kHeadDimV>>(
-        sO + of_warp * OTile::kPitch, {o_first, p.o.row, saved.queries - of_warp, p.shape.head_dim_v});
+    if (p.float_o) store_float_o(rO, p, softmax, saved);
+    else store_o(rO, p, softmax, saved, smem_addr(s.q.data));
 }
 
 CF_KERNEL(ForwardParams, kThreads, 1, flash_forward_wide)

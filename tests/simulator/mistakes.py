@@ -160,20 +160,20 @@ FLASH_FORWARD_SM90 = (
             "if (highest - threshold <= row_max[m][half]) return", "if (highest <= row_max[m][half]) return"),
 )  # fmt: skip
 
-_WIDE = "flash_forward_wide.cu"
+_WIDE, _SHARED_SOFTMAX = "flash_forward_wide.cu", "include/tile/shared_softmax.cuh"
 FLASH_FORWARD_WIDE = (
-    Mistake("the maximum of the keys of one warp", _WIDE, "for (int w = 1; w < kKeyWarps; w++)",
+    Mistake("the maximum of the keys of one warp", _SHARED_SOFTMAX, "for (int w = 1; w < kKeyWarps; w++)",
             "for (int w = 1; w < 1; w++)"),
-    Mistake("sums of the keys of one warp", _WIDE, "for (int w = 0; w < kKeyWarps; w++) sum +=",
+    Mistake("sums of the keys of one warp", _SHARED_SOFTMAX, "for (int w = 0; w < kKeyWarps; w++) sum +=",
             "for (int w = 0; w < 1; w++) sum +="),
     Mistake("a mask of the other half of the keys", _WIDE,
-            "block * kBlockN + kWarpKeys * key_warp", "block * kBlockN"),
+            "block * kBlockN + key_first", "block * kBlockN"),
     Mistake("a softcap of products", _WIDE,
             "static_cast<float>(score.softcap) * unit", "static_cast<float>(score.softcap)"),
     Mistake("a slope of products", _WIDE,
             "(score.alibi_slopes)[slope_at] * unit", "(score.alibi_slopes)[slope_at]"),
     Mistake("ALiBi from the first key", _WIDE, "at.row + saved.offset - at.column", "at.row - at.column"),
-    Mistake("factors of the first rows for all", _WIDE, "s.factor[16 * m + 8 + g]", "s.factor[8 + g]"),
+    Mistake("factors of the first rows for all", _SHARED_SOFTMAX, "const int g = 16 * m +", "const int g ="),
     Mistake("P of the first keys for all", _WIDE, "weights.reader.begin_at(chunk);", ""),
     Mistake("a chunk too far ahead", _WIDE, "int later = chunk + kSlots - 1;", "int later = chunk + kSlots;"),
 )  # fmt: skip
@@ -245,8 +245,9 @@ FLASH_DECODE_WIDE = (
     Mistake("columns beyond the last", _DECODE_WIDE, "smaller(16, bytes - i * kRowThreads * 16)", "16"),
     Mistake("values without their scale", _DECODE_WIDE, "done.normaliser * v_scale", "done.normaliser"),
     Mistake("drafts seen by all", _DECODE_WIDE, "if (drafts) mask_drafts", "if (false) mask_drafts"),
-    Mistake("maxima of one warp", _DECODE_WIDE,
-            "highest[half] = fmaxf(highest[half], s.row_max[w][row])", "(void)w"),
+    # The maximum of warp 0 for all would be as good a reference as any; each its own is none.
+    Mistake("maxima of one warp", _SHARED_SOFTMAX, "highest = fmaxf(highest, storage.of_warp[w][row(half)])",
+            "(void)w, highest = storage.of_warp[key_warp][row(half)]"),
     Mistake("some of the features", _DECODE_WIDE, "rS[0][n][0] += x.x, ", ""),
     Mistake("sinks in every part", _DECODE_WIDE, "p.score.sinks && !parted", "p.score.sinks"),
 )  # fmt: skip
@@ -280,7 +281,7 @@ FLASH_DECODE_IN_ORDER = (
             "sum += weights[m][n][2 * half + i]", "sum += weights[m][kN - 1 - n][2 * half + i]"),
     Mistake("the highest score of one warp", _IN_ORDER,
             "highest = fmaxf(highest, s.row_max[g + 8 * half][w])", "(void)w"),
-    Mistake("keys without a page seen", _IN_ORDER, "none ? 0 : row.end_key", "row.end_key"),
+    Mistake("keys without a page seen", _IN_ORDER, "absent ? 0 : row.end_key", "row.end_key"),
     Mistake("blocks from the first key seen", _IN_ORDER,
             "keys.first / kBlockN * kBlockN", "keys.first / kStepKeys * kStepKeys"),
 )  # fmt: skip
