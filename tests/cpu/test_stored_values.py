@@ -26,6 +26,7 @@ ROWS: dict[str, list[tuple[int | slice, float]]] = {
     "both in a group": [(1, np.inf), (2, -np.inf), (3, np.nan)],
     "too large": [(5, 1e30), (6, -1e30), (40, 7e4)],
     "the largest": [(5, 3.4e38), (6, -3.4e38)],
+    "too small": [(slice(0, 32), -1e-9), (3, 1e-9), (slice(32, 64), 0.0)],
     "-0": [(4, -0.0), (5, 0.0), (slice(32, 64), -0.0)],
 }
 
