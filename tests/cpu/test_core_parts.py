@@ -1,0 +1,96 @@
+"""What the core computes in parts and puts together: rows of a key head, chunks and blocks of keys, lanes of a panel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import testing
+from cupy_flash.cpu import threads
+from tests.cpu.core_calls import normal
+
+pytestmark = pytest.mark.usefixtures("core")
+
+Arrays = list[np.ndarray]
+
+
+def inputs(heads: int, queries: int, keys: int) -> Arrays:
+    """do, q, k, v."""
+    return [normal(1, heads, n, 8, seed=seed) for seed, n in enumerate((queries, queries, keys, keys))]
+
+
+def assert_close(found: Any, wanted: Any, limit: float = 2e-5) -> None:
+    wanted = np.asarray(wanted)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=limit * max(1, np.abs(wanted).max()))
+
+
+def test_gradients_of_rows_in_several_parts() -> None:
+    """Jobs of their own where heads are few: of 1100 queries in two parts, the first of which sees few keys."""
+    do, q, k, v = inputs(1, 1100, 333)
+    options = {"causal": True, "align": -600, "sinks": np.zeros(1, np.float32)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    exact = testing.reference_backward(do, q, k, v, **options)
+    for name in ("dq", "dk", "dv", "dsinks"):
+        assert_close(getattr(found, name), getattr(exact, name))
+
+
+def test_gradients_of_parts_one_after_the_other() -> None:
+    """As reproducible= has them, of many heads, which otherwise are whole; neither part sees all blocks."""
+    heads = max(8, threads.allowed())
+    do, q, k, v = inputs(heads, 1100, 600)
+    options = {"window": (60, 60), "align": -300, "sinks": np.linspace(-1, 1, heads, dtype=np.float32)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    whole = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    parts = cupy_flash.attention_backward(do, q, k, v, o, lse, reproducible="batch", **options)
+    for name in ("dq", "dk", "dv", "dsinks"):
+        assert_close(getattr(parts, name), getattr(whole, name))
+
+
+def test_second_order_of_rows_in_several_parts() -> None:
+    """In two directions at a time, each with sums of its own."""
+    do, q, k, v = inputs(1, 1100, 333)
+    options = {"causal": True, "align": -600, "sinks": np.zeros(1, np.float32)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    along = {"dq": normal(2, *q.shape, seed=7), "dk": normal(2, *k.shape, seed=8)}
+    both = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, **along, **options)
+    for n in range(2):
+        one = {name: x[n] for name, x in along.items()}
+        alone = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, **one, **options)
+        for name in ("dq", "dk", "dv", "dsinks"):
+            assert_close(getattr(both, name)[n], getattr(alone, name))
+
+
+def test_rows_that_see_nothing_of_several_chunks() -> None:
+    _, q, k, v = inputs(2, 20, 1300)
+    mask = np.ones((20, 1300), bool)
+    mask[3] = mask[5, :1200] = mask[7, 100:] = False
+    found = cupy_flash.attention(q, k, v, mask=mask, return_lse=True)
+    for x, wanted in zip(found, testing.reference_attention(q, k, v, mask=mask), strict=False):
+        assert_close(x[np.isfinite(x)], wanted[np.isfinite(wanted)])
+        np.testing.assert_array_equal(np.isfinite(x), np.isfinite(wanted))
+
+
+@pytest.mark.parametrize("row", [0, 15, 16, 31, 39])
+def test_the_maximum_of_one_row_rises(row: int) -> None:
+    """By more than 8 from one block to the next; those of all others stay."""
+    _, q, k, v = inputs(1, 40, 300)
+    q[0, 0, row] *= 20
+    k[:, :, 150:] *= 2
+    assert_close(cupy_flash.attention(q, k, v), testing.reference_attention(q, k, v).o, 1e-4)
+
+
+@pytest.mark.parametrize("first", [20, 150, 290])
+def test_the_first_keys_of_a_block_may_be_nobodys(first: int) -> None:
+    do, q, k, v = inputs(2, 40, 400)
+    bounds = np.stack([np.zeros(400), np.where(np.arange(400) < first, 0, 40)], -1).astype(np.int32)
+    options = {"mask": cupy_flash.Spans(bounds[None, None])}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    exact = testing.reference_backward(do, q, k, v, mask=np.arange(400)[None] >= first)
+    assert_close(o, testing.reference_attention(q, k, v, mask=np.arange(400)[None] >= first).o)
+    for name in ("dq", "dk", "dv"):
+        assert_close(getattr(found, name), getattr(exact, name))
