@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -94,3 +95,15 @@ def test_the_first_keys_of_a_block_may_be_nobodys(first: int) -> None:
     assert_close(o, testing.reference_attention(q, k, v, mask=np.arange(400)[None] >= first).o)
     for name in ("dq", "dk", "dv"):
         assert_close(getattr(found, name), getattr(exact, name))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["32", "16", "bf16"])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_row_of_zeros_is_0_and_not_its_negative(queries: int, dtype: Any) -> None:
+    """Whether rows beside it see more keys, of which each adds 0, or not; times a scale below 0 as well."""
+    do, q, k, v = (x.astype(dtype) for x in inputs(2, queries, 20))
+    v[...], do[...] = -0.0, -0.0
+    options = {"window": (0, 0), "align": 0, "scale": -0.5}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    for x in (o, *cupy_flash.attention_backward(do, q, k, v, o, lse, **options)[:3]):
+        assert not np.signbit(x.astype(np.float32)).any()

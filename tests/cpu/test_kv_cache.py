@@ -341,6 +341,15 @@ def test_lengths_are_cut_to_the_room(values: tuple[int, int, int]) -> None:
     np.testing.assert_array_equal(made["k_cache"], expected.k_cache)
 
 
+def test_positions_are_cut_to_the_tables() -> None:
+    case = KvCase(dtype="float64", rotary=32)
+    made, starts = case.inputs(), np.array([-(2**31), -2, 2**31 - 1], np.int32)
+    inside = np.clip(starts, 0, len(made["rotary_cos"]) - 1).astype(np.int32)
+    wanted = cached(**made, **case.options(), rotary_seqlens=inside)
+    found = cached(**made, **case.options(), rotary_seqlens=starts, check=False)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("values", [(5, -(2**31), 2**31 - 1), (0, 38, -1)])
 def test_paddings_are_cut_to_the_keys(values: tuple[int, int, int], queries: int) -> None:
