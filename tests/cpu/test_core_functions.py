@@ -144,7 +144,7 @@ def test_functions_are_exact_to_units_in_the_last_place(
 
 @pytest.mark.parametrize("name", ["exp", "log", "tanh", "sqrt"])
 def test_ends_of_functions(name: str) -> None:
-    x = np.array([0, 1e-42, np.inf, -1, 89, -110, 700, -800], np.float32)
+    x = np.array([0, 1e-42, np.inf, -1, 88.5, 89, -110, 700, -800], np.float32)
     ufunc = getattr(np, name)
 
     def finite(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any) -> Any:
@@ -284,6 +284,19 @@ def test_large_tables_are_summed_in_fewer_slices(monkeypatch: pytest.MonkeyPatch
         made.append(both_passes(arrays, case.options(arrays))[-1])
     for x in made[1:]:
         np.testing.assert_allclose(x, made[0], atol=1e-6)
+    cupy_flash.dispatch.memo.forget()
+
+
+def test_slices_of_jobs_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five key heads in two slices."""
+    arrays = dict(zip(("do", *"qkv"), np.random.default_rng(0).standard_normal((4, 1, 5, 20, 8)), strict=True))
+    made = cupy_flash.score(lambda s, b, h, i, j, x: s + x[j] * i, learned="x")
+    how = {"score": made(np.ones(20))}
+    wanted = both_passes(arrays, how)
+    monkeypatch.setattr(function, "_MOST_SLICES", 2)
+    cupy_flash.dispatch.memo.forget()
+    for x, y in zip(both_passes(arrays, how), wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
     cupy_flash.dispatch.memo.forget()
 
 

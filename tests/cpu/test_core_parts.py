@@ -107,3 +107,15 @@ def test_a_row_of_zeros_is_0_and_not_its_negative(queries: int, dtype: Any) -> N
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
     for x in (o, *cupy_flash.attention_backward(do, q, k, v, o, lse, **options)[:3]):
         assert not np.signbit(x.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("edge", [1, 15, 16, 17, 31, 32, 33])
+def test_intervals_end_at_any_lane(edge: int) -> None:
+    """All keys of a block have the same one, which begins or ends at a query of a panel, or behind it."""
+    _, q, k, v = inputs(1, 40, 300)
+    i = np.arange(40)[:, None]
+    for begin, end in ((0, edge), (edge, 40), (edge, edge + 1)):
+        mask = np.broadcast_to((begin <= i) & (i < end), (40, 300))
+        bounds = np.full((1, 1, 300, 2), (begin, end), np.int32)
+        found = cupy_flash.attention(q, k, v, mask=cupy_flash.Spans(bounds))
+        np.testing.assert_array_equal(found, cupy_flash.attention(q, k, v, mask=mask))
