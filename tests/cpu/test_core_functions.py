@@ -289,7 +289,9 @@ def test_large_tables_are_summed_in_fewer_slices(monkeypatch: pytest.MonkeyPatch
 
 def test_slices_of_jobs_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five key heads in two slices."""
-    arrays = dict(zip(("do", *"qkv"), np.random.default_rng(0).standard_normal((4, 1, 5, 20, 8)), strict=True))
+    arrays = dict(
+        zip(("do", *"qkv"), np.random.default_rng(0).standard_normal((4, 1, 5, 20, 8)), strict=True)
+    )
     made = cupy_flash.score(lambda s, b, h, i, j, x: s + x[j] * i, learned="x")
     how = {"score": made(np.ones(20))}
     wanted = both_passes(arrays, how)
@@ -448,7 +450,9 @@ def test_what_is_kept_gives_the_gradients_of_numpy(made: Any, monkeypatch: pytes
     ids=["by lane", "by key", "by key in another order", "by pair", "without a slope where hidden"],
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gradients_of_arguments_are_those_of_numpy(made: Any, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_arguments_are_those_of_numpy(
+    made: Any, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrays, table = inputs(9, dtype), np.random.default_rng(1).standard_normal((4, 240)).astype(dtype)
     how = {"score": cupy_flash.score(made, learned="x")(table), "causal": True, "align": "top_left"}
     ours = both_passes(arrays, how)

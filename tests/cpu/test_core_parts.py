@@ -1,4 +1,4 @@
-"""What the core computes in parts and puts together: rows of a key head, chunks and blocks of keys, lanes of a panel."""
+"""What the core computes in parts: rows of a key head, chunks and blocks of keys, lanes of a panel, pairs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_close(found: Any, wanted: Any, limit: float = 2e-5) -> None:
 
 
 def test_gradients_of_rows_in_several_parts() -> None:
-    """Jobs of their own where heads are few: of 1100 queries in two parts, the first of which sees few keys."""
+    """Jobs of their own where heads are few: 1100 queries in two parts, of which the first sees few keys."""
     do, q, k, v = inputs(1, 1100, 333)
     options = {"causal": True, "align": -600, "sinks": np.zeros(1, np.float32)}
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
@@ -119,3 +119,32 @@ def test_intervals_end_at_any_lane(edge: int) -> None:
         bounds = np.full((1, 1, 300, 2), (begin, end), np.int32)
         found = cupy_flash.attention(q, k, v, mask=cupy_flash.Spans(bounds))
         np.testing.assert_array_equal(found, cupy_flash.attention(q, k, v, mask=mask))
+
+
+@pytest.mark.parametrize("page", [16, 17, 33])
+@pytest.mark.parametrize("dim", [16, 47, 48, 64])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_pairs_over_pages(queries: int, dim: int, page: int) -> None:
+    """Of any head dim; pairs of keys cross pages, and what is behind those or the last key is NaN."""
+    draw, dtype = np.random.default_rng(0), ml_dtypes.bfloat16
+    q = draw.standard_normal((1, 2, queries, dim)).astype(dtype)
+    caches = draw.standard_normal((2, 7, 1, page, dim)).astype(dtype)
+    used = 3 * page + 5
+    table = np.array([[2, 0, 4, 5]], np.int32)
+    caches[:, 5, :, 5:] = caches[:, [1, 3, 6]] = np.nan
+    o = cupy_flash.attention_with_kv_cache(q, *caches, cache_seqlens=used, block_table=table)
+    k, v = (x[table[0]].reshape(1, 1, 4 * page, dim)[:, :, :used] for x in caches)
+    wanted = testing.reference_attention(q, k, v).o
+    np.testing.assert_allclose(o.astype(float), wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("dim", [46, 48])
+def test_pairs_in_rows_that_are_an_odd_stride_apart(dim: int) -> None:
+    whole = normal(4, 1, 2, 40, dim + 1).astype(ml_dtypes.bfloat16)
+    do, q, k, v = whole[..., :dim]
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
+    close = [np.ascontiguousarray(x) for x in (do, q, k, v)]
+    np.testing.assert_array_equal(o, cupy_flash.attention(*close[1:]))
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse)
+    for x, y in zip(found[:3], cupy_flash.attention_backward(*close, o, lse)[:3], strict=True):
+        np.testing.assert_array_equal(x, y)

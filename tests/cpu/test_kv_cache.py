@@ -341,6 +341,14 @@ def test_lengths_are_cut_to_the_room(values: tuple[int, int, int]) -> None:
     np.testing.assert_array_equal(made["k_cache"], expected.k_cache)
 
 
+def test_new_keys_are_stored_as_they_are_where_reads_rotate() -> None:
+    case = KvCase(dtype="float64", new=3, rotary=32)
+    made = case.inputs()
+    cached(**made, **case.options(), rotate_cache=True)
+    for b, length in enumerate(made["cache_seqlens"]):
+        np.testing.assert_array_equal(made["k_cache"][b, :, length : length + 3], made["k"][b])
+
+
 def test_positions_are_cut_to_the_tables() -> None:
     case = KvCase(dtype="float64", rotary=32)
     made, starts = case.inputs(), np.array([-(2**31), -2, 2**31 - 1], np.int32)

@@ -1,4 +1,4 @@
-"""What is stored where a dtype cannot hold it: NaN, infinities, too large numbers, -0, in a cache; results."""
+"""What is stored where a dtype cannot hold it: NaN, infinities, too large numbers, -0; results, rounded."""
 
 from __future__ import annotations
 
