@@ -68,6 +68,7 @@ struct Panel {
         for (int64_t l = 0; l < kLanes; ++l) {
             query[l] = int32_t(i), head[l] = int32_t(first_head + member);
             int64_t at = i + s.offset;
+            // why no other limits: of a panel so far from the keys `begin` and `end` leave none.
             first[l / W<Real>][l % W<Real>] = Int<Real>(most(at - p.left, s.unseen));
             last[l / W<Real>][l % W<Real>] = Int<Real>(least(at + p.right, s.keys));
             head_low = head[l] < head_low ? head[l] : head_low,
