@@ -57,7 +57,7 @@ void backward_job(void* what, int64_t number) {
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     int64_t parts = f.parts.of_rows(rows), share = up(blocks_of(rows, parts), panel);
     int64_t part0 = f.parts.apart ? jobs - 1 - number % jobs : 0;    // those that see most keys first
-    int64_t part1 = f.parts.apart ? least(parts, part0 + 1) : parts;
+    int64_t part1 = f.parts.apart ? part0 + 1 : parts;
     int64_t most_panels = least(at_once, blocks_of(most(least(rows, share), 1), panel));
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
     const Operand<Entry> of_k{keys}, of_v{values};

@@ -39,7 +39,6 @@ void add_to_sinks(const Hessian& t, const Sequence& s, const GradientPanel<Real>
     const Call& p = t.f.call;
     for (int64_t l = 0; l < g.x.lanes && p.sinks.data; ++l) {
         double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head), sink_dot = 0;
-        if (sink == -kInfinity<double>) continue;
         if (direction.sinks.data)
             sink_dot = element<Real>(direction.sinks.data, g.x.head[l] * direction.sinks.head);
         t.sink(number, s.batch, g.x.head[l], part) -=

@@ -35,7 +35,7 @@ struct Sequence {
         if (p.starts_k) first_k = p.starts_k[b], keys = p.starts_k[b + 1] - first_k;
         if (p.used_q) queries = p.used_q[b];
         if (p.used_k) keys = least(least(most(p.used_k[b * p.used_step], 0), keys) + new_keys(p, b), keys);
-        if (p.leftpad) unseen = least(most(p.leftpad[b], 0), keys);
+        if (p.leftpad) unseen = most(p.leftpad[b], 0);
         offset = p.offset + (p.offset_from_end ? keys - queries : 0);
     }
 };
@@ -68,8 +68,9 @@ struct Panel {
         for (int64_t l = 0; l < kLanes; ++l) {
             query[l] = int32_t(i), head[l] = int32_t(first_head + member);
             int64_t at = i + s.offset;
-            first[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at - p.left, s.keys), s.unseen));
-            last[l / W<Real>][l % W<Real>] = Int<Real>(most(least(at + p.right, s.keys), -1));
+            // why no other limits: of a panel so far from the keys `begin` and `end` leave none.
+            first[l / W<Real>][l % W<Real>] = Int<Real>(most(at - p.left, s.unseen));
+            last[l / W<Real>][l % W<Real>] = Int<Real>(least(at + p.right, s.keys));
             head_low = head[l] < head_low ? head[l] : head_low,
             head_high = head[l] > head_high ? head[l] : head_high;
             if (l + 1 < lanes && ++member == group) member = 0, ++i;    // lanes behind the last one repeat it

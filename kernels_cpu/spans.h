@@ -79,7 +79,7 @@ struct KeySpans {
         if (!there() || whole(x, from)) return;
         I<Real> query[kVectors];
         for (int l = 0; l < panel; ++l) query[l / w][l % w] = Int<Real>(x.query[l]);
-        for (int64_t k = least(most(first_key() - from, 0), keys); k < keys; ++k) {
+        for (int64_t k = most(first_key() - from, 0); k < keys; ++k) {
             Real* row = tile + k * panel;
             if (x.head_low == x.head_high || !p.spans.head) {
                 const int32_t* at = bounds(x.head_low, from + k);

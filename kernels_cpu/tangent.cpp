@@ -94,7 +94,6 @@ void divide(const Call& p, const Sequence& s, const Panel<Real>& x, const Softma
             of_row = Real(all.top), lse.unit[l] = Real(1 / all.sum);
         }
         kept[l] = p.dropout_threshold ? factor[l] * Real(p.dropout_scale) : factor[l];
-        if (of_row == -kInfinity<Real>) of_row = kInfinity<Real>;    // as PanelLse reads it
     }
     V<Real> by[kVectors], by_kept[kVectors];
     UNROLL for (int j = 0; j < kVectors; ++j) by[j] = load(factor + j * w), by_kept[j] = load(kept + j * w);

@@ -130,6 +130,17 @@ def test_what_is_stored_is_what_int4_makes() -> None:
             np.testing.assert_array_equal(given[f"{x}_{part}"][:, :, 7:8], wanted)
 
 
+def test_scales_and_zeros_lie_as_they_like() -> None:
+    """Each with strides of its own, read and written."""
+    given = call("int4", new=3, groups=(32, 32))
+    apart = given | {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
+    apart |= {f"{x}_scale": np.asfortranarray(given[f"{x}_scale"]) for x in "kv"}
+    np.testing.assert_array_equal(cached(**apart), cached(**given))
+    for x in "kv":
+        for part in PARTS["int4"]:
+            np.testing.assert_array_equal(apart[f"{x}_{part}"], given[f"{x}_{part}"])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_int4_and_back(dtype: str) -> None:
     x = np.random.default_rng(0).standard_normal((5, 128)).astype(dtype)

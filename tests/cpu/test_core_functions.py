@@ -144,7 +144,7 @@ def test_functions_are_exact_to_units_in_the_last_place(
 
 @pytest.mark.parametrize("name", ["exp", "log", "tanh", "sqrt"])
 def test_ends_of_functions(name: str) -> None:
-    x = np.array([0, 1e-42, np.inf, -1, 89, -110, 700, -800], np.float32)
+    x = np.array([0, 1e-42, np.inf, -1, 88.5, 89, -110, 700, -800], np.float32)
     ufunc = getattr(np, name)
 
     def finite(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any) -> Any:
@@ -191,6 +191,13 @@ def test_conditions_compare_as_numbers() -> None:
         + (~a[n] | b[n]) * 8.0 + (a[n] & ~b[n]) * 16.0, a, b,
     )  # fmt: skip
     assert np.array_equal(found, (a < b) * 1 + (a >= b) * 2 + (a == b) * 4 + (~a | b) * 8 + (a & ~b) * 16)
+
+
+def test_a_byte_of_a_boolean_that_is_not_0_is_true() -> None:
+    """As NumPy reads it; one of its own is 1."""
+    bytes_ = np.array([0, 1, 2, 255], np.uint8)
+    found = values_of(lambda s, n, h, i, j, a: 1.0 * (a[n] * 1) + 2.0 * ~a[n], bytes_.view(bool))
+    assert found.tolist() == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -280,6 +287,21 @@ def test_large_tables_are_summed_in_fewer_slices(monkeypatch: pytest.MonkeyPatch
     cupy_flash.dispatch.memo.forget()
 
 
+def test_slices_of_jobs_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five key heads in two slices."""
+    arrays = dict(
+        zip(("do", *"qkv"), np.random.default_rng(0).standard_normal((4, 1, 5, 20, 8)), strict=True)
+    )
+    made = cupy_flash.score(lambda s, b, h, i, j, x: s + x[j] * i, learned="x")
+    how = {"score": made(np.ones(20))}
+    wanted = both_passes(arrays, how)
+    monkeypatch.setattr(function, "_MOST_SLICES", 2)
+    cupy_flash.dispatch.memo.forget()
+    for x, y in zip(both_passes(arrays, how), wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+    cupy_flash.dispatch.memo.forget()
+
+
 def test_bits_of_a_row_are_its_own() -> None:
     arrays = inputs(5, np.float32)
     q, k, v = (arrays[n] for n in "qkv")
@@ -321,7 +343,7 @@ def test_an_index_outside_is_refused(made: Any, axis: int, index: int | None, dt
 
 
 def test_an_index_outside_of_a_hidden_pair_is_nobodys() -> None:
-    """Hidden by the band, by a mask, by intervals of keys and of queries; a head that sees nothing."""
+    """Hidden by the band, by a mask, by intervals of keys and of queries, by blocks."""
     arrays = inputs(7, np.float32, (70, 70))
     q, k, v = (arrays[n] for n in "qkv")
     made = cupy_flash.score(lambda s, b, h, i, j, x: s + x[i - j])
@@ -329,12 +351,25 @@ def test_an_index_outside_of_a_hidden_pair_is_nobodys() -> None:
     i, j = np.ogrid[:70, :70]
     by_key = np.stack([np.arange(70), np.full(70, 70)], -1).astype(np.int32)[None, None]
     by_query = np.stack([np.zeros(70), np.arange(70) + 1], -1).astype(np.int32)[:, None]
+    blocks = cupy_flash.block_mask(lambda b, h, i, j: j <= i, None, None, 70, 70, block=32)
     expected = cupy_flash.attention(q, k, v, causal=True)
     for hidden in ({"causal": True}, {"mask": (j <= i)[None, None]}, {"mask": cupy_flash.Spans(by_key)},
-                   {"mask": cupy_flash.Spans(by_query.reshape(1, 70, 1, 2))}):  # fmt: skip
+                   {"mask": cupy_flash.Spans(by_query.reshape(1, 70, 1, 2))}, {"mask": blocks}):  # fmt: skip
         np.testing.assert_allclose(cupy_flash.attention(q, k, v, **how, **hidden), expected, atol=1e-6)
     with pytest.raises(InvalidArgumentsError, match="reads element -"):
         cupy_flash.attention(q, k, v, **how, mask=(j <= i + 1)[None, None])
+
+
+def test_an_index_outside_of_a_single_pair_is_refused() -> None:
+    """Of the only query that sees the last key, which is another number than the key is."""
+    arrays = inputs(7, np.float32, (70, 70))
+    q, k, v = (arrays[n] for n in "qkv")
+    for align in (-3, 0, 5):
+        shown = {"window": (0, 0), "align": align}
+        last = min(69 + align, 69)
+        how = {"score": cupy_flash.score(lambda s, b, h, i, j, x: s + x[j])(np.zeros(last, np.float32))}
+        with pytest.raises(InvalidArgumentsError, match=f"reads element {last} of axis 0"):
+            cupy_flash.attention(q, k, v, **how, **shown)
 
 
 def test_a_function_of_too_many_values_is_numpys() -> None:
@@ -401,6 +436,29 @@ def test_what_is_kept_gives_the_gradients_of_numpy(made: Any, monkeypatch: pytes
     monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
     for a, b in zip(ours, both_passes(arrays, how), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-13 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda s, b, h, i, j, x: s * x[h, i],
+        lambda s, b, h, i, j, x: s + x[1, j],
+        lambda s, b, h, i, j, x: s + x[2, 7 * j % 240],
+        lambda s, b, h, i, j, x: s + x[h, j],
+        lambda s, b, h, i, j, x: s * np.sqrt(i - j) + x[h, 0] * np.log(i - j + 1),
+    ],
+    ids=["by lane", "by key", "by key in another order", "by pair", "without a slope where hidden"],
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gradients_of_arguments_are_those_of_numpy(
+    made: Any, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays, table = inputs(9, dtype), np.random.default_rng(1).standard_normal((4, 240)).astype(dtype)
+    how = {"score": cupy_flash.score(made, learned="x")(table), "causal": True, "align": "top_left"}
+    ours = both_passes(arrays, how)
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+    for a, b in zip(ours, both_passes(arrays, how), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=512 * np.finfo(dtype).eps * np.abs(b).max())
 
 
 def test_what_only_hides_or_adds_has_no_slope() -> None:

@@ -341,6 +341,35 @@ def test_lengths_are_cut_to_the_room(values: tuple[int, int, int]) -> None:
     np.testing.assert_array_equal(made["k_cache"], expected.k_cache)
 
 
+def test_new_keys_are_stored_as_they_are_where_reads_rotate() -> None:
+    case = KvCase(dtype="float64", new=3, rotary=32)
+    made = case.inputs()
+    cached(**made, **case.options(), rotate_cache=True)
+    for b, length in enumerate(made["cache_seqlens"]):
+        np.testing.assert_array_equal(made["k_cache"][b, :, length : length + 3], made["k"][b])
+
+
+def test_positions_are_cut_to_the_tables() -> None:
+    case = KvCase(dtype="float64", rotary=32)
+    made, starts = case.inputs(), np.array([-(2**31), -2, 2**31 - 1], np.int32)
+    inside = np.clip(starts, 0, len(made["rotary_cos"]) - 1).astype(np.int32)
+    wanted = cached(**made, **case.options(), rotary_seqlens=inside)
+    found = cached(**made, **case.options(), rotary_seqlens=starts, check=False)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("values", [(5, -(2**31), 2**31 - 1), (0, 38, -1)])
+def test_paddings_are_cut_to_the_keys(values: tuple[int, int, int], queries: int) -> None:
+    case = KvCase(dtype="float64", queries=queries, causal=True)
+    made, pads = case.inputs(), np.array(values, np.int32)
+    mask = np.arange(case.room) >= pads[:, None, None, None]
+    wanted = cached(**made, **case.options(), mask=mask, return_lse=True)
+    found = cached(**made, **case.options(), cache_leftpad=pads, check=False, return_lse=True)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+
+
 @pytest.mark.parametrize("value", [-(2**31), -1, 2**31 - 1, 33])
 def test_keys_of_entries_outside_the_cache_are_hidden(value: int) -> None:
     case = KvCase(dtype="float64", kind="paged", new=3, causal=True, lengths=(16, 37, 150))

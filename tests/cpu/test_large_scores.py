@@ -258,3 +258,19 @@ def test_shares_of_parts_add_up(size: float, every_library: str) -> None:
     allowed = 8 * UNIT["float32"] * np.abs(lse).max()
     dv = np.concatenate([x.dv for x in shares], 2)
     assert np.abs(dv - exact.dv).max() <= allowed * np.abs(exact.dv).max()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+def test_a_part_without_keys_has_no_share(dtype: Any, every_library: str) -> None:
+    """Of rows with a large LSE, which other parts gave them."""
+    do, q, k, v = (normal(1, 2, 20, 16, seed=s).astype(dtype) for s in range(4))
+    bias, mask = np.zeros((20, 20), dtype), np.ones((20, 20), bool)
+    mask[:5] = False
+    o, lse = cupy_flash.attention(q, k, v, bias=bias, mask=mask, return_lse=True)
+    lse[:, :, :5] = 3000
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse, bias=bias, mask=mask)
+    moved = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, dq=do, bias=bias, mask=mask)
+    for x in (*found[:4], *moved):
+        assert x is None or np.isfinite(x.astype(np.float32)).all()
+    assert not found.dq[:, :, :5].any()
+    assert not found.dbias[:5].any()

@@ -1,4 +1,4 @@
-"""What new keys are stored as where the cache cannot hold them: NaN, infinities, too large numbers, -0."""
+"""What is stored where a dtype cannot hold it: NaN, infinities, too large numbers, -0; results, rounded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cupy_flash
 from cupy_flash import testing
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
@@ -26,6 +27,7 @@ ROWS: dict[str, list[tuple[int | slice, float]]] = {
     "both in a group": [(1, np.inf), (2, -np.inf), (3, np.nan)],
     "too large": [(5, 1e30), (6, -1e30), (40, 7e4)],
     "the largest": [(5, 3.4e38), (6, -3.4e38)],
+    "too small": [(slice(0, 32), -1e-9), (3, 1e-9), (slice(32, 64), 0.0)],
     "-0": [(4, -0.0), (5, 0.0), (slice(32, 64), -0.0)],
 }
 
@@ -123,3 +125,29 @@ def test_int4(name: str, dtype: Any, units: str) -> None:
     if dtype == np.float64:  # in float32 what lies half way between two codes may be either
         through = testing.kv_cache.through_codes(row[None, None], *of_row[1:])[0, 0]
         np.testing.assert_allclose(dequantized(*of_row, dtype="float64"), through, rtol=1e-12)
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_results_half_way_between_two_numbers(dtype: Any, queries: int) -> None:
+    """Ties to even: the mean of neighbours, by vectors of features and behind the last one."""
+    first, last = (int(np.array(x, dtype).view(np.uint16)) for x in (2**-14, 2**14))
+    bits = np.random.default_rng(0).integers(first, last, (1, 64, 1, 67))
+    v = np.concatenate([bits, bits + 1], 2).astype(np.uint16).view(dtype)
+    v[:, ::2] = -v[:, ::2]
+    q, k = np.zeros((1, 64, queries, 8), dtype), np.zeros((1, 64, 2, 8), dtype)
+    wanted = v.astype(np.float32).mean(2, keepdims=True).astype(dtype)
+    np.testing.assert_array_equal(cupy_flash.attention(q, k, v), np.repeat(wanted, queries, 2))
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000])
+def test_every_nan_stays_one_as_bfloat16(bits: int) -> None:
+    """Rounded as a number, one of all bits would become 0."""
+    q, k, v = (np.zeros((1, 1, n, 16), np.float32) for n in (20, 19, 19))
+    bias = np.zeros((20, 19), ml_dtypes.bfloat16)
+    o, lse = cupy_flash.attention(q, k, v, bias=bias, return_lse=True)
+    do = np.full(q.shape, bits, np.uint32).view(np.float32)
+    assert np.isnan(cupy_flash.attention_backward(do, q, k, v, o, lse, bias=bias).dbias).all()

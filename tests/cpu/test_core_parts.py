@@ -1,0 +1,150 @@
+"""What the core computes in parts: rows of a key head, chunks and blocks of keys, lanes of a panel, pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import testing
+from cupy_flash.cpu import threads
+from tests.cpu.core_calls import normal
+
+pytestmark = pytest.mark.usefixtures("core")
+
+Arrays = list[np.ndarray]
+
+
+def inputs(heads: int, queries: int, keys: int) -> Arrays:
+    """do, q, k, v."""
+    return [normal(1, heads, n, 8, seed=seed) for seed, n in enumerate((queries, queries, keys, keys))]
+
+
+def assert_close(found: Any, wanted: Any, limit: float = 2e-5) -> None:
+    wanted = np.asarray(wanted)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=limit * max(1, np.abs(wanted).max()))
+
+
+def test_gradients_of_rows_in_several_parts() -> None:
+    """Jobs of their own where heads are few: 1100 queries in two parts, of which the first sees few keys."""
+    do, q, k, v = inputs(1, 1100, 333)
+    options = {"causal": True, "align": -600, "sinks": np.zeros(1, np.float32)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    exact = testing.reference_backward(do, q, k, v, **options)
+    for name in ("dq", "dk", "dv", "dsinks"):
+        assert_close(getattr(found, name), getattr(exact, name))
+
+
+def test_gradients_of_parts_one_after_the_other() -> None:
+    """As reproducible= has them, of many heads, which otherwise are whole; neither part sees all blocks."""
+    heads = max(8, threads.allowed())
+    do, q, k, v = inputs(heads, 1100, 600)
+    options = {"window": (60, 60), "align": -300, "sinks": np.linspace(-1, 1, heads, dtype=np.float32)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    whole = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    parts = cupy_flash.attention_backward(do, q, k, v, o, lse, reproducible="batch", **options)
+    for name in ("dq", "dk", "dv", "dsinks"):
+        assert_close(getattr(parts, name), getattr(whole, name))
+
+
+def test_second_order_of_rows_in_several_parts() -> None:
+    """In two directions at a time, each with sums of its own."""
+    do, q, k, v = inputs(1, 1100, 333)
+    options = {"causal": True, "align": -600, "sinks": np.zeros(1, np.float32)}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    along = {"dq": normal(2, *q.shape, seed=7), "dk": normal(2, *k.shape, seed=8)}
+    both = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, **along, **options)
+    for n in range(2):
+        one = {name: x[n] for name, x in along.items()}
+        alone = cupy_flash.derivatives.hvp(do, q, k, v, o, lse, **one, **options)
+        for name in ("dq", "dk", "dv", "dsinks"):
+            assert_close(getattr(both, name)[n], getattr(alone, name))
+
+
+def test_rows_that_see_nothing_of_several_chunks() -> None:
+    _, q, k, v = inputs(2, 20, 1300)
+    mask = np.ones((20, 1300), bool)
+    mask[3] = mask[5, :1200] = mask[7, 100:] = False
+    found = cupy_flash.attention(q, k, v, mask=mask, return_lse=True)
+    for x, wanted in zip(found, testing.reference_attention(q, k, v, mask=mask), strict=False):
+        assert_close(x[np.isfinite(x)], wanted[np.isfinite(wanted)])
+        np.testing.assert_array_equal(np.isfinite(x), np.isfinite(wanted))
+
+
+@pytest.mark.parametrize("row", [0, 15, 16, 31, 39])
+def test_the_maximum_of_one_row_rises(row: int) -> None:
+    """By more than 8 from one block to the next; those of all others stay."""
+    _, q, k, v = inputs(1, 40, 300)
+    q[0, 0, row] *= 20
+    k[:, :, 150:] *= 2
+    assert_close(cupy_flash.attention(q, k, v), testing.reference_attention(q, k, v).o, 1e-4)
+
+
+@pytest.mark.parametrize("first", [20, 150, 290])
+def test_the_first_keys_of_a_block_may_be_nobodys(first: int) -> None:
+    do, q, k, v = inputs(2, 40, 400)
+    bounds = np.stack([np.zeros(400), np.where(np.arange(400) < first, 0, 40)], -1).astype(np.int32)
+    options = {"mask": cupy_flash.Spans(bounds[None, None])}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse, **options)
+    exact = testing.reference_backward(do, q, k, v, mask=np.arange(400)[None] >= first)
+    assert_close(o, testing.reference_attention(q, k, v, mask=np.arange(400)[None] >= first).o)
+    for name in ("dq", "dk", "dv"):
+        assert_close(getattr(found, name), getattr(exact, name))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["32", "16", "bf16"])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_row_of_zeros_is_0_and_not_its_negative(queries: int, dtype: Any) -> None:
+    """Whether rows beside it see more keys, of which each adds 0, or not; times a scale below 0 as well."""
+    do, q, k, v = (x.astype(dtype) for x in inputs(2, queries, 20))
+    v[...], do[...] = -0.0, -0.0
+    options = {"window": (0, 0), "align": 0, "scale": -0.5}
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
+    for x in (o, *cupy_flash.attention_backward(do, q, k, v, o, lse, **options)[:3]):
+        assert not np.signbit(x.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("edge", [1, 15, 16, 17, 31, 32, 33])
+def test_intervals_end_at_any_lane(edge: int) -> None:
+    """All keys of a block have the same one, which begins or ends at a query of a panel, or behind it."""
+    _, q, k, v = inputs(1, 40, 300)
+    i = np.arange(40)[:, None]
+    for begin, end in ((0, edge), (edge, 40), (edge, edge + 1)):
+        mask = np.broadcast_to((begin <= i) & (i < end), (40, 300))
+        bounds = np.full((1, 1, 300, 2), (begin, end), np.int32)
+        found = cupy_flash.attention(q, k, v, mask=cupy_flash.Spans(bounds))
+        np.testing.assert_array_equal(found, cupy_flash.attention(q, k, v, mask=mask))
+
+
+@pytest.mark.parametrize("page", [16, 17, 33])
+@pytest.mark.parametrize("dim", [16, 47, 48, 64])
+@pytest.mark.parametrize("queries", [1, 20])
+def test_pairs_over_pages(queries: int, dim: int, page: int) -> None:
+    """Of any head dim; pairs of keys cross pages, and what is behind those or the last key is NaN."""
+    draw, dtype = np.random.default_rng(0), ml_dtypes.bfloat16
+    q = draw.standard_normal((1, 2, queries, dim)).astype(dtype)
+    caches = draw.standard_normal((2, 7, 1, page, dim)).astype(dtype)
+    used = 3 * page + 5
+    table = np.array([[2, 0, 4, 5]], np.int32)
+    caches[:, 5, :, 5:] = caches[:, [1, 3, 6]] = np.nan
+    o = cupy_flash.attention_with_kv_cache(q, *caches, cache_seqlens=used, block_table=table)
+    k, v = (x[table[0]].reshape(1, 1, 4 * page, dim)[:, :, :used] for x in caches)
+    wanted = testing.reference_attention(q, k, v).o
+    np.testing.assert_allclose(o.astype(float), wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("dim", [46, 48])
+def test_pairs_in_rows_that_are_an_odd_stride_apart(dim: int) -> None:
+    whole = normal(4, 1, 2, 40, dim + 1).astype(ml_dtypes.bfloat16)
+    do, q, k, v = whole[..., :dim]
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
+    close = [np.ascontiguousarray(x) for x in (do, q, k, v)]
+    np.testing.assert_array_equal(o, cupy_flash.attention(*close[1:]))
+    found = cupy_flash.attention_backward(do, q, k, v, o, lse)
+    for x, y in zip(found[:3], cupy_flash.attention_backward(*close, o, lse)[:3], strict=True):
+        np.testing.assert_array_equal(x, y)
