@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import InvalidArgumentsError
 
-__all__ = ["flag", "integer", "length", "one_of", "pair"]
+__all__ = ["flag", "integer", "length", "of_integers", "one_of", "pair"]
 
 
 def flag(value: Any, name: str) -> bool:
@@ -58,3 +58,11 @@ def pair(window: Any) -> tuple[Any, Any]:
         hint=f"window=({width}, 0) for the query's key and {width} before it, "
         f"or window=({width}, {width}) for {width} on either side",
     )
+
+
+def of_integers(x: Any) -> bool:
+    """Whether the first number in nested lists is an integer: offsets, lengths and tables are int32."""
+    first = x
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    return first is not x and type(first) is int

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..call.adopt.protocols import of_integers
 from ..call.adopt.torch import lost_derivative, refuse_wrapper
+from ..call.checks import of_integers
 from ..call.compound import QuantizedArray
 from ..call.head_scale import scale_shape, times
 from ..call.options import PARAMETERS

@@ -9,10 +9,11 @@ import numpy as np
 
 from ...errors import InvalidArgumentsError, UnsupportedError
 from ..arrays import ArrayView
+from ..checks import of_integers
 from ..public_names import public_name, type_phrase
 from .numpy_cupy import foreign_order, from_cupy, from_numpy, refuse_rules
 
-__all__ = ["from_protocol", "of_integers"]
+__all__ = ["from_protocol"]
 
 
 def from_protocol(x: Any, name: str) -> ArrayView:
@@ -71,14 +72,6 @@ def _array_inside(x: Any, name: str) -> str:
     if hasattr(x, "__array__"):
         return f"numpy.asarray({name})"
     return "a NumPy, CuPy, torch or JAX array, or anything with __dlpack__"
-
-
-def of_integers(x: Any) -> bool:
-    """Whether the first number in nested lists is an integer: offsets, lengths and tables are int32."""
-    first = x
-    while isinstance(first, (list, tuple)) and first:
-        first = first[0]
-    return first is not x and type(first) is int
 
 
 _DLPACK_CPU = 1
