@@ -205,7 +205,7 @@ def test_shard_map_keeps_every_device_to_its_own_sequences():
         ({"causal": True}, "ambiguous"),
         ({"max_seqlen_q": -1}, "the longest length of cu_seqlens_q is -1"),
         ({"max_seqlen_k": 2.5}, "the longest length of cu_seqlens_k is 2.5"),
-        ({"seqused_k": jnp.array([4], jnp.int32)}, r"seqused_k is \(1\)"),
+        ({"seqused_k": jnp.array([4], jnp.int32)}, r"seqused_k is \(1,\)"),
         ({"mask": jnp.ones((2, 1, 5, 4), bool), "max_seqlen_q": 4}, "does not broadcast"),
         ({"layout": "bshd"}, "has no option 'layout'"),
     ],
