@@ -23,14 +23,17 @@ from ..plan.choose import Plan, choose
 
 if TYPE_CHECKING:
     from ..cpu.core.family import Core
+    from ..cpu.core.repeat import Way
 
 __all__ = [
+    "VARIABLES",
     "Backend",
     "BackendView",
     "chosen_by_environment",
     "driver_of",
     "load",
     "prepare_backend",
+    "raw_variable",
     "refuse_tensor_cores",
 ]
 
@@ -44,7 +47,7 @@ def driver_of(device: tuple[str, int], library: str) -> Driver | None:
     """
     if device[0] == "cuda":
         return gpu_driver(library)
-    if not _variable(_DRIVER):  # first, because it is the common case of a short call
+    if not raw_variable(_DRIVER):  # first, because it is the common case of a short call
         return None
     return host_driver()
 
@@ -52,7 +55,7 @@ def driver_of(device: tuple[str, int], library: str) -> Driver | None:
 def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Hashable:
     """Environment settings that change a plan: the simulated architecture, or what computes on the CPU."""
     if driver is None:
-        chosen: Hashable = _variable(_CPU)
+        chosen: Hashable = raw_variable(_CPU)
         return chosen
     if device[0] == "cuda":
         return None
@@ -61,12 +64,12 @@ def chosen_by_environment(driver: Driver | None, device: tuple[str, int]) -> Has
 
 def environment() -> tuple[object, object]:
     """The raw values of the environment variables that choose the driver and the CPU path."""
-    return _variable(_DRIVER), _variable(_CPU)
+    return raw_variable(_DRIVER), raw_variable(_CPU)
 
 
 # why not os.environ.get: it encodes the name and catches errors, which takes a tenth of a short call.
-_variable = vars(os.environ)["_data"].get
-_DRIVER, _CPU = map(os.environ.encodekey, ("CUPY_FLASH_DRIVER", "CUPY_FLASH_CPU"))
+raw_variable = vars(os.environ)["_data"].get
+_DRIVER, _CPU = VARIABLES = tuple(map(os.environ.encodekey, ("CUPY_FLASH_DRIVER", "CUPY_FLASH_CPU")))
 
 
 class BackendView(NamedTuple):
@@ -138,6 +141,10 @@ class Backend(ABC):
         `keep` keeps its arrays, of this library, alive; `stream` is as in `run`.
         """
         raise NotImplementedError
+
+    def repeating(self, owner: str, way: Way) -> Callable[..., Any] | None:  # noqa: ARG002
+        """As `core.repeat.repeating`; None if this backend has no such function."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,12 @@ class CoreBackend(Backend):
     ) -> None:
         """As in `Backend`."""
         self.core.run(numbers, numbers[SEED], keep, None, library)
+
+    def repeating(self, owner: str, way: Way) -> Callable[..., Any] | None:
+        """As in `Backend`."""
+        from ..cpu.core.repeat import repeating
+
+        return repeating(self.core, owner, way)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from ..device.run import Driver
 from ..plan.choose import choose
 from ..program.function import Program
 from .backends import BackendView, chosen_by_environment, driver_of, load, prepare_backend
+
+if TYPE_CHECKING:
+    from ..cpu.core.repeat import Way
 
 __all__ = ["REPEATED", "Prepared", "computed_by", "forget", "kernels", "lifted", "prepared"]
 
@@ -138,6 +142,10 @@ class Prepared:
         """
         addresses[SEED] = 0
         self._backend.run_at(addresses, keep, library)
+
+    def repeating(self, owner: str, way: Way) -> Callable[..., Any] | None:
+        """As `cpu.core.repeat.repeating`; None if the CPU core does not compute it."""
+        return self._backend.repeating(owner, way)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -259,8 +267,11 @@ _OWNER = ArrayView._fields.index("owner")
 # why: programs repeat their calls, and preparing one takes twenty times as long as this look-up.
 _KNOWN: dict[tuple[Any, ...], Prepared] = {}
 _MOST_KNOWN = 1024
-# Calls that adapters cache under keys of their own.
+# Calls that adapters cache under keys of their own. A forked child has none, because some name the parent's
+# threads.
 REPEATED: dict[Hashable, Any] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=REPEATED.clear)
 # Names of the kernels of calls that are not cached, those of second order.
 _COMPUTED: dict[str, None] = {}
 

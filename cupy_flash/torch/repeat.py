@@ -22,6 +22,7 @@ from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_plain_memory, gradients, is_plain, is_transformed, recorded
 from .leading import swap_heads_and_rows
+from .repeat_in_core import IN_CORE, repeating_in_core
 
 __all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
@@ -32,7 +33,7 @@ _OPTIONS = frozenset(
     ("causal", "align", "scale", "softcap", "layout", "precision", "reproducible", "dropout")
 )
 _MOST_KNOWN = 1024
-_MOST_RECENT = 8  # with the same options
+_MOST_RECENT = 8  # under a key: with the same options, or repeated in the core
 # Compares tensors with earlier ones in a single call: class, dtype, device, sizes, strides, requires_grad,
 # transforms and modes. torch.compile guards its graphs with it. The class is not in torch's documentation;
 # without it calls are found by `_key_of`.
@@ -92,8 +93,7 @@ class Recent(NamedTuple):
 
     are_alike: Callable[..., bool]  # torch's guard: whether tensors are like those of the call
     need_gradients: bool  # whether any tensor of the call requires grad
-    # Values of the environment variables that choose the driver and the CPU path.
-    environment: tuple[object, ...]
+    surroundings: tuple[object, ...]  # as in `_surroundings`
     recorded: bool  # whether autograd recorded the call
     known: Any  # the prepared call
 
@@ -107,7 +107,7 @@ class Recent(NamedTuple):
             guards = _guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
         except TypeError:  # the class has another signature in this torch
             return None
-        return cls(guards.check, any(x.requires_grad for x in tensors), environment(), recorded, known)
+        return cls(guards.check, any(x.requires_grad for x in tensors), _surroundings(), recorded, known)
 
     def is_repeated(self, *tensors: Any) -> bool:
         """Whether an unwatched call with these tensors differs only in addresses."""
@@ -119,8 +119,16 @@ class Recent(NamedTuple):
             self.are_alike(*tensors)
             and (not self.need_gradients or torch.is_grad_enabled() is self.recorded)
             and _are_aligned(tensors)
-            and self.environment == environment()
+            and self.surroundings == _surroundings()
         )
+
+
+def _surroundings() -> tuple[object, ...]:
+    """Environment variables that choose the driver and the CPU path, and the number of threads.
+
+    why threads: `repeat_in_core` knows calls with the number of then.
+    """
+    return *environment(), torch.get_num_threads()
 
 
 def is_watched() -> bool:
@@ -188,7 +196,7 @@ def _key_of(given: Hashable, q: Any, k: Any, v: Any) -> tuple[Hashable, ...] | N
             given, q.shape, q.stride(), q.dtype, _boundary(q),
             k.shape, k.stride(), k.dtype, _boundary(k), k.device,
             v.shape, v.stride(), v.dtype, _boundary(v), v.device,
-            at, driver, chosen_by_environment(driver, at),
+            at, driver, chosen_by_environment(driver, at), torch.get_num_threads(),
             torch.is_grad_enabled() and _need_gradients(q, k, v),
         )  # fmt: skip
     except RuntimeError:  # not a strided tensor, which the full call refuses
@@ -275,10 +283,12 @@ def remember(
     options: Options,
     return_lse: bool,
     in_rows: bool = False,
+    given: tuple[Hashable, ...] = (),
 ) -> None:
     """Store a full call for repetitions under `key`, if only addresses can differ.
 
-    in_rows: whether the options are for q, k, v and o transposed to rows before heads.
+    in_rows: whether the options are for q, k, v and o transposed to rows before heads. given: the options
+    as `repeated_in_core` gets them.
     """
     with torch.no_grad():  # why: the call has been recorded already
         raw = adopted(**dict(zip("qkv", swap_heads_and_rows(q, k, v) if in_rows else (q, k, v), strict=True)))
@@ -288,13 +298,20 @@ def remember(
         return
     known = _PreparedCall(passed, options, is_recorded, return_lse, in_rows)
     _put(REPEATED, key, known)
-    remember_recent(key[0], Recent.of((q, k, v), known, is_recorded))
+    recent = Recent.of((q, k, v), known, is_recorded)
+    remember_recent(key[0], recent)
+    if recent is not None and not is_recorded and not return_lse:
+        (_, shape, strides, dtype), *_ = passed.results
+        if in_rows:
+            shape, strides = ((x[0], x[2], x[1], x[3]) for x in (shape, strides))
+        layout = shape, strides, dtype
+        remember_recent(IN_CORE, repeating_in_core((q, k, v), given, passed.call, recent.are_alike, layout))
 
 
-def remember_recent(given: Hashable, recent: Recent | None) -> None:
-    """Put a call in front of the recent ones with the same options, and drop the oldest above the limit."""
+def remember_recent(key: Hashable, recent: Any) -> None:
+    """Put a call, if there is one, in front of the recent ones under a key, and drop the oldest of many."""
     if recent is not None:
-        _put(REPEATED, given, (recent, *REPEATED.get(given, ())[: _MOST_RECENT - 1]))
+        _put(REPEATED, key, (recent, *REPEATED.get(key, ())[: _MOST_RECENT - 1]))
 
 
 def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:

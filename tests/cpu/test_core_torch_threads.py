@@ -61,8 +61,8 @@ def test_no_more_threads_than_torch_may_take(two_threads: None, asked: list[tupl
     torch.set_num_threads(1)
     one = ours.attention(q, q, q)
     assert torch.equal(one, two)
-    assert [count for count, _ in asked] == [2, 1]
-    assert not asked[1][1]
+    assert [*dict.fromkeys(count for count, _ in asked)] == [2, 1]
+    assert not asked[-1][1]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -80,7 +80,7 @@ def test_threads_of_our_own_where_torch_has_more_than_there_are_cores(
     torch.set_num_threads(threads.available_cores() + 1)
     q = torch.randn(1, 4, 512, 32)
     ours.attention(q, q, q)
-    assert asked == [(min(threads.available_cores(), threads.allowed("torch")), 0)]
+    assert set(asked) == {(min(threads.available_cores(), threads.allowed("torch")), 0)}
 
 
 def test_within_a_parallel_region_and_in_several_threads(two_threads: None) -> None:
@@ -106,11 +106,12 @@ from cupy_flash.cpu import threads
 
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads is what is tested
 torch.set_num_threads(2)
-q = torch.randn(1, 4, 512, 32)
-expected = ours.attention(q, q, q).numpy()
+qkv = [torch.randn(1, 4, 512, 32) for _ in range(3)]
+for _ in range(2):
+    expected = ours.attention(*qkv).numpy()
 
 def attend(pipe):
-    same = bool((ours.attention(q, q, q).numpy() == expected).all())  # torch.equal itself would wait for ever
+    same = bool((ours.attention(*qkv).numpy() == expected).all())  # torch.equal itself would wait for ever
     pipe.send((same, threads.team("torch", 2)))
 
 context = multiprocessing.get_context("fork")
@@ -120,7 +121,7 @@ child.start()
 assert mine.poll(60), "the child waits for threads that it does not have"
 assert mine.recv() == (True, 0)
 child.join(60)
-assert (ours.attention(q, q, q).numpy() == expected).all()
+assert (ours.attention(*qkv).numpy() == expected).all()
 """
 
 

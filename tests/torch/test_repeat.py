@@ -10,16 +10,18 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError, progress
 from cupy_flash.dispatch import memo
-from cupy_flash.torch import functional, repeat
+from cupy_flash.torch import functional, repeat, repeat_in_core
 
 # torch compiles with, and warns of, its own torch.jit.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
 
-@pytest.fixture(autouse=True, params=["by guards", "by keys"])
+@pytest.fixture(autouse=True, params=["in core", "by guards", "by keys"])
 def whole(monkeypatch, request):
-    """How many calls went the whole way, beginning with nothing remembered; without torch's guards, too."""
+    """How many calls went the whole way, beginning with nothing remembered; without parts of torch, too."""
     memo.forget()
+    if request.param != "in core":
+        monkeypatch.setattr(repeat_in_core, "_view_of", lambda: 0)
     if request.param == "by keys":
         monkeypatch.setattr(repeat, "_guards", None)
     calls = []

@@ -148,6 +148,7 @@ class Core(NamedTuple):
     """A problem ready for the compiled core."""
 
     problem: Problem
+    library: Library
     names: tuple[str, ...]  # entry points, in the order of the calls
     entries: tuple[Callable[[object], int], ...]  # the functions of these names
     params: Params
@@ -180,7 +181,9 @@ class Core(NamedTuple):
             if function.learned:
                 names, entries = (*names, SUMS), (*entries, _entry(functions, SUMS))
         reals = 0 if function is None else function.reals
-        return cls(problem, names, entries, Params(problem, views, directions, reals), work, function)
+        return cls(
+            problem, library, names, entries, Params(problem, views, directions, reals), work, function
+        )
 
     def run(
         self,

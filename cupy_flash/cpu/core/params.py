@@ -26,7 +26,7 @@ __all__ = [
     "offset",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "int8", "bool", "codes")
 STOP, NO_MEMORY, OUTSIDE = 1, 2, 3  # values of the field state

@@ -53,8 +53,8 @@ PARTS = {
     SECOND_ORDER: ("hessian.cpp", "hessian_dbias.cpp", "tangent.cpp"),
     STATISTICS: ("statistics.cpp",),
     FUNCTIONS: ("function.cpp",),
-    BFLOAT16: ("backward.cpp", "decode.cpp", "forward.cpp"),
-    AMX: ("backward.cpp", "decode.cpp", "forward.cpp"),
+    BFLOAT16: ("backward.cpp", "decode.cpp", "forward.cpp", "repeat.cpp"),
+    AMX: ("backward.cpp", "decode.cpp", "forward.cpp", "repeat.cpp"),
 }
 # Libraries with other products of bfloat16, by their suffix in CUPY_FLASH_CPU, the fastest first.
 PRODUCTS = {BY_AMX: AMX, PAIRS: BFLOAT16}

@@ -1,0 +1,99 @@
+"""Short calls on a CPU that repeat an earlier one, compared and run by compiled code.
+
+After a linear layer the CPU caches hold its weights, and to fetch what Python executes for a call of 64
+queries takes as long as the arithmetic. `kernels_cpu/repeat.cpp` takes a tenth of that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ..call.progress import CALLBACK
+from ..dispatch.backends import VARIABLES, raw_variable
+from ..dispatch.memo import REPEATED, Prepared
+from .eager import OBSERVERS
+
+__all__ = ["IN_CORE", "repeated_in_core", "repeating_in_core"]
+
+IN_CORE = "in core"  # the key in `REPEATED` of the most recent calls
+# Allocates a tensor by sizes, strides and dtype. torch.compile's own programs do it so; it is not in torch's
+# documentation, and without it calls are repeated by `repeat`.
+_empty: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cpu", None)
+
+
+class _Exchange(ctypes.Structure):
+    """DLPack's table of functions of a library."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("older", ctypes.c_void_p),
+        *[(name, ctypes.c_void_p) for name in ("allocate", "share", "adopt", "view_of", "stream")],
+    )  # fmt: skip
+
+
+@functools.cache
+def _view_of() -> int:
+    """The address of torch's function that describes a tensor; 0 if this torch has none."""
+    table = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if table is None or _empty is None:
+        return 0
+    pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )(table, b"dlpack_exchange_api")
+    exchange = _Exchange.from_address(pointer)
+    return (exchange.view_of or 0) if exchange.major == 1 else 0
+
+
+def repeated_in_core(*given: Any) -> Any:
+    """The result of a call with these q, k, v and options that repeats an earlier one; else None."""
+    if torch.compiler.is_compiling():
+        return None
+    for repeat in REPEATED.get(IN_CORE, ()):
+        o = repeat(*given)
+        if o is not None:
+            return o
+    return None
+
+
+def repeating_in_core(
+    tensors: tuple[Any, ...],
+    options: tuple[Hashable, ...],
+    call: Prepared,
+    are_alike: Callable[..., bool],
+    layout: tuple[Any, ...],
+) -> Callable[..., Any] | None:
+    """A builtin function that repeats a call that autograd does not record; None unless the core computes it.
+
+    Parameters
+    ----------
+    tensors : tuple of Tensor
+        q, k and v.
+    options : tuple
+        The other arguments of `repeated_in_core`.
+    call : Prepared
+    are_alike : callable
+        Whether tensors are of the kinds of q, k and v, at any addresses.
+    layout : tuple
+        Sizes, strides and dtype of o.
+    """
+    view_of = _view_of()
+    if not view_of or tensors[0].device.type != "cpu":
+        return None
+    from ..cpu.core.repeat import Condition, Way  # why here: see `prepare_backend`
+
+    conditions = [Condition.now(observer) for observer in OBSERVERS]
+    conditions += [Condition.now(raw_variable, name) for name in VARIABLES]
+    conditions += [
+        Condition.now(CALLBACK.get),
+        Condition.now(vars(torch.autograd.forward_ad).get, "_current_level"),
+        Condition.now(torch.get_num_threads),
+    ]
+    if any(x.requires_grad for x in tensors):
+        conditions.append(Condition.now(torch.is_grad_enabled))
+    elements = tuple(x.numel() for x in tensors)
+    way = Way(view_of, elements, torch.Tensor, options, are_alike, tuple(conditions), _empty, layout)
+    return call.repeating("torch", way)

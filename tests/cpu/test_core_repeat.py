@@ -1,0 +1,270 @@
+"""Calls that the core repeats by itself: any other call, and any failure, is left to Python."""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash.api import adopted
+from cupy_flash.call.given import Options
+from cupy_flash.cpu.core import repeat
+from cupy_flash.cpu.core.repeat import Condition, Way
+from cupy_flash.dispatch.memo import prepared
+
+pytestmark = pytest.mark.usefixtures("core")
+
+SHAPE = (2, 4, 9, 8)
+OPTIONS = (None, 0.5, True, "bhsd", 300)
+
+
+class View(ctypes.Structure):
+    """The start of DLPack's description of a tensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("device_number", ctypes.c_int32),
+        ("axes", ctypes.c_int32), ("type", ctypes.c_int32), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+def describe(array, to):
+    """An array as one that begins 16 bytes behind its memory; without elements it has none."""
+    if not isinstance(array, np.ndarray):
+        return -1
+    shape = array.ctypes.shape_as(ctypes.c_int64)
+    describe.kept = shape
+    data = array.ctypes.data - 16 if array.size else None
+    to[0] = View(data, 1, 0, array.ndim, 0, ctypes.addressof(shape), None, 16)
+    return 0
+
+
+VIEW_OF = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(View))(describe)
+
+
+def empty(*layout):
+    """An array that begins at a multiple of 64 bytes."""
+    room = np.full(int(np.prod(layout)) + 16, np.nan, np.float32)
+    start = -room.ctypes.data % 64 // 4
+    return room[start : start + int(np.prod(layout))].reshape(layout)
+
+
+def arrays(seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(3):
+        x = empty(*SHAPE)
+        x[:] = rng.standard_normal(SHAPE)
+        made.append(x)
+    return made
+
+
+def repeating(*, core=None, **changes):
+    """The builtin function of a call, some of its way changed."""
+    qkv = arrays()
+    way = Way(
+        ctypes.cast(VIEW_OF, ctypes.c_void_p).value, (qkv[0].size,) * 3, np.ndarray, OPTIONS,
+        lambda *_: True, (), empty, SHAPE,
+    )  # fmt: skip
+    call = prepared("forward", adopted(**dict(zip("qkv", qkv, strict=True))), Options(), False)
+    if core is not None:
+        return repeat.repeating(core(call._backend.core), "numpy", way._replace(**changes))
+    return call.repeating("numpy", way._replace(**changes))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_has_the_bits_of_the_whole_way(seed):
+    qkv = arrays(seed)
+    np.testing.assert_array_equal(repeating()(*qkv, *OPTIONS), cupy_flash.attention(*qkv))
+
+
+def test_equal_options_of_the_same_type_are_the_same():
+    again = repeating()
+    for options in [(None, float("0.5"), True, "".join(["bh", "sd"]), int("300"))]:
+        assert all(x is not y for x, y in zip(options[1::2], OPTIONS[1::2], strict=True))
+        assert again(*arrays(), *options) is not None
+
+
+class Other(np.ndarray):
+    pass
+
+
+class Raising:
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+    __hash__ = None
+
+
+def moved(x, by):
+    room = np.zeros(x.size + 16, x.dtype)
+    start = -room.ctypes.data % 64 // 4 + by // 4
+    return room[start : start + x.size].reshape(x.shape)
+
+
+def one(at, change):
+    """The arrays and options with one of them changed."""
+
+    def given():
+        every = [*arrays(), *OPTIONS]
+        every[at] = change(every[at]) if callable(change) else change
+        return every
+
+    return given
+
+
+CALLS = {
+    "one option less": lambda: [*arrays(), *OPTIONS[:-1]],
+    "one option more": lambda: [*arrays(), *OPTIONS, None],
+    "no option": arrays,
+    "nothing": list,
+    "an option that was None": one(3, 0.0),
+    "another value": one(4, 0.25),
+    "not a number": one(4, float("nan")),
+    "another type that is equal": one(5, 1),
+    "another word": one(6, "bshd"),
+    "another large number": one(7, 301),
+    "an option that cannot be compared": one(5, Raising()),
+    **{f"a subclass as {name}": one(at, lambda x: x.view(Other)) for at, name in enumerate("qkv")},
+    **{f"no array as {name}": one(at, None) for at, name in enumerate("qkv")},
+    **{f"one row less of {name}": one(at, lambda x: x[:, :, 1:]) for at, name in enumerate("qkv")},
+    **{f"twice the rows of {name}": one(at, lambda x: np.repeat(x, 2, 2)) for at, name in enumerate("qkv")},
+    **{f"{name} between boundaries": one(at, lambda x: moved(x, 8)) for at, name in enumerate("qkv")},
+    **{f"{name} without memory": one(at, lambda x: x[:0]) for at, name in enumerate("qkv")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_other_call_is_left_to_python(name):
+    again = repeating()
+    assert again(*CALLS[name]()) is None
+    assert again(*arrays(), *OPTIONS) is not None
+
+
+def raising(*_):
+    raise RuntimeError("asked")
+
+
+ELSE = {
+    "other kinds": {"are_alike": lambda *_: False},
+    "kinds that are not compared": {"are_alike": lambda *_: 1},
+    "an error of the comparison": {"are_alike": raising},
+    "a condition": {"conditions": (Condition(int, (), 0), Condition(int, ("1",), 2))},
+    "a condition's type": {"conditions": (Condition(int, (), False),)},
+    "an error of a condition": {"conditions": (Condition(raising, (), None),)},
+    "no memory": {"allocate": raising},
+    "a result that is no array": {"allocate": lambda *_: ()},
+    "no memory for tiles": {"core": lambda core: core._replace(entries=(NO_MEMORY,))},
+}
+NO_MEMORY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(lambda _: 2)
+
+
+@pytest.mark.parametrize("name", ELSE)
+def test_whatever_has_changed_or_fails_is_left_to_python(name):
+    assert repeating(**ELSE[name])(*arrays(), *OPTIONS) is None
+
+
+def test_conditions_that_hold_are_no_obstacle():
+    held = Condition.now(int, "700"), Condition.now(len, (1, 2)), Condition.now({}.get, "missing")
+    assert held[0] == (int, ("700",), 700)
+    assert repeating(conditions=held)(*arrays(), *OPTIONS) is not None
+
+
+def test_the_arrays_are_compared_in_their_order():
+    seen = []
+    qkv = arrays()
+    repeating(are_alike=lambda *given: seen.append(given) or True)(*qkv, *OPTIONS)
+    assert len(seen) == 1
+    assert all(x is y for x, y in zip(seen[0], qkv, strict=True))
+
+
+def test_no_reference_is_lost_or_kept():
+    class Word(str):
+        __slots__ = ()
+
+    def of(word):
+        return word
+
+    word, kinds = Word("bhsd"), Word("kinds")
+    again = repeating(
+        options=(word,), conditions=(Condition(of, (kinds,), kinds), Condition(of, (1 << 70,), 1 << 70))
+    )
+    qkv = arrays()
+    watched = [*qkv, word, kinds, Word, np.ndarray, of, again, int]
+
+    def counts():
+        return [sys.getrefcount(x) for x in watched]
+
+    again(*qkv, word), again(*qkv, "bhsd"), again(*qkv, Word("bhsd"))
+    before = counts()
+    for _ in range(100):
+        assert again(*qkv, word) is not None
+        assert again(*qkv, Word("bhsd")) is not None
+        assert again(*qkv, "bhsd") is None
+        assert again(*qkv[:2], None, word) is None
+        assert sys.getrefcount(again(*qkv, word)) <= 2
+    assert np.abs(np.subtract(counts(), before)).max() <= 2
+
+
+def test_it_outlives_what_made_it():
+    again = repeating()
+    del again
+    threads = [threading.Thread(target=repeating(), args=(*arrays(), *OPTIONS)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+WAITS = """
+#include <unistd.h>
+extern "C" int begun = 0, let_go = 0;
+extern "C" int wait_for_it(void*) {
+    __atomic_store_n(&begun, 1, __ATOMIC_RELEASE);
+    for (int i = 0; i < 20000; ++i) {
+        if (__atomic_load_n(&let_go, __ATOMIC_ACQUIRE)) return 0;
+        usleep(500);
+    }
+    return 1;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_other_threads_run_meanwhile(tmp_path: Path):
+    (tmp_path / "waits.cpp").write_text(WAITS)
+    command = ["g++", "-shared", "-fPIC", "waits.cpp", "-o", "waits.so"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    library = ctypes.CDLL(str(tmp_path / "waits.so"))
+    again = repeating(core=lambda core: core._replace(entries=(library.wait_for_it,)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(again(*arrays(), *OPTIONS)))
+    thread.start()
+    begun, let_go = (ctypes.c_int.in_dll(library, name) for name in ("begun", "let_go"))
+    while not begun.value:
+        thread.join(0.001)
+    let_go.value = 1
+    thread.join()
+    assert results[0] is not None
+
+
+def test_other_calls_have_no_such_function(monkeypatch):
+    assert repeating(core=lambda core: core._replace(entries=core.entries * 2)) is None
+    assert repeating(core=lambda core: core._replace(function=object())) is None
+    assert repeating(core=lambda core: core._replace(work=2e10)) is None
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+    assert repeating() is None
+
+
+def test_another_python_has_no_such_function(monkeypatch):
+    monkeypatch.setitem(repeat.PYTHON, "call", "PyObject_OfNoPython")
+    repeat._method.cache_clear()
+    try:
+        assert repeating() is None
+    finally:
+        repeat._method.cache_clear()

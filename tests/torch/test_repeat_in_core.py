@@ -1,0 +1,187 @@
+"""Calls of torch that the core repeats by itself: which do, and that nothing else is taken for them."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
+
+import cupy_flash.torch as cf
+from cupy_flash import progress
+from cupy_flash.dispatch import memo
+from cupy_flash.torch import functional, repeat_in_core
+from tests.conftest import skip_without_core
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not repeat_in_core._view_of(), reason="this torch has no table of DLPack's functions"),
+]
+
+
+@pytest.fixture(autouse=True)
+def by_python(monkeypatch):
+    """The calls that the core did not repeat."""
+    skip_without_core()
+    memo.forget()
+    calls = []
+    real = functional.repeated
+    monkeypatch.setattr(functional, "repeated", lambda *given: (calls.append(len(given)), real(*given))[1])
+    yield calls
+    memo.forget()
+
+
+def qkv(*, rows=9, dtype=torch.float32, seed=0, in_rows=False, **options):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, rows, 4, 8) if in_rows else (2, 4, rows, 8)
+    made = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+    return [x.transpose(1, 2) for x in made] if in_rows else made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_torchs_function_is_repeated_in_the_core(dtype, in_rows, by_python):
+    cf.scaled_dot_product_attention(*qkv(dtype=dtype, in_rows=in_rows), is_causal=True, scale=0.3)
+    by_python.clear()
+    for seed in range(1, 3):
+        given = qkv(dtype=dtype, in_rows=in_rows, seed=seed)
+        o = cf.scaled_dot_product_attention(*given, is_causal=True, scale=float("0.3"))
+        assert not by_python
+        whole = functional._by_rules_of_torch(*given, None, 0.0, True, 0.3, False)
+        assert torch.equal(o, whole)
+        assert (o.stride(), o.dtype, o._version, o.is_leaf) == (whole.stride(), dtype, whole._version, True)
+        assert o.untyped_storage().resizable()
+        by_python.clear()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "align": 1}, {"softcap": 5.0, "layout": "bshd"}], ids=str
+)
+def test_attention_is_repeated_in_the_core(options, by_python):
+    cf.attention(*qkv(), **options)
+    o = cf.attention(*qkv(seed=1), **options)
+    assert len(by_python) == 1
+    memo.forget()
+    assert torch.equal(o, cf.attention(*qkv(seed=1), **options))
+
+
+def test_the_names_of_options_count(by_python):
+    cf.attention(*qkv(), scale=2.0)
+    wanted = cf.attention(*qkv(), softcap=2.0)
+    for _ in range(2):
+        assert torch.equal(cf.attention(*qkv(), softcap=2.0), wanted)
+        assert not torch.equal(cf.attention(*qkv(), scale=2.0), wanted)
+    assert len(by_python) == 2
+
+
+@pytest.mark.parametrize("needing", range(3))
+def test_calls_that_autograd_records_are_not(needing, by_python):
+    given = qkv()
+    given[needing].requires_grad_()
+    with torch.no_grad():
+        for _ in range(3):
+            cf.attention(*given)
+    assert len(by_python) == 1
+    assert cf.attention(*given).requires_grad
+    with torch.inference_mode():
+        assert cf.attention(*given).is_inference()
+
+
+def surroundings():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return {
+        "progress": lambda: progress(lambda _: None),
+        "a mode": lambda: FlopCounterMode(display=False),
+        "forward mode": torch.autograd.forward_ad.dual_level,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("name", ["progress", "a mode", "forward mode", "autocast"])
+def test_who_watches_a_call_sees_it(name, by_python):
+    for _ in range(2):
+        cf.attention(*qkv())
+    with surroundings()[name]():
+        o = cf.attention(*qkv())
+    assert len(by_python) == 2
+    assert o.dtype == (torch.bfloat16 if name == "autocast" else torch.float32)
+
+
+def test_transforms_see_it(by_python):
+    given = qkv()
+    for _ in range(2):
+        cf.attention(*given)
+    mapped = torch.func.vmap(lambda q: cf.attention(q, *given[1:]))(torch.stack([given[0]] * 3))
+    assert mapped.shape == (3, *given[0].shape)
+    assert len(by_python) == 2
+    with torch.device("meta"):
+        torch.testing.assert_close(cf.attention(*given), mapped[0])
+
+
+def test_it_keeps_to_the_number_of_threads(by_python):
+    before = torch.get_num_threads()
+    try:
+        for count in (before, 1, before + 1):
+            torch.set_num_threads(count)
+            by_python.clear()
+            for _ in range(3):
+                cf.attention(*qkv(rows=200))
+            assert len(by_python) == 1, "the count is a part of the call"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_it_keeps_to_the_environment(by_python, monkeypatch):
+    for _ in range(2):
+        cf.attention(*qkv())
+    monkeypatch.setenv("CUPY_FLASH_CPU", "numpy")
+    cf.attention(*qkv())
+    assert len(by_python) == 2
+    assert "NumPy" in memo.kernels()
+
+
+ODD = {
+    "without memory": lambda q: (q.untyped_storage().resize_(0), q)[1],
+    "negated": lambda q: torch.complex(q, -q).conj().imag,
+    "zero": lambda q: torch._efficientzerotensor(q.shape),
+    "a parameter": torch.nn.Parameter,
+    "sparse": lambda q: q.to_sparse(),
+    "a NumPy array": lambda q: q.numpy(),
+    "none": lambda _: None,
+    "on meta": lambda q: q.to("meta"),
+}
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tensors_go_the_whole_way(name, at, by_python):
+    for _ in range(2):
+        cf.attention(*qkv())
+    given = qkv()
+    given[at] = ODD[name](given[at])
+    results = []
+    for _ in range(2):
+        try:
+            results.append(cf.attention(*given).detach())
+        except Exception as error:
+            results.append(str(error))
+        memo.forget()
+    after, alone = results
+    assert str(after) == str(alone)
+    assert len(by_python) == 3
+
+
+def test_a_program_sees_the_operator():
+    for _ in range(2):
+        cf.attention(*qkv())
+    compiled = torch.compile(cf.attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*qkv()), cf.attention(*qkv()))
+
+
+def test_a_torch_without_the_table_has_the_short_way_of_python(monkeypatch, by_python):
+    monkeypatch.setattr(repeat_in_core, "_empty", None)
+    repeat_in_core._view_of.cache_clear()
+    try:
+        for _ in range(3):
+            cf.attention(*qkv())
+        assert len(by_python) == 3
+    finally:
+        repeat_in_core._view_of.cache_clear()
