@@ -31,21 +31,25 @@ bool are_same(Object* a, Object* b) {
 }
 
 // The address of a tensor's memory; null if it has none, or another alignment or number of elements than the earlier one.
-char* address_of(const Repeat& repeat, int at, Object* tensor) {
+char* address_of(const Repeat& repeat, int at, Object* tensor, Object* elements_before) {
     View view;
     if (repeat.view_of(tensor, &view)) return nullptr;
     int64_t elements = 1;
     for (int32_t i = 0; i < view.axes; ++i) elements *= view.shape[i];
     char* data = view.data + view.offset;
-    bool fits = view.data && elements == repeat.elements[at] && uintptr_t(data) % kAlignment == 0;
-    return fits ? data : nullptr;
+    if (elements != repeat.elements[at] || uintptr_t(data) % kAlignment) return nullptr;
+    // why: in a storage that was resized to 0, a tensor that is not its first has an address above 0.
+    const Owned before(python.call_with(elements_before, tensor, nullptr));
+    return before.object && uintptr_t(data) != uintptr_t(python.integer(before.object)) * view.bits / 8
+               ? data
+               : nullptr;
 }
 
 // The result; null if this call is another one, or if anything fails, with or without an error.
 Object* repeated(Object* self, Object* const* given, intptr_t count) {
     const auto part = [self](intptr_t at) { return python.item(self, at); };
     Object *type = part(1), *options = part(2), *are_alike = part(3), *conditions = part(4),
-           *allocate = part(5), *layout = part(6);
+           *allocate = part(5), *layout = part(6), *elements_before = part(7);
     const Repeat& repeat = *reinterpret_cast<const Repeat*>(python.bytes(part(0)));
     Call call = repeat.call;
     Tensor* const tensors[] = {&call.q, &call.k, &call.v};
@@ -56,7 +60,7 @@ Object* repeated(Object* self, Object* const* given, intptr_t count) {
     for (int i = 0; i < 3; ++i) {
         // why first: what else is handed over may fail to have memory, or have a lazy one.
         if (Owned(python.type_of(given[i])).object != type) return nullptr;
-        if (!(tensors[i]->data = address_of(repeat, i, given[i]))) return nullptr;
+        if (!(tensors[i]->data = address_of(repeat, i, given[i], elements_before))) return nullptr;
     }
     const Owned alike(python.call_with(are_alike, given[0], given[1], given[2], nullptr));
     if (alike.object != python.yes) return nullptr;

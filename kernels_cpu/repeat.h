@@ -15,6 +15,7 @@ struct Python {
     Object* (*item)(Object* tuple, intptr_t at);    // borrowed, as an item of a tuple always is
     intptr_t (*length)(Object* tuple);
     const char* (*bytes)(Object*);
+    long long (*integer)(Object*);
     Object* (*call)(Object* function, Object* arguments);
     Object* (*call_with)(Object* function, ...);    // up to a null
     void (*forget_error)();

@@ -95,5 +95,8 @@ def repeating_in_core(
     if any(x.requires_grad for x in tensors):
         conditions.append(Condition.now(torch.is_grad_enabled))
     elements = tuple(x.numel() for x in tensors)
-    way = Way(view_of, elements, torch.Tensor, options, are_alike, tuple(conditions), _empty, layout)
+    way = Way(
+        view_of, elements, torch.Tensor, options, are_alike, tuple(conditions), _empty, layout,
+        torch.Tensor.storage_offset,
+    )  # fmt: skip
     return call.repeating("torch", way)

@@ -39,11 +39,15 @@ def describe(array, to):
         return -1
     shape = array.ctypes.shape_as(ctypes.c_int64)
     describe.kept = shape
-    data = array.ctypes.data - 16 if array.size else None
-    to[0] = View(data, 1, 0, array.ndim, 0, ctypes.addressof(shape), None, 16)
+    to[0] = View(ADDRESS(array) - 16, 1, 0, array.ndim, 32 << 8, ctypes.addressof(shape), None, 16)
     return 0
 
 
+def address(array):
+    return array.ctypes.data
+
+
+ADDRESS = address
 VIEW_OF = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(View))(describe)
 
 
@@ -69,7 +73,7 @@ def repeating(*, core=None, **changes):
     qkv = arrays()
     way = Way(
         ctypes.cast(VIEW_OF, ctypes.c_void_p).value, (qkv[0].size,) * 3, np.ndarray, OPTIONS,
-        lambda *_: True, (), empty, SHAPE,
+        lambda *_: True, (), empty, SHAPE, lambda _: 0,
     )  # fmt: skip
     call = prepared("forward", adopted(**dict(zip("qkv", qkv, strict=True))), Options(), False)
     if core is not None:
@@ -135,7 +139,7 @@ CALLS = {
     **{f"one row less of {name}": one(at, lambda x: x[:, :, 1:]) for at, name in enumerate("qkv")},
     **{f"twice the rows of {name}": one(at, lambda x: np.repeat(x, 2, 2)) for at, name in enumerate("qkv")},
     **{f"{name} between boundaries": one(at, lambda x: moved(x, 8)) for at, name in enumerate("qkv")},
-    **{f"{name} without memory": one(at, lambda x: x[:0]) for at, name in enumerate("qkv")},
+    **{f"{name} without elements": one(at, lambda x: x[:0]) for at, name in enumerate("qkv")},
 }  # fmt: skip
 
 
@@ -157,11 +161,28 @@ ELSE = {
     "a condition": {"conditions": (Condition(int, (), 0), Condition(int, ("1",), 2))},
     "a condition's type": {"conditions": (Condition(int, (), False),)},
     "an error of a condition": {"conditions": (Condition(raising, (), None),)},
+    "an error about memory": {"elements_before": raising},
     "no memory": {"allocate": raising},
     "a result that is no array": {"allocate": lambda *_: ()},
     "no memory for tiles": {"core": lambda core: core._replace(entries=(NO_MEMORY,))},
 }
 NO_MEMORY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(lambda _: 2)
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("before", [0, 48])
+def test_memory_that_was_freed_is_left_to_python(at, before, monkeypatch):
+    """The address of an array behind others is then their size."""
+    given = arrays()
+    again = repeating(elements_before=lambda x: before if x is given[at] else 0)
+    assert again(*given, *OPTIONS) is not None
+    monkeypatch.setitem(globals(), "ADDRESS", lambda x: before * 4 if x is given[at] else address(x))
+    assert again(*given, *OPTIONS) is None
+
+
+def test_an_option_that_fails_to_compare_is_another_one():
+    again = repeating(options=(Raising(),))
+    assert again(*arrays(), Raising()) is None
 
 
 @pytest.mark.parametrize("name", ELSE)

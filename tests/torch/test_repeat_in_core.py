@@ -138,8 +138,15 @@ def test_it_keeps_to_the_environment(by_python, monkeypatch):
     assert "NumPy" in memo.kernels()
 
 
+def freed(x):
+    """A tensor whose storage was freed, as FSDP does."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
 ODD = {
-    "without memory": lambda q: (q.untyped_storage().resize_(0), q)[1],
+    "without memory": freed,
+    "a part of freed memory": lambda q: freed(torch.stack([q] * 3)[1]),
     "negated": lambda q: torch.complex(q, -q).conj().imag,
     "zero": lambda q: torch._efficientzerotensor(q.shape),
     "a parameter": torch.nn.Parameter,

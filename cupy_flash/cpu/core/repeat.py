@@ -25,8 +25,9 @@ REPEAT = np.dtype([("view_of", "<u8"), ("entry", "<u8"), ("elements", "<i8", 3),
 PYTHON = {
     "retain": "Py_IncRef", "release": "Py_DecRef", "type_of": "PyObject_Type",
     "compare": "PyObject_RichCompareBool", "item": "PyTuple_GetItem", "length": "PyTuple_Size",
-    "bytes": "PyBytes_AsString", "call": "PyObject_CallObject", "call_with": "PyObject_CallFunctionObjArgs",
-    "forget_error": "PyErr_Clear", "release_lock": "PyEval_SaveThread", "take_lock": "PyEval_RestoreThread",
+    "bytes": "PyBytes_AsString", "integer": "PyLong_AsLongLong", "call": "PyObject_CallObject",
+    "call_with": "PyObject_CallFunctionObjArgs", "forget_error": "PyErr_Clear",
+    "release_lock": "PyEval_SaveThread", "take_lock": "PyEval_RestoreThread",
 }  # fmt: skip
 
 
@@ -54,6 +55,7 @@ class Way(NamedTuple):
     conditions: tuple[Condition, ...]
     allocate: Callable[..., Any]  # o
     layout: tuple[Any, ...]  # its arguments
+    elements_before: Callable[..., int]  # the first one of a tensor, in its memory
 
 
 def _address(function: Any) -> int:
