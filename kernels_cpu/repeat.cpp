@@ -1,4 +1,5 @@
-// A call of torch that repeats an earlier one: compared with it, given memory and computed, without Python's bytecode.
+// A call of torch that repeats an earlier one, over any number of keys: compared with it, given memory and computed,
+// without Python's bytecode.
 //
 // why: after a linear layer the caches hold its weights, and to fetch what Python executes for a call of 64 queries takes
 // longer than to compute it.
@@ -30,19 +31,49 @@ bool are_same(Object* a, Object* b) {
     return of_a.object == of_b.object && python.compare(a, b, kEqual) == 1;
 }
 
-// The address of a tensor's memory; null if it has none, or another alignment or number of elements than the earlier one.
-char* address_of(const Repeat& repeat, int at, Object* tensor, Object* elements_before) {
-    View view;
-    if (repeat.view_of(tensor, &view)) return nullptr;
-    int64_t elements = 1;
-    for (int32_t i = 0; i < view.axes; ++i) elements *= view.shape[i];
-    char* data = view.data + view.offset;
-    if (elements != repeat.elements[at] || uintptr_t(data) % kAlignment) return nullptr;
+// Views a tensor, and tells whether it has memory at an aligned address.
+bool has_memory(const Repeat& repeat, Object* tensor, Object* elements_before, View& view) {
+    if (repeat.view_of(tensor, &view)) return false;
+    view.data += view.offset;
+    if (uintptr_t(view.data) % kAlignment) return false;
     // why: in a storage that was resized to 0, a tensor that is not its first has an address above 0.
     const Owned before(python.call_with(elements_before, tensor, nullptr));
-    return before.object && uintptr_t(data) != uintptr_t(python.integer(before.object)) * view.bits / 8
-               ? data
-               : nullptr;
+    return before.object && uintptr_t(view.data) != uintptr_t(python.integer(before.object)) * view.bits / 8;
+}
+
+int64_t elements_of(const View& view) {
+    int64_t elements = 1;
+    for (int32_t i = 0; i < view.axes; ++i) elements *= view.shape[i];
+    return elements;
+}
+
+// Describes k or v, which may have any number of rows and any strides.
+void describe(const Repeat& repeat, const View& view, Tensor& tensor) {
+    const auto stride = [&view](int32_t axis) {
+        return axis < 0 || view.shape[axis] == 1 ? 0 : view.strides[axis];
+    };
+    tensor.data = view.data;
+    tensor.batch = stride(repeat.batch), tensor.head = stride(repeat.head);
+    tensor.row = stride(repeat.row), tensor.column = stride(repeat.column);
+}
+
+// The params for these tensors; false if another call is needed.
+bool describe(const Repeat& repeat, Object* const* tensors, Object* elements_before, Call& call) {
+    View q, k, v;
+    View* const views[] = {&q, &k, &v};
+    for (int i = 0; i < 3; ++i)
+        if (!has_memory(repeat, tensors[i], elements_before, *views[i])) return false;
+    if (elements_of(q) != repeat.elements) return false;
+    for (int i = 1; i < 3; ++i)
+        if (views[i]->axes != repeat.rank || !views[i]->strides) return false;
+    int64_t keys = k.shape[repeat.row];
+    if (v.shape[repeat.row] != keys || keys < repeat.least_keys || keys > repeat.most_keys) return false;
+    call.q.data = q.data;
+    describe(repeat, k, call.k), describe(repeat, v, call.v);
+    call.offset += repeat.offset_per_key * (keys - call.seqlen_k);
+    call.seqlen_k = keys;
+    if (keys <= repeat.most_keys_alone) call.threads = 1, call.parallel = nullptr;
+    return true;
 }
 
 // The result; null if this call is another one, or if anything fails, with or without an error.
@@ -52,16 +83,14 @@ Object* repeated(Object* self, Object* const* given, intptr_t count) {
            *allocate = part(5), *layout = part(6), *elements_before = part(7);
     const Repeat& repeat = *reinterpret_cast<const Repeat*>(python.bytes(part(0)));
     Call call = repeat.call;
-    Tensor* const tensors[] = {&call.q, &call.k, &call.v};
 
     if (count != 3 + python.length(options)) return nullptr;
     for (intptr_t i = 3; i < count; ++i)
         if (!are_same(given[i], python.item(options, i - 3))) return nullptr;
-    for (int i = 0; i < 3; ++i) {
-        // why first: what else is handed over may fail to have memory, or have a lazy one.
+    // why first: what else is handed over may fail to have memory, or have a lazy one.
+    for (int i = 0; i < 3; ++i)
         if (Owned(python.type_of(given[i])).object != type) return nullptr;
-        if (!(tensors[i]->data = address_of(repeat, i, given[i], elements_before))) return nullptr;
-    }
+    if (!describe(repeat, given, elements_before, call)) return nullptr;
     const Owned alike(python.call_with(are_alike, given[0], given[1], given[2], nullptr));
     if (alike.object != python.yes) return nullptr;
     for (intptr_t i = 0; i < python.length(conditions); ++i) {

@@ -45,8 +45,12 @@ struct View {
 struct Repeat {
     int32_t (*view_of)(Object* tensor, View*);    // of the tensors' library; 0 if it succeeds
     int32_t (*entry)(Call*);
-    int64_t elements[3];    // of q, k and v
-    Call call;              // without addresses
+    int64_t elements;                                  // of q
+    int64_t least_keys, most_keys, most_keys_alone;    // that may be repeated; that one thread computes
+    int32_t batch, head, row, column;                  // axes of k and v; below 0 for none
+    int32_t offset_per_key;
+    int32_t rank;    // of k and v
+    Call call;       // without addresses
 };
 
 extern "C" {

@@ -22,7 +22,7 @@ from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_plain_memory, gradients, is_plain, is_transformed, recorded
 from .leading import swap_heads_and_rows
-from .repeat_in_core import IN_CORE, repeating_in_core
+from .repeat_in_core import IN_CORE, guard, repeating_in_core
 
 __all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
@@ -34,10 +34,6 @@ _OPTIONS = frozenset(
 )
 _MOST_KNOWN = 1024
 _MOST_RECENT = 8  # under a key: with the same options, or repeated in the core
-# Compares tensors with earlier ones in a single call: class, dtype, device, sizes, strides, requires_grad,
-# transforms and modes. torch.compile guards its graphs with it. The class is not in torch's documentation;
-# without it calls are found by `_key_of`.
-_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 # The arrays of a call other than q, k and v: none.
 _NOTHING = (None,) * (len(TENSORS) - 3)
 
@@ -100,14 +96,11 @@ class Recent(NamedTuple):
     @classmethod
     def of(cls, tensors: tuple[Any, ...], known: Any, recorded: bool) -> Recent | None:
         """A call with these tensors; None if torch has no guard for them, or they are not aligned."""
-        if _guards is None or not _are_aligned(tensors):
+        if not _are_aligned(tensors):
             return None
-        shapes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
-        try:
-            guards = _guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-        except TypeError:  # the class has another signature in this torch
-            return None
-        return cls(guards.check, any(x.requires_grad for x in tensors), _surroundings(), recorded, known)
+        check = guard(tensors, [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors])
+        needing = any(x.requires_grad for x in tensors)
+        return None if check is None else cls(check, needing, _surroundings(), recorded, known)
 
     def is_repeated(self, *tensors: Any) -> bool:
         """Whether an unwatched call with these tensors differs only in addresses."""
@@ -300,12 +293,16 @@ def remember(
     _put(REPEATED, key, known)
     recent = Recent.of((q, k, v), known, is_recorded)
     remember_recent(key[0], recent)
-    if recent is not None and not is_recorded and not return_lse:
-        (_, shape, strides, dtype), *_ = passed.results
-        if in_rows:
-            shape, strides = ((x[0], x[2], x[1], x[3]) for x in (shape, strides))
-        layout = shape, strides, dtype
-        remember_recent(IN_CORE, repeating_in_core((q, k, v), given, passed.call, recent.are_alike, layout))
+    if recent is None or is_recorded or return_lse:
+        return
+    (_, shape, strides, dtype), *_ = passed.results
+    layout = options.layout
+    if in_rows:
+        layout = "bhsd"
+        shape, strides = ((x[0], x[2], x[1], x[3]) for x in (shape, strides))
+    layout = layout[-q.dim() :]
+    in_core = repeating_in_core((q, k, v), given, options, layout, passed.call, (shape, strides, dtype))
+    remember_recent(IN_CORE, in_core)
 
 
 def remember_recent(key: Hashable, recent: Any) -> None:

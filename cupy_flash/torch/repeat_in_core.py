@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from ..call.given import Options
 from ..call.progress import CALLBACK
 from ..dispatch.backends import VARIABLES, raw_variable
 from ..dispatch.memo import REPEATED, Prepared
 from .eager import OBSERVERS
 
-__all__ = ["IN_CORE", "repeated_in_core", "repeating_in_core"]
+__all__ = ["IN_CORE", "guard", "repeated_in_core", "repeating_in_core"]
 
 IN_CORE = "in core"  # the key in `REPEATED` of the most recent calls
 # Allocates a tensor by sizes, strides and dtype. torch.compile's own programs do it so; it is not in torch's
@@ -33,6 +34,27 @@ class _Exchange(ctypes.Structure):
         ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("older", ctypes.c_void_p),
         *[(name, ctypes.c_void_p) for name in ("allocate", "share", "adopt", "view_of", "stream")],
     )  # fmt: skip
+
+
+# Compares tensors with earlier ones in a single call: class, dtype, device, sizes, strides, requires_grad,
+# transforms and modes. torch.compile guards its graphs with it. The class is not in torch's documentation;
+# without it calls are found by their keys.
+_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
+
+def guard(
+    tensors: tuple[Any, ...], shapes: list[list[int | None]], strides: list[list[int | None]]
+) -> Callable[..., bool] | None:
+    """Whether tensors are like these, but where sizes and strides are None; None if torch has no guards."""
+    if _guards is None:
+        return None
+    try:
+        check: Callable[..., bool] = _guards(
+            *tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides
+        ).check
+    except TypeError:  # the class has another signature in this torch
+        return None
+    return check
 
 
 @functools.cache
@@ -61,10 +83,11 @@ def repeated_in_core(*given: Any) -> Any:
 
 def repeating_in_core(
     tensors: tuple[Any, ...],
-    options: tuple[Hashable, ...],
+    given: tuple[Hashable, ...],
+    options: Options,
+    layout: str,
     call: Prepared,
-    are_alike: Callable[..., bool],
-    layout: tuple[Any, ...],
+    result: tuple[Any, ...],
 ) -> Callable[..., Any] | None:
     """A builtin function that repeats a call that autograd does not record; None unless the core computes it.
 
@@ -72,16 +95,25 @@ def repeating_in_core(
     ----------
     tensors : tuple of Tensor
         q, k and v.
-    options : tuple
+    given : tuple
         The other arguments of `repeated_in_core`.
+    options : Options
+        Their meaning.
+    layout : str
+        Axes of the tensors.
     call : Prepared
-    are_alike : callable
-        Whether tensors are of the kinds of q, k and v, at any addresses.
-    layout : tuple
+    result : tuple
         Sizes, strides and dtype of o.
     """
     view_of = _view_of()
     if not view_of or tensors[0].device.type != "cpu":
+        return None
+    shapes: list[list[int | None]] = [[*x.shape] for x in tensors]
+    free: list[int | None] = [None] * len(layout)
+    strides: list[list[int | None]] = [[*tensors[0].stride()], free, free]
+    shapes[1][layout.index("s")] = shapes[2][layout.index("s")] = None
+    are_alike = guard(tensors, shapes, strides)
+    if are_alike is None:
         return None
     from ..cpu.core.repeat import Condition, Way  # why here: see `prepare_backend`
 
@@ -94,9 +126,12 @@ def repeating_in_core(
     ]
     if any(x.requires_grad for x in tensors):
         conditions.append(Condition.now(torch.is_grad_enabled))
-    elements = tuple(x.numel() for x in tensors)
     way = Way(
-        view_of, elements, torch.Tensor, options, are_alike, tuple(conditions), _empty, layout,
-        torch.Tensor.storage_offset,
+        view_of, layout, tensors[0].numel(),
+        # why align: without it, lengths have to be equal
+        any_keys=not options.causal or options.align is not None,
+        from_end=options.align == "bottom_right",
+        type=torch.Tensor, options=given, are_alike=are_alike, conditions=tuple(conditions),
+        allocate=_empty, result=result, elements_before=torch.Tensor.storage_offset,
     )  # fmt: skip
     return call.repeating("torch", way)

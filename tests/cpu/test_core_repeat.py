@@ -13,7 +13,7 @@ import pytest
 import cupy_flash
 from cupy_flash.api import adopted
 from cupy_flash.call.given import Options
-from cupy_flash.cpu.core import repeat
+from cupy_flash.cpu.core import family, params, repeat
 from cupy_flash.cpu.core.repeat import Condition, Way
 from cupy_flash.dispatch.memo import prepared
 
@@ -38,9 +38,14 @@ def describe(array, to):
     if not isinstance(array, np.ndarray):
         return -1
     shape = array.ctypes.shape_as(ctypes.c_int64)
-    describe.kept = shape
-    to[0] = View(ADDRESS(array) - 16, 1, 0, array.ndim, 32 << 8, ctypes.addressof(shape), None, 16)
+    strides = (ctypes.c_int64 * array.ndim)(*[x // array.itemsize for x in array.strides])
+    describe.kept.append((shape, strides))
+    at = ctypes.addressof(shape), ctypes.addressof(strides)
+    to[0] = View(ADDRESS(array) - 16, 1, 0, array.ndim, 32 << 8, *at, 16)
     return 0
+
+
+describe.kept = []
 
 
 def address(array):
@@ -72,7 +77,7 @@ def repeating(*, core=None, **changes):
     """The builtin function of a call, some of its way changed."""
     qkv = arrays()
     way = Way(
-        ctypes.cast(VIEW_OF, ctypes.c_void_p).value, (qkv[0].size,) * 3, np.ndarray, OPTIONS,
+        ctypes.cast(VIEW_OF, ctypes.c_void_p).value, "bhsd", qkv[0].size, False, False, np.ndarray, OPTIONS,
         lambda *_: True, (), empty, SHAPE, lambda _: 0,
     )  # fmt: skip
     call = prepared("forward", adopted(**dict(zip("qkv", qkv, strict=True))), Options(), False)
@@ -139,7 +144,8 @@ CALLS = {
     **{f"one row less of {name}": one(at, lambda x: x[:, :, 1:]) for at, name in enumerate("qkv")},
     **{f"twice the rows of {name}": one(at, lambda x: np.repeat(x, 2, 2)) for at, name in enumerate("qkv")},
     **{f"{name} between boundaries": one(at, lambda x: moved(x, 8)) for at, name in enumerate("qkv")},
-    **{f"{name} without elements": one(at, lambda x: x[:0]) for at, name in enumerate("qkv")},
+    "no queries": one(0, lambda x: x[:, :, :0]),
+    "no keys": lambda: [x[:, :, :0] if at in (1, 2) else x for at, x in enumerate([*arrays(), *OPTIONS])],
 }  # fmt: skip
 
 
@@ -167,6 +173,85 @@ ELSE = {
     "no memory for tiles": {"core": lambda core: core._replace(entries=(NO_MEMORY,))},
 }
 NO_MEMORY = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(lambda _: 2)
+
+
+def described(core=lambda core: core, **changes):
+    """The builtin function of a call that computes nothing, and the params of its calls."""
+    calls = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+    def entry(call):
+        memory = (ctypes.c_char * params.CALL.itemsize).from_address(call)
+        calls.append(np.frombuffer(bytes(memory), params.CALL)[0])
+        return 0
+
+    calls.append(entry)  # it has to live as long
+    again = repeating(core=lambda one: core(one)._replace(entries=(entry,)), **changes)
+    return again, calls
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "hsd", "shd"])
+@pytest.mark.parametrize("keys", [1, 8, 9, 10, 300])
+def test_any_number_of_keys_and_any_strides(layout, keys):
+    again, calls = described(layout=layout, any_keys=True)
+    shape = [{"b": 2, "h": 4, "s": keys, "d": 8}[axis] for axis in layout]
+    q, v = arrays()[0], empty(*shape)
+    k = empty(*[2 * n for n in shape])[tuple(map(slice, shape))]
+    assert again(q, k, v, *OPTIONS) is not None
+    call = calls[-1]
+    assert call["seqlen_k"] == keys
+    for name, x in (("k", k), ("v", v)):
+        assert call[name]["data"] == x.ctypes.data
+        for axis, field in zip("bhsd", ("batch", "head", "row", "column"), strict=True):
+            at = layout.find(axis)
+            expected = x.strides[at] // 4 if at >= 0 and x.shape[at] > 1 else 0
+            assert call[name][field] == expected, (name, field)
+    assert call["q"]["data"] == q.ctypes.data
+
+
+def of_keys(keys, keys_of_v=None):
+    made = [empty(2, 4, 9, 8), empty(2, 4, keys, 8), empty(2, 4, keys if keys_of_v is None else keys_of_v, 8)]
+    return *made, *OPTIONS
+
+
+def test_the_last_query_stays_at_the_last_key():
+    for from_end in (False, True):
+        again, calls = described(any_keys=True, from_end=from_end)
+        for keys in (1, 9, 20):
+            assert again(*of_keys(keys)) is not None
+            assert calls[-1]["offset"] == (keys - 9) * from_end
+
+
+def test_lengths_that_have_to_be_equal_stay_so():
+    again, _ = described(any_keys=False)
+    assert [again(*of_keys(keys)) is not None for keys in (8, 9, 10)] == [False, True, False]
+
+
+def test_keys_and_values_are_as_many():
+    again, _ = described(any_keys=True)
+    assert again(*of_keys(10, 11)) is None
+    assert again(*of_keys(10, 10)) is not None
+    assert again(*of_keys(0)) is None
+
+
+def test_another_rank_is_left_to_python():
+    again, _ = described(any_keys=True)
+    q, k, v, *_ = of_keys(9)
+    assert again(q, k[0], v, *OPTIONS) is None
+    assert again(q, k, v[None], *OPTIONS) is None
+
+
+def test_short_calls_have_one_thread_and_long_ones_are_left_to_python(monkeypatch):
+    monkeypatch.setattr(repeat, "allowed", lambda _: 3)
+    monkeypatch.setattr(repeat, "team", lambda _, count: 1000 + count)
+    per_key = family.SMALL_FLOPS / 20  # 20 keys are the first that several threads compute
+    again, calls = described(lambda core: core._replace(work=9 * per_key), any_keys=True)
+    for keys, threads in ((1, 1), (19, 1), (20, 3), (21, 3)):
+        assert again(*of_keys(keys)) is not None
+        assert (calls[-1]["threads"], calls[-1]["parallel"]) == (threads, 1003 if threads > 1 else 0)
+    per_key = family.LONG_FLOPS / 20
+    again, _ = described(lambda core: core._replace(work=9 * per_key), any_keys=True)
+    assert [again(*of_keys(keys)) is not None for keys in (19, 20, 21)] == [True, True, False]
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -267,7 +352,7 @@ def test_other_threads_run_meanwhile(tmp_path: Path):
     thread = threading.Thread(target=lambda: results.append(again(*arrays(), *OPTIONS)))
     thread.start()
     begun, let_go = (ctypes.c_int.in_dll(library, name) for name in ("begun", "let_go"))
-    while not begun.value:
+    while thread.is_alive() and not begun.value:
         thread.join(0.001)
     let_go.value = 1
     thread.join()

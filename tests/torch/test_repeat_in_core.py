@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
 import cupy_flash.torch as cf
-from cupy_flash import progress
+from cupy_flash import InvalidArgumentsError, progress
 from cupy_flash.dispatch import memo
 from cupy_flash.torch import functional, repeat_in_core
 from tests.conftest import skip_without_core
@@ -69,6 +69,31 @@ def test_the_names_of_options_count(by_python):
         assert torch.equal(cf.attention(*qkv(), softcap=2.0), wanted)
         assert not torch.equal(cf.attention(*qkv(), scale=2.0), wanted)
     assert len(by_python) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "align": "bottom_right"}, {"causal": True, "align": 3}], ids=str
+)
+def test_a_cache_that_grows_is_repeated_in_the_core(options, dtype, by_python):
+    q, *_ = qkv(rows=2, dtype=dtype)
+    k, v = torch.randn(2, 2, 4, 700, 8, dtype=dtype).unbind()
+    given = [(k[:, :, :n], v[:, :, :n].contiguous()) for n in (5, 1, 2, 6, 7, 143, 144, 145, 600, 700)]
+    found = [cf.attention(q, *kv, **options) for kv in given]
+    assert len(by_python) == 1
+    for o, kv in zip(found, given, strict=True):
+        memo.forget()
+        assert torch.equal(o, cf.attention(q, *kv, **options))
+
+
+def test_unequal_lengths_without_align_are_refused_after_equal_ones():
+    q, k, v = qkv()
+    for _ in range(2):
+        cf.attention(q, k, v, causal=True)
+    with pytest.raises(InvalidArgumentsError, match="is ambiguous"):
+        cf.attention(q, k[:, :, :-1], v[:, :, :-1], causal=True)
+    with pytest.raises(InvalidArgumentsError):
+        cf.attention(q, k[:, :, :-1], v)
 
 
 @pytest.mark.parametrize("needing", range(3))

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..threads import team
-from .family import LONG_FLOPS, Core, workers
+from ...call.describe import MAX_SEQLEN
+from ..threads import allowed, team
+from .family import LONG_FLOPS, SMALL_FLOPS, Core
 from .locate import Library, load
 from .params import CALL
 
 __all__ = ["PYTHON", "REPEAT", "Condition", "Way", "repeating"]
 
-REPEAT = np.dtype([("view_of", "<u8"), ("entry", "<u8"), ("elements", "<i8", 3), ("call", CALL)], align=True)
+REPEAT = np.dtype(
+    [("view_of", "<u8"), ("entry", "<u8")]
+    + [(name, "<i8") for name in ("elements", "least_keys", "most_keys", "most_keys_alone")]
+    + [(name, "<i4") for name in ("batch", "head", "row", "column", "offset_per_key", "rank")]
+    + [("call", CALL)],
+    align=True,
+)
 # Functions of Python's stable ABI, by the fields of the struct Python.
 PYTHON = {
     "retain": "Py_IncRef", "release": "Py_DecRef", "type_of": "PyObject_Type",
@@ -48,14 +56,28 @@ class Way(NamedTuple):
     """How a call is compared with an earlier one, and its result allocated."""
 
     view_of: int  # address of a function: DLPack's description of a tensor
-    elements: tuple[int, ...]  # of q, k and v
+    layout: str  # axes of q, k and v: "bhsd", "bshd", or without b
+    elements: int  # of q
+    any_keys: bool  # whether calls with other numbers of keys are the same but for them
+    from_end: bool  # whether the last query is at the last key, and not the first one where it was
+    # Objects that it compares and calls, in this order:
     type: type  # of q, k and v
     options: tuple[Hashable, ...]
-    are_alike: Callable[..., bool]  # whether q, k and v are of the same kinds, at any addresses
+    # Whether q, k and v are as they were, but for addresses, and of k and v strides and the number of keys.
+    are_alike: Callable[..., bool]
     conditions: tuple[Condition, ...]
     allocate: Callable[..., Any]  # o
-    layout: tuple[Any, ...]  # its arguments
-    elements_before: Callable[..., int]  # the first one of a tensor, in its memory
+    result: tuple[Any, ...]  # its arguments
+    elements_before: Callable[..., Any]  # the first one of a tensor, in its memory
+
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        """The objects."""
+        return self[self._fields.index("type") :]
+
+
+# Makes a builtin function of a method, its first argument, and no module.
+_NEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
 
 
 def _address(function: Any) -> int:
@@ -91,14 +113,19 @@ def repeating(core: Core, owner: str, way: Way) -> Callable[..., Any] | None:
     method = _method(core.library)
     if not method:
         return None
-    many = workers(core.work, owner)
-    filled = core.params.filled(defaultdict(int), 0, many, team(owner, many) if many > 1 else 0)
+    p, many = core.problem, allowed(owner)
     repeat = np.zeros((), REPEAT)
-    repeat["view_of"], repeat["elements"] = way.view_of, way.elements
-    repeat["entry"] = _address(core.entries[0])
+    repeat["view_of"], repeat["entry"] = way.view_of, _address(core.entries[0])
+    for name, axis in zip(("batch", "head", "row", "column"), "bhsd", strict=True):
+        repeat[name] = way.layout.find(axis)
+    repeat["rank"], repeat["elements"] = len(way.layout), way.elements
+    repeat["most_keys_alone"] = math.ceil(SMALL_FLOPS * p.seqlen_k / core.work) - 1
+    long = min(int(LONG_FLOPS * p.seqlen_k / core.work), MAX_SEQLEN)
+    repeat["least_keys"], repeat["most_keys"] = (1, long) if way.any_keys else (p.seqlen_k, p.seqlen_k)
+    repeat["offset_per_key"] = way.from_end
+    filled = core.params.filled(defaultdict(int), 0, many, team(owner, many) if many > 1 else 0)
     repeat["call"] = np.frombuffer(filled, CALL)[0]
-    new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
-    made: Callable[..., Any] = new(("PyCFunction_NewEx", ctypes.pythonapi))(
-        method, (repeat.tobytes(), *way[2:]), None
+    made: Callable[..., Any] = _NEW(("PyCFunction_NewEx", ctypes.pythonapi))(
+        method, (repeat.tobytes(), *way.objects), None
     )
     return made
