@@ -4,7 +4,6 @@
 // why: after a linear layer the caches hold its weights, and to fetch what Python executes for a call of 64 queries takes
 // longer than to compute it.
 #include "repeat.h"
-#include <string.h>
 
 namespace {
 
