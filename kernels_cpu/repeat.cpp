@@ -27,7 +27,12 @@ struct Owned {
 bool are_same(Object* a, Object* b) {
     if (a == b) return true;
     const Owned of_a(python.type_of(a)), of_b(python.type_of(b));
-    return of_a.object == of_b.object && python.compare(a, b, kEqual) == 1;
+    if (of_a.object != of_b.object) return false;
+    if (of_a.object != python.tuple) return python.compare(a, b, kEqual) == 1;
+    intptr_t length = python.length(a);
+    bool same = length == python.length(b);
+    for (intptr_t i = 0; same && i < length; ++i) same = are_same(python.item(a, i), python.item(b, i));
+    return same;
 }
 
 // Views a tensor, and tells whether it has memory at an aligned address.

@@ -7,7 +7,7 @@ struct Object;    // of Python
 // Functions of Python that its stable ABI has.
 // why addresses: a library that is linked to one Python would serve no other.
 struct Python {
-    Object *none, *yes;    // None and True
+    Object *none, *yes, *tuple;    // None, True and the type of tuples
     void (*retain)(Object*);
     void (*release)(Object*);
     Object* (*type_of)(Object*);

@@ -24,11 +24,12 @@ from .eager import are_plain_memory, gradients, is_plain, is_transformed, record
 from .leading import swap_heads_and_rows
 from .repeat_in_core import IN_CORE, guard, repeating_in_core
 
-__all__ = ["CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
+__all__ = ["BOUNDS", "CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
 _DEVICES = ("cpu", "cuda")
 # Types of options that are immutable and compare by value.
 CONSTANTS = frozenset((bool, int, float, str))
+BOUNDS = CONSTANTS | {type(None)}  # of a window; a tensor of one element can change
 _OPTIONS = frozenset(
     ("causal", "align", "scale", "softcap", "layout", "precision", "reproducible", "dropout")
 )
@@ -143,11 +144,17 @@ def repeated(
     """The result of a call that repeats an earlier one, or None; and the key for `remember`, or None."""
     if is_watched():
         return None, None
+    kinds = [*map(type, more)]
     for name, x in options.items():
-        if x is not None and (type(x) not in CONSTANTS or name not in _OPTIONS or (name == "dropout" and x)):
+        kind = type(x)
+        kinds.append(kind)
+        if x is None:
+            continue
+        if kind is tuple and name == "window" and BOUNDS.issuperset(map(type, x)):
+            kinds += map(type, x)
+        elif kind not in CONSTANTS or name not in _OPTIONS or (name == "dropout" and x):
             return None, None
-    # why types: 1 == True, but they are different options
-    given = (more, *options.items(), *map(type, (*more, *options.values())))
+    given = (more, *options.items(), *kinds)  # why kinds: 1 == True, but they are different options
     for one in REPEATED.get(given, ()):
         if one.is_repeated(q, k, v):
             return _run(one.known, q, k, v), None

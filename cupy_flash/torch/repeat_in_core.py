@@ -129,7 +129,7 @@ def repeating_in_core(
     way = Way(
         view_of, layout, tensors[0].numel(),
         # why align: without it, lengths have to be equal
-        any_keys=not options.causal or options.align is not None,
+        any_keys=options.align is not None or not (options.causal or options.window),
         from_end=options.align == "bottom_right",
         type=torch.Tensor, options=given, are_alike=are_alike, conditions=tuple(conditions),
         allocate=_empty, result=result, elements_before=torch.Tensor.storage_offset,

@@ -14,13 +14,12 @@ from ..call.cache.values import check_values
 from ..call.given import split_of_cache
 from ..call.offsets import with_own_tables
 from ..dispatch.memo import REPEATED, Prepared, prepared
-from .repeat import CONSTANTS, Recent, is_watched, remember_recent
+from .repeat import BOUNDS, CONSTANTS, Recent, is_watched, remember_recent
 
 __all__ = ["OverCache"]
 
 _TENSORS = frozenset(("k", "v", "block_table", "cache_leftpad"))
 _OPTIONS = frozenset(("causal", "window", "scale", "softcap", "layout", "precision", "reproducible"))
-_BOUNDS = CONSTANTS | {type(None)}  # of a window; a tensor of one element can change
 _MOST_KEYS = 1 << 31
 _OWNER = ArrayView._fields.index("owner")
 
@@ -73,7 +72,7 @@ class OverCache(NamedTuple):
                 tensors.append(x)
                 given.append(name)
             elif name in _OPTIONS and (
-                kind in CONSTANTS or (kind is tuple and name == "window" and _BOUNDS.issuperset(map(type, x)))
+                kind in CONSTANTS or (kind is tuple and name == "window" and BOUNDS.issuperset(map(type, x)))
             ):
                 given += name, x, kind, *(map(type, x) if kind is tuple else ())
             else:

@@ -51,9 +51,9 @@ def test_the_struct_is_that_of_the_header(tmp_path: Path) -> None:
     lines = [f"#include {header}" for header in headers]
     for name, kind in structs.items():
         lines += [*fields(kind, name), f"static_assert(sizeof({name}) == {kind.itemsize});"]
-    functions = enumerate(["none", "yes", *repeat.PYTHON])
+    functions = enumerate(["none", "yes", "tuple", *repeat.PYTHON])
     lines += [f"static_assert(offsetof(Python, {x}) == {8 * at});" for at, x in functions]
-    lines.append(f"static_assert(sizeof(Python) == {8 * (2 + len(repeat.PYTHON))});")
+    lines.append(f"static_assert(sizeof(Python) == {8 * (3 + len(repeat.PYTHON))});")
     states = {"kStop": params.STOP, "kNoMemory": params.NO_MEMORY}
     lines += [f"static_assert({name} == {value});" for name, value in states.items()]
     source = tmp_path / "offsets.cpp"

@@ -20,7 +20,7 @@ from cupy_flash.dispatch.memo import prepared
 pytestmark = pytest.mark.usefixtures("core")
 
 SHAPE = (2, 4, 9, 8)
-OPTIONS = (None, 0.5, True, "bhsd", 300)
+OPTIONS = (None, 0.5, True, "bhsd", 300, (5, None, 700))
 
 
 class View(ctypes.Structure):
@@ -40,12 +40,12 @@ def describe(array, to):
     shape = array.ctypes.shape_as(ctypes.c_int64)
     strides = (ctypes.c_int64 * array.ndim)(*[x // array.itemsize for x in array.strides])
     describe.kept.append((shape, strides))
-    at = ctypes.addressof(shape), ctypes.addressof(strides)
+    at = ctypes.addressof(shape), ctypes.addressof(strides) if describe.gives_strides else None
     to[0] = View(ADDRESS(array) - 16, 1, 0, array.ndim, 32 << 8, *at, 16)
     return 0
 
 
-describe.kept = []
+describe.kept, describe.gives_strides = [], True
 
 
 def address(array):
@@ -94,9 +94,9 @@ def test_it_has_the_bits_of_the_whole_way(seed):
 
 def test_equal_options_of_the_same_type_are_the_same():
     again = repeating()
-    for options in [(None, float("0.5"), True, "".join(["bh", "sd"]), int("300"))]:
-        assert all(x is not y for x, y in zip(options[1::2], OPTIONS[1::2], strict=True))
-        assert again(*arrays(), *options) is not None
+    options = (None, float("0.5"), True, "".join(["bh", "sd"]), int("300"), (5, None, int("700")))
+    assert all(x is not y for x, y in zip(options[1::2], OPTIONS[1::2], strict=True))
+    assert again(*arrays(), *options) is not None
 
 
 class Other(np.ndarray):
@@ -138,6 +138,11 @@ CALLS = {
     "another type that is equal": one(5, 1),
     "another word": one(6, "bshd"),
     "another large number": one(7, 301),
+    "another pair": one(8, (5, 5, 700)),
+    "a shorter pair": one(8, (5, None)),
+    "a longer pair": one(8, (5, None, 700, None)),
+    "a pair of another type": one(8, (5.0, None, 700)),
+    "a list": one(8, [5, None, 700]),
     "an option that cannot be compared": one(5, Raising()),
     **{f"a subclass as {name}": one(at, lambda x: x.view(Other)) for at, name in enumerate("qkv")},
     **{f"no array as {name}": one(at, None) for at, name in enumerate("qkv")},
@@ -239,6 +244,14 @@ def test_another_rank_is_left_to_python():
     q, k, v, *_ = of_keys(9)
     assert again(q, k[0], v, *OPTIONS) is None
     assert again(q, k, v[None], *OPTIONS) is None
+    assert again(q, empty(2, 4, 9), empty(2, 4, 9), *OPTIONS) is None
+
+
+def test_arrays_without_strides_are_left_to_python(monkeypatch):
+    again, _ = described(any_keys=True)
+    given = of_keys(9)
+    monkeypatch.setattr(describe, "gives_strides", False)
+    assert again(*given) is None
 
 
 def test_short_calls_have_one_thread_and_long_ones_are_left_to_python(monkeypatch):

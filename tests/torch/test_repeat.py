@@ -52,6 +52,7 @@ OPTIONS = [
     {},
     {"causal": True, "align": "bottom_right"},
     {"causal": True, "align": 2},
+    {"window": (3, 1), "align": 4},
     {"scale": 0.3, "softcap": 5.0},
     {"layout": "bshd"},
     {"reproducible": "batch"},

@@ -52,7 +52,9 @@ def test_torchs_function_is_repeated_in_the_core(dtype, in_rows, by_python):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True, "align": 1}, {"softcap": 5.0, "layout": "bshd"}], ids=str
+    "options",
+    [{}, {"causal": True, "align": 1}, {"softcap": 5.0, "layout": "bshd"}, {"window": (3, None)}],
+    ids=str,
 )
 def test_attention_is_repeated_in_the_core(options, by_python):
     cf.attention(*qkv(), **options)
@@ -92,6 +94,10 @@ def test_unequal_lengths_without_align_are_refused_after_equal_ones():
         cf.attention(q, k, v, causal=True)
     with pytest.raises(InvalidArgumentsError, match="is ambiguous"):
         cf.attention(q, k[:, :, :-1], v[:, :, :-1], causal=True)
+    for _ in range(2):
+        cf.attention(q, k, v, window=(2, 2))
+    with pytest.raises(InvalidArgumentsError, match="is ambiguous"):
+        cf.attention(q, k[:, :, :-1], v[:, :, :-1], window=(2, 2))
     with pytest.raises(InvalidArgumentsError):
         cf.attention(q, k[:, :, :-1], v)
 

@@ -8,7 +8,7 @@ import cupy_flash
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, LatentCache, kv_cache, progress
 from cupy_flash.dispatch import memo
-from cupy_flash.torch import repeat, repeat_over_cache
+from cupy_flash.torch import repeat_in_core, repeat_over_cache
 
 # torch compiles with, and warns of, its own torch.jit.
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
@@ -21,7 +21,7 @@ def whole(monkeypatch, request):
     """How many calls went the whole way, beginning with nothing remembered; without torch's guards all do."""
     memo.forget()
     if request.param == "without guards":
-        monkeypatch.setattr(repeat, "_guards", None)
+        monkeypatch.setattr(repeat_in_core, "_guards", None)
     calls = []
     real = kv_cache.attend_over_cache
     monkeypatch.setattr(kv_cache, "attend_over_cache", lambda *given: (calls.append(given), real(*given))[1])
@@ -31,7 +31,7 @@ def whole(monkeypatch, request):
 
 def short(whole, all_calls, at_least):
     """Whether so many calls went the whole way: all of them without torch's guards."""
-    return len(whole) == (at_least if repeat._guards else all_calls)
+    return len(whole) == (at_least if repeat_in_core._guards else all_calls)
 
 
 def call_of(

@@ -93,7 +93,7 @@ def _method(library: Library) -> int:
         return 0
     entry = load(library).cupy_flash_repeat
     entry.argtypes, entry.restype = [ctypes.c_void_p], ctypes.c_void_p
-    return int(entry((ctypes.c_void_p * (2 + len(functions)))(id(None), id(True), *functions)))
+    return int(entry((ctypes.c_void_p * (3 + len(functions)))(id(None), id(True), id(tuple), *functions)))
 
 
 def repeating(core: Core, owner: str, way: Way) -> Callable[..., Any] | None:
