@@ -16,6 +16,7 @@ import numpy as np
 from .call.arrays import numpy_dtype
 from .call.operands import FLOAT8, FLOATS
 from .call.options import PER_HEAD
+from .call.public_names import type_phrase
 from .call.reproducible import MODES
 from .errors import CubinNotFoundError, InvalidArgumentsError, UnsupportedError
 from .explain_cli import BROADCASTS, arguments_of_explain, refuse_without
@@ -281,9 +282,7 @@ def _function(named: str) -> ScoreFunction:
         hint = "--score module:name, where name is made by cupy_flash.score or cupy_flash.mask"
         raise InvalidArgumentsError(f"there is no {named!r}: {error}.", hint=hint) from error
     if not isinstance(found, ScoreFunction):
-        raise InvalidArgumentsError(
-            f"{named} is a {type(found).__name__}.", hint="a cupy_flash.ScoreFunction"
-        )
+        raise InvalidArgumentsError(f"{named} is {type_phrase(found)}.", hint="a cupy_flash.ScoreFunction")
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from .call.blocks import NOTHING, PARTIAL, SIZES, WHOLE, BlockMask
 from .call.checks import integer, length
+from .call.public_names import type_phrase
 from .call.signature import takes
 from .errors import InvalidArgumentsError
 from .program.function import Bound, Program, widened
@@ -261,7 +262,7 @@ def _checked_function(function: Any, args: Sequence[Any]) -> Function:
     """Wrap a function of NumPy arrays: check that it returns booleans, and broadcast them."""
     hint = "block_mask(lambda b, h, i, j: j <= i, batch, heads, q_len, kv_len)"
     if not callable(function):
-        raise InvalidArgumentsError(f"block_mask() is given a {type(function).__name__}.", hint=hint)
+        raise InvalidArgumentsError(f"block_mask() is given {type_phrase(function)}.", hint=hint)
 
     arguments = tuple(map(widened, args))
     try:

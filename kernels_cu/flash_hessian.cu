@@ -52,7 +52,6 @@ constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kThreads = CF_THREADS;
 // Of what the blocks of one head share, K and V or Q and dO and their tangents, that should stay in L2.
 constexpr uint32_t kSectionElements = (16 << 20) / uint32_t(2 * sizeof(Element));
-static_assert(kHeadDimV <= kHeadDim, "dotdQ leaves through the tile of Q");
 
 using Product = Math<Element, CF_PRODUCTS, false>;
 template <int kRows> using KeyTile = Tile<Element, kRows, kHeadDim>;

@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
 def foreign_blocks(given: Any) -> InvalidArgumentsError:
     """The error for a BlockMask class of another library."""
     return InvalidArgumentsError(
-        f"mask is a {type(given).__module__}.{type(given).__name__}.",
+        f"mask is of type {type(given).__module__}.{type(given).__name__}.",
         hint="cupy_flash.torch.attention, which takes torch's; or cupy_flash.torch.block_mask(of_torch)",
     )
 

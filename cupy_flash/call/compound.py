@@ -196,9 +196,9 @@ def _and(one: Any, other: Any) -> Any:
     """The elementwise AND of two boolean arrays."""
     for mask in (one, other):
         if not str(getattr(mask, "dtype", "")).endswith("bool"):
-            of = f"array of {mask.dtype}" if hasattr(mask, "dtype") else type(mask).__name__
+            of = f"an array of {mask.dtype}" if hasattr(mask, "dtype") else type_phrase(mask)
             raise InvalidArgumentsError(
-                f"mask is a tuple with two arrays, of which one is a {of}.",
+                f"mask is a tuple with two arrays, of which one is {of}.",
                 hint="arrays of bool, True where a query may attend",
             )
     try:

@@ -53,7 +53,7 @@ def captured(array: Any) -> InvalidArgumentsError:
     """The error for a function that reads this array, which is not one of its arguments."""
     frame = _caller()
     name = next((name for name, x in _names(frame) if x is array), None)
-    what = f"an array, a {type(array).__name__}," if name is None else f"{name}, an array"
+    what = f"an array of type {type(array).__name__}" if name is None else f"{name}, an array"
     return _captured(what, name or "table", frame)
 
 

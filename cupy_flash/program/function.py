@@ -82,7 +82,9 @@ class Program:
             self.name, self._line, self._rest = f"{maker} in C", ("?", 0), True
             return
         if not callable(function):
-            raise InvalidArgumentsError(f"{maker}() is given a {type(function).__name__}.", hint=hint)
+            raise InvalidArgumentsError(
+                f"{maker}() is given a value of type {type(function).__name__}.", hint=hint
+            )
         try:
             plain, self._rest = _parameters(function)
         except (TypeError, ValueError):

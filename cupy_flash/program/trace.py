@@ -62,7 +62,9 @@ def trace(
     if isinstance(result, (bool, int, float, np.generic)):
         result = tape.constant(result)
     if not isinstance(result, Value):
-        raise refused(f"{name} returns a {type(result).__name__}, not {wanted}.", f"return {wanted}", line)
+        raise refused(
+            f"{name} returns a value of type {type(result).__name__}, not {wanted}.", f"return {wanted}", line
+        )
     kind = tape.nodes[result.at].kind
     if masks != (kind == "bool"):
         hint = (

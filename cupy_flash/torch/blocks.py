@@ -12,6 +12,7 @@ import torch
 from ..blocks import filled, table_of_lists
 from ..call.blocks import PARTIAL, SIZES, BlockMask
 from ..call.opaque import opaque
+from ..call.public_names import type_phrase
 from ..errors import InvalidArgumentsError
 from ..program.function import Bound, Program
 
@@ -89,7 +90,7 @@ def _of_torch(of_torch: Any) -> BlockMask | None:
     """The converted mask, cached by object; None if it masks nothing, for any lengths."""
     if type(of_torch).__name__ != "BlockMask" or not hasattr(of_torch, "mask_mod"):
         raise InvalidArgumentsError(
-            f"block_mask() is given a {type(of_torch).__name__}.",
+            f"block_mask() is given {type_phrase(of_torch)}.",
             hint="a BlockMask of torch's create_block_mask; of functions: cupy_flash.block_mask",
         )
     if of_torch not in _MADE:

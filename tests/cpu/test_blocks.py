@@ -104,7 +104,7 @@ def _lists(count=((1, 0),), index=((1, 0), (0, 0)), **more):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: block_mask(3, None, None, 5, 5), r"block_mask\(\) is given a int"),
+        (lambda: block_mask(3, None, None, 5, 5), r"block_mask\(\) is given an int"),
         (lambda: block_mask(lambda i, j: j, None, None, 5, 5), r"with b, h, i, j: too many positional"),
         (lambda: block_mask(lambda b, h, i, j: j, None, None, 5, 5), r"gives int64 of shape \(1, 5\)"),
         (lambda: block_mask(lambda b, h, i, j: np.ones(3, bool), 1, 1, 5, 5), r"gives bool of shape \(3,\)"),

@@ -10,7 +10,9 @@ import pytest
 
 import cupy_flash
 from cupy_flash import testing
+from cupy_flash.call.options import PER_HEAD
 from cupy_flash.cpu import threads
+from cupy_flash.cpu.core import family, params
 from tests.cpu.core_calls import normal
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -119,6 +121,36 @@ def test_intervals_end_at_any_lane(edge: int) -> None:
         bounds = np.full((1, 1, 300, 2), (begin, end), np.int32)
         found = cupy_flash.attention(q, k, v, mask=cupy_flash.Spans(bounds))
         np.testing.assert_array_equal(found, cupy_flash.attention(q, k, v, mask=mask))
+
+
+def example(name: str, queries: int, keys: int) -> dict[str, Any]:
+    """What gives an option of two heads to a call."""
+
+    def third(b: int, h: int, i: int, j: int) -> bool:
+        return (i + j) % 3 > 0
+
+    return {
+        "mask": {"mask": np.arange(keys) % 3 > 0},
+        "bias": {"bias": normal(1, 2, 1, keys)},
+        "Spans": {"mask": cupy_flash.Spans(np.full((1, 1, keys, 2), (0, 2), np.int32))},
+        "BlockMask": {"mask": cupy_flash.block_mask(third, 1, 1, queries, keys)},
+        "score function": {"score": cupy_flash.score(lambda s, b, h, i, j: s * s)},
+        "ALiBi": {"alibi_slopes": np.float32([0.5, 0.25]), "align": "bottom_right"},
+        "softcap": {"softcap": 1.0},
+        "dropout": {"dropout": 0.5, "seed": 3},
+        "sinks": {"sinks": np.float32([1, 2])},
+    }[name]
+
+
+@pytest.mark.parametrize("queries", [3, 20])
+@pytest.mark.parametrize("name", [*family.READ, *sorted({*PER_HEAD} & {*params.TENSORS} - {"alibi_slopes"})])
+def test_every_option_of_the_core_reaches_few_rows(name: str, queries: int) -> None:
+    """Other loops compute fewer than 12 rows of a key head, and silently ignore what they do not read."""
+    _, q, k, v = inputs(2, queries, 40)
+    options = example(name, queries, 40)
+    found = cupy_flash.attention(q, k, v, **options)
+    assert_close(found, testing.reference_attention(q, k, v, **options).o)
+    assert np.abs(found - cupy_flash.attention(q, k, v)).max() > 1e-2
 
 
 @pytest.mark.parametrize("page", [16, 17, 33])

@@ -185,6 +185,15 @@ def test_names_and_strings_are_no_prose() -> None:
     assert not [phrase for text in prose(source) for phrase in found(text, DIALECT)]
 
 
+# The name of a type behind an article: `type_phrase` chooses the right one, and "of type" needs none.
+ARTICLE = re.compile(r"\ban? \{[^{}]*__name__\}")
+
+
+def test_names_of_types_have_no_fixed_article() -> None:
+    assert ARTICLE.search('f"mask() is given a {type(x).__name__}."')
+    assert [found for path in SOURCES for found in ARTICLE.findall(path.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
 def test_banners_of_kernels(path: Path) -> None:
     assert found(banner_of(path).replace("//", " "), PLAIN | MEASURED) == []

@@ -210,7 +210,7 @@ def test_wrong_blocks_are_refused():
         cf.block_mask(MASK)
     of_torch = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu")
     with pytest.raises(
-        InvalidArgumentsError, match=r"mask is a torch.*BlockMask(?s:.*)Try: cupy_flash.torch.attention"
+        InvalidArgumentsError, match=r"mask is of type torch.*BlockMask(?s:.*)Try: cupy_flash.torch.attention"
     ):
         attention(*(x.detach() for x in qkv((200, 200))), mask=of_torch)
     other = block_mask(lambda b, h, i, j: j <= i, None, None, 40, 40)

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InvalidArgumentsError, UnsupportedError
 from ..arrays import TORCH_DTYPES, ArrayView
 from ..options import WITH_GRADIENT
-from ..public_names import public_name
+from ..public_names import public_name, type_phrase
 
 __all__ = ["has_tangent", "lost_derivative", "refuse_wrapper", "torch_adopter"]
 
@@ -129,10 +129,10 @@ _UNWRAPPED = {
 
 def refuse_wrapper(x: Any, name: str) -> ArrayView:
     """Refuse a tensor that wraps others."""
-    kind, name = type(x).__name__, public_name(name)
+    name = public_name(name)
     raise InvalidArgumentsError(
-        f"{name} is a {kind}, which holds no memory itself.",
-        hint=_UNWRAPPED.get(kind, "the torch.Tensor inside of it").format(name),
+        f"{name} is {type_phrase(x)}, which holds no memory itself.",
+        hint=_UNWRAPPED.get(type(x).__name__, "the torch.Tensor inside of it").format(name),
     )
 
 

@@ -57,7 +57,7 @@ struct TangentQueriesLoader {
           numbers(numbers_of(p, sequence, head)) {
         d_o.agree(q.array);
         q.tangent.agree(d_o);
-        d_o.agree(q.array);
+        d_o.agree(q.array);    // why again: it changes nothing, but the three counts are then one register
     }
     CF_DEVICE void start(uint32_t address, int32_t first_row) const {
         q.start(address, first_row);
