@@ -36,8 +36,9 @@ def facts() -> dict[str, Any]:
     Returns
     -------
     dict
-        versions, gpus, drivers (what runs kernels, by library of the arrays), cubins, runs (one entry per
-        device that can run attention), problems (each with what is wrong and a command that fixes it).
+        versions, gpus, drivers (what runs kernels, by library of the arrays), cubins, unreadable (places that
+        may have others), runs (one entry per device that can run attention), problems (each with what is
+        wrong and a command that fixes it).
     """
     versions = {"cupy_flash": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
@@ -49,10 +50,11 @@ def facts() -> dict[str, Any]:
     sets = locate.available(verify=True)
     problems += [found.problem for found in sets if found.problem]
     override = os.environ.get(locate.OVERRIDE)
-    if override and not Path(override).is_dir():
-        problems.append(
-            f"{locate.OVERRIDE} is {override!r}, which is no folder.\nTry: unset {locate.OVERRIDE}"
-        )
+    unreadable = {found.origin: found for found in locate.unreadable()}
+    hidden = unreadable.get(locate.OVERRIDE)
+    if override and (hidden or not Path(override).is_dir()):
+        why = f"cannot be read: {hidden.why}" if hidden else "is no folder"
+        problems.append(f"{locate.OVERRIDE} is {override!r}, which {why}.\nTry: unset {locate.OVERRIDE}")
     runs = [{"on": f"cpu, {available_cores()} cores", "with": _on_cpu(problems)}]
     gpus: list[dict[str, Any]] = []
     cupys = driver.installed_cupys()
@@ -85,6 +87,7 @@ def facts() -> dict[str, Any]:
         "gpus": gpus,
         "drivers": _drivers(),
         "cubins": [{**found._asdict(), "path": str(found.path)} for found in sets],
+        "unreadable": [{**found._asdict(), "path": str(found.path)} for found in unreadable.values()],
         "runs": runs,
         "problems": problems,
     }
@@ -160,7 +163,9 @@ def info_text(as_json: bool = False) -> str:
             f"cubins    {row['set']} {row['target']}: {row['kernels']} in {row['bytes'] / 2**20:.1f} MiB, "
             f"{state}, {row['origin']} ({row['path']})"
         )
-    lines += [] if found["cubins"] else ["cubins    none installed"]
+    for row in found["unreadable"]:
+        lines.append(f"cubins    {row['origin']} cannot be read: {row['why']} ({row['path']})")
+    lines += [] if found["cubins"] or found["unreadable"] else ["cubins    none installed"]
     lines += [f"runs      on {row['on']}: {row['with']}" for row in found["runs"]]
     for problem in found["problems"]:
         first, *rest = problem.splitlines()

@@ -64,13 +64,16 @@ def user_cache() -> Path:
     """
     try:
         home = Path.home()
-    except RuntimeError:  # a user without an entry in passwd, for whom containers set HOME to the root
-        home = Path(Path.cwd().anchor)
+    except RuntimeError:
+        home = Path()
+    if not home.is_absolute():  # a user without an entry in passwd, for whom containers set HOME to the root
+        home = Path(os.sep).absolute()  # why not by Path.cwd(): that folder may be gone
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
+        given, base = os.environ.get("LOCALAPPDATA", ""), home / "AppData" / "Local"
     else:
-        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
-    return Path(base) / "cupy_flash"
+        given, base = os.environ.get("XDG_CACHE_HOME", ""), home / ".cache"
+    # why: a relative folder would be another one after os.chdir; the specification of XDG ignores it, too
+    return (Path(given) if Path(given).is_absolute() else base) / "cupy_flash"
 
 
 def make_folder(folder: Path) -> None:

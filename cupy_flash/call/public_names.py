@@ -45,6 +45,8 @@ def type_phrase(x: Any) -> str:
     if x is None:
         return "None"
     name = type(x).__name__
+    if name in ("Array", "Tensor"):  # why: of which library, where "an Array, not an array" says nothing
+        name = f"{type(x).__module__.partition('.')[0]} {name}"
     vowel = name[0].lower() in "aeiou" or name == "ndarray"
     return f"{'an' if vowel else 'a'} {name}"
 

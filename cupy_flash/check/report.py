@@ -107,7 +107,9 @@ class Found(NamedTuple):
             state = "damaged" if row["problem"] else "verified"
             line = lines.setdefault(f"{row['set']}, {state}, {row['origin']}", [])
             line.append(f"{row['target']} ({row['kernels']})")
-        return [f"{what}: {', '.join(targets)}" for what, targets in lines.items()] or ["none installed"]
+        sets = [f"{what}: {', '.join(targets)}" for what, targets in lines.items()]
+        sets += [f"{row['origin']} cannot be read: {row['why']}" for row in self.facts["unreadable"]]
+        return sets or ["none installed"]
 
     def _summary(self) -> list[str]:
         """One line per kind of call."""
@@ -138,6 +140,7 @@ class Found(NamedTuple):
                 | {"verified": not row["problem"], "origin": without_paths(row["origin"])}
                 for row in facts["cubins"]
             ],
+            "unreadable": [{name: row[name] for name in ("origin", "why")} for row in facts["unreadable"]],
             "notes": [without_paths(note) for note in self.notes],
             "problems": [without_paths(problem) for problem in self.problems],
             "seed": self.seed,

@@ -18,7 +18,8 @@ from ..program.graph import Body
 from ..version import ABI_VERSION, __version__
 from . import sources
 
-__all__ = ["Cubin", "CubinSet", "available", "code", "functions_cache", "locate", "user_cache"]
+__all__ = ["Cubin", "CubinSet", "available", "code", "functions_cache", "locate", "unreadable",
+           "user_cache"]  # fmt: skip
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -52,6 +53,14 @@ class CubinSet(NamedTuple):
     kernels: int
     bytes: int
     problem: str  # why the set cannot be used; empty if it can
+
+
+class Unreadable(NamedTuple):
+    """A place whose cubins, if it has any, cannot be read."""
+
+    origin: str
+    path: Path
+    why: str
 
 
 class _Origin(NamedTuple):
@@ -201,6 +210,23 @@ def _is_folder(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
+def _why_unreadable(folder: Path) -> str:
+    """Why a folder cannot be listed; empty if it can, or if there is none."""
+    try:
+        os.scandir(folder).close()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def unreadable() -> list[Unreadable]:
+    """Every place that this user may not read, such as the cache in the home of another user."""
+    reasons = [(origin, _why_unreadable(origin.root)) for origin in _origins()]
+    return [Unreadable(origin.name, origin.root, why) for origin, why in reasons if why]
+
+
 def _manifests(origin: _Origin) -> list[Path]:
     """Every manifest of a place."""
     return sorted(origin.root.glob(f"cuda1[23]/*/{MANIFEST}")) if _is_folder(origin.root) else []
@@ -292,7 +318,10 @@ def _not_found(
     for origin in origins:
         held = sorted(path.parent.name for path in _manifests(origin))
         what = ", ".join(dict.fromkeys(held)) if held else "no cubins"
-        reasons.append((origin.name, f"{what} in {origin.root}"))
+        why = _why_unreadable(origin.root)
+        reasons.append(
+            (origin.name, f"{origin.root} cannot be read: {why}" if why else f"{what} in {origin.root}")
+        )
     if variant.function:
         usable = usable_sets(driver_version)
         return CubinNotFoundError(

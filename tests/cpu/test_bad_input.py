@@ -367,17 +367,34 @@ class Convertible:
         return ones(*Q)
 
 
+class Described:
+    __array_interface__ = ones(*Q).__array_interface__
+
+
+class Sparse:
+    def toarray(self) -> np.ndarray:
+        raise AssertionError("reading may compute")
+
+
 @pytest.mark.parametrize(
     ("thing", "hint"),
     [
         (Labelled(ones(*Q)), "Try: q.values, the array without its labels"),
         (Convertible(), "Try: numpy.asarray(q)"),
+        (Described(), "Try: numpy.asarray(q)"),
+        (memoryview(ones(*Q)), "Try: numpy.asarray(q)"),
+        (Sparse(), "Try: q.toarray()"),
         ([[1.0]], "Try: numpy.asarray(q)"),
         ({"q": 1}, "Try: a NumPy, CuPy, torch or JAX array"),
     ],
 )
 def test_a_thing_with_an_array_inside(thing: Any, hint: str) -> None:
     assert last_line(call, f"q is a {type(thing).__name__}, not an array", q=thing).startswith(hint)
+
+
+def test_an_array_of_another_library_is_called_by_both_names() -> None:
+    array = type("Array", (Convertible,), {"__module__": "dask.array.core"})
+    assert last_line(call, "q is a dask Array, not an array", q=array()) == "Try: numpy.asarray(q)"
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mask", bool), ("bias", np.float32)])

@@ -386,8 +386,10 @@ def test_the_cache_is_made_private(tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_entered_is_as_none(tmp_path, monkeypatch):
     """As below another user's home, which sudo leaves in HOME. A name too long fails for root, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("a" * 300)))
-    with pytest.raises(CubinNotFoundError, match="user cache"):
+    with pytest.raises(CubinNotFoundError, match=r"user cache +.*/cubins/.* cannot be read: File name"):
         locate.locate(VARIANT, "sm_80")
+    (found,) = locate.unreadable()
+    assert (found.origin, found.why) == ("user cache", "File name too long")
     assert [found.origin for found in locate.available() if found.origin == "user cache"] == []
     folder = store(package(tmp_path, monkeypatch))
     assert locate.locate(VARIANT, "sm_80").path.parent == folder

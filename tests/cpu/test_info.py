@@ -183,11 +183,24 @@ def test_a_cache_that_others_may_write_to(tmp_path, monkeypatch):
     assert any(f"chmod -R go-w {locate.user_cache().parent}" in problem for problem in problems())
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX errors")
+def test_what_cannot_be_read_is_not_called_missing(tmp_path, monkeypatch):
+    """Like the home of another user, which su leaves in HOME; too long a name fails for root, too."""
+    monkeypatch.setattr(driver.tensor_map, "LIBRARY", "no such library")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("a" * 300)))
+    assert problems() == []
+    text = info.info_text()
+    assert f"\ncubins    user cache cannot be read: File name too long ({locate.user_cache()})\n" in text
+    assert "none installed" not in text
+    monkeypatch.setenv(locate.OVERRIDE, str(tmp_path / ("b" * 300)))
+    assert "which cannot be read: File name too long." in one_problem()
+
+
 def test_json_says_the_same_as_the_text(tmp_path, monkeypatch, capsys):
     package(tmp_path, monkeypatch)
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"versions", "gpus", "drivers", "cubins", "runs", "problems"}
+    assert set(found) == {"versions", "gpus", "drivers", "cubins", "unreadable", "runs", "problems"}
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     for row in found["cubins"]:

@@ -93,6 +93,24 @@ def test_links_are_followed_one_by_one(tmp_path, deep, link):
     assert (step.resolve(), reason) == (tmp_path / "elsewhere", "can be written to by other users")
 
 
+@posix
+@pytest.mark.parametrize("relative", ["cache", "~/cache", ""])
+def test_a_relative_cache_is_that_of_the_home(tmp_path, monkeypatch, relative):
+    """Another folder would be found after os.chdir; nor does a shell expand what Docker's ENV has set."""
+    monkeypatch.setenv("XDG_CACHE_HOME", relative)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert trust.user_cache() == tmp_path / ".cache" / "cupy_flash"
+
+
+@posix
+@pytest.mark.parametrize("home", [None, "relative"])
+def test_without_a_home_the_folder_of_the_process_does_not_matter(monkeypatch, home):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path(home) if home else Path("~unknown!").expanduser())
+    monkeypatch.setattr(os, "getcwd", lambda: pytest.fail("it may be gone"))
+    assert trust.user_cache() == Path("/.cache/cupy_flash")
+
+
 def test_a_package_is_a_folder_with_an_init(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert trust.package_folder("cupy-flash-example") is None

@@ -69,7 +69,9 @@ def _array_inside(x: Any, name: str) -> str:
         return f"{name}.values, the array without its labels"
     if isinstance(x, (list, tuple)):
         return f"numpy.asarray({name}{', numpy.int32' * of_integers(x)})"
-    if hasattr(x, "__array__"):
+    if hasattr(x, "toarray"):  # of scipy.sparse
+        return f"{name}.toarray()"
+    if isinstance(x, memoryview) or hasattr(x, "__array__") or hasattr(x, "__array_interface__"):
         return f"numpy.asarray({name})"
     return "a NumPy, CuPy, torch or JAX array, or anything with __dlpack__"
 
