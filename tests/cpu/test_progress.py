@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import functools
 import io
 import sys
@@ -20,7 +21,9 @@ from cupy_flash.call.problem import Problem
 from cupy_flash.cpu import progress as of_numpy
 from cupy_flash.cpu.core import family
 from cupy_flash.cpu.core import progress as of_core
+from cupy_flash.cpu.core.params import DONE, JOBS
 from cupy_flash.cpu.core.progress import share_of
+from tests.cpu.core_calls import before_jobs
 
 Q = np.random.default_rng(0).standard_normal((1, 2, 3000, 64), np.float32)
 CUTS = np.array([0, 500, 3000], np.int32)
@@ -99,6 +102,34 @@ def test_the_core_counts_all_of_its_jobs(name, monkeypatch):
     with cupy_flash.progress(lambda _: None):
         CALLS[name]()
     assert [watch.share() for watch in watches] == [1.0]
+
+
+def test_a_pass_that_computes_the_lse_is_half_of_statistics_and_nothing_of_gradients(monkeypatch):
+    """By the counters of jobs, those done and all of them, as they are when threads begin to take jobs."""
+    if "family    core" not in cupy_flash.explain(Q, Q, Q):
+        pytest.skip("the core is not compiled here")
+    monkeypatch.setattr(family, "LONG_FLOPS", float("inf"))
+    structs, counted, compute = [], [], family.Core._run
+    monkeypatch.setattr(family.Core, "_run", lambda core, x: structs.append(x) or compute(core, x))
+
+    def look():
+        counted.append([ctypes.c_int64.from_buffer(structs[-1], x).value for x in (DONE, JOBS)])
+
+    before_jobs(monkeypatch, look)
+
+    def counters(call, *given, **options):
+        counted.clear()
+        call(*given, **options)
+        return counted[:]
+
+    statistics = functools.partial(cupy_flash.attention_statistics, FEW, FEW, want="entropy")
+    ((_, jobs),) = counters(statistics, RESULTS[1])
+    first, second = counters(statistics)
+    o, lse = cupy_flash.attention(FEW, FEW, FEW, return_lse=True)
+    backward = functools.partial(cupy_flash.attention_backward, o, FEW, FEW, FEW, o)
+    (begun, panels), *anew = counters(backward, lse + 1e5)  # far from 0, so that a pass computes it anew
+    assert anew == counters(backward, lse)
+    assert [begun, first, second] == [0, [0, 2 * panels], [jobs, 2 * jobs]]
 
 
 @pytest.mark.parametrize("name", CALLS)
