@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -214,6 +215,41 @@ def test_kernels_of_every_head_dim_are_built(cache: Path, monkeypatch: pytest.Mo
     flash_kernel = next(name for name in made if name.startswith("flash_forward"))
     user_cache.kernel_into_cache(made[flash_kernel], "sm_80", (12,))
     assert compiled == {flash_kernel}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+def test_a_cache_is_private_before_it_is_filled(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask; one that others may write to is not filled, but a folder that the user names is."""
+    modes: list[int] = []
+
+    def build(_cuda: int, _archs: Any, store: Path, **_: Any) -> list[Any]:
+        modes.append(store.stat().st_mode & 0o777)
+        return []
+
+    def of_function(**out: Path) -> None:
+        user_cache.function_into_cache(ALIBI_GRAPH, ["sm_80"], ["float32"], [64], (12,), **out)
+
+    monkeypatch.setattr(user_cache, "build", build)
+    shared = locate.functions_cache(ALIBI_GRAPH, tmp_path / "shared")
+    old = os.umask(0)
+    try:
+        shared.mkdir(parents=True)
+        user_cache.into_user_cache(["sm_80"])
+        of_function()
+    finally:
+        os.umask(old)
+    assert modes == [0o700] * 2
+    of_function(out=tmp_path / "shared")
+    assert modes.pop() == 0o777
+    for folder in (locate.user_cache(), locate.functions_cache(ALIBI_GRAPH)):
+        assert folder.is_relative_to(cache)
+        folder.chmod(0o777)
+    for fill in (of_function, lambda: user_cache.into_user_cache(["sm_80"])):
+        with pytest.raises(CubinNotFoundError, match="in the cubin cache"):
+            fill()
+    assert modes == [0o700] * 2
 
 
 @pytest.mark.parametrize(
