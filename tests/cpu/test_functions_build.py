@@ -280,6 +280,8 @@ def test_what_is_built_is_what_the_driver_looks_for(
     assert main([*words, "--cuda", "12"]) == 0
     ALIBI.build((np.ones(1, np.float32),), archs=None if driver else [arch], cuda=12)
     assert made[3:] == [(12, arch.split())] * 2
+    assert main([*words, "--cuda", "13"]) == 0  # the compiler refuses what it does not have
+    assert made[5:] == [(13, arch.split())]
 
 
 def test_no_call_imports_a_compiler() -> None:
