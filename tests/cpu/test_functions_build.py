@@ -201,9 +201,11 @@ def test_kernels_of_every_head_dim_are_built(cache: Path, monkeypatch: pytest.Mo
     """By `build`, and by a call that may compile; flash kernels have more classes than simple ones."""
     del cache
     compiled: set[str] = set()
+    told: list[bool] = []
 
-    def build(_cuda: int, _archs: Any, _store: Path, *, only: Any, every: Any, **_: Any) -> list[Any]:
+    def build(_cuda: int, _archs: Any, _store: Path, *, only: Any, every: Any, progress: bool) -> list[Any]:
         compiled.update({v.name for v in every("sm_80")} & {*only})
+        told.append(progress)
         return []
 
     monkeypatch.setattr(user_cache, "build", build)
@@ -212,9 +214,16 @@ def test_kernels_of_every_head_dim_are_built(cache: Path, monkeypatch: pytest.Mo
         ALIBI.build((np.ones(1, np.float32),), archs=["sm_80"], dtypes=[dtype], head_dims=[head_dim])
         assert compiled == made.keys()
         compiled.clear()
+    second = {"archs": ["sm_80"], "dtypes": ["float64"], "head_dims": [64], "second_order": True}
+    ALIBI.build((np.ones(1, np.float32),), **second)
+    assert compiled == {
+        v.name for v in families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
+    }
+    compiled.clear()
     flash_kernel = next(name for name in made if name.startswith("flash_forward"))
     user_cache.kernel_into_cache(made[flash_kernel], "sm_80", (12,))
     assert compiled == {flash_kernel}
+    assert told == [True] * 4 + [False]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
