@@ -23,7 +23,17 @@ from typing import Any
 from .call.adopt import adopt
 from .call.arrays import accumulator_of
 from .call.checks import one_of
-from .call.codes import BLOCK, GROUPS, packed, packed_e2m1, packed_e4m3, rounded_int8, unpacked, unpacked_e2m1
+from .call.codes import (
+    BLOCK,
+    GROUPS,
+    LIMITS,
+    packed,
+    packed_e2m1,
+    packed_e4m3,
+    rounded_int8,
+    unpacked,
+    unpacked_e2m1,
+)
 from .call.compound import QuantizedCache
 from .call.head_scale import in_dtype
 from .call.operands import FLOATS, table_of
@@ -44,8 +54,8 @@ def _floats(x: Any) -> tuple[Any, Any, str]:
     return view, namespace(view.library), accumulator_of(view.dtype)
 
 
-def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
-    """The namespace of an array, the array / scale per KV head, the scale, and the dtype to compute in."""
+def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any]:
+    """The namespace of an array, the array / scale per KV head, and the scale."""
     view, xp, wide = _floats(x)
     if not one_of(layout, _HEADS) or len(view.shape) != 4:
         raise InvalidArgumentsError(
@@ -54,11 +64,13 @@ def _by_head(x: Any, layout: str, largest: float) -> tuple[Any, Any, Any, str]:
             'head_dim) with "bshd", or pages of them',
         )
     axis = _HEADS[layout]
-    rows = in_dtype(x, getattr(xp, wide))
-    most = xp.amax(abs(rows), tuple(n for n in range(4) if n != axis)) / largest
-    scale = in_dtype(xp.where(most > 0, most, xp.ones_like(most)), xp.float32)
+    limit = LIMITS["float32"]
+    rows = xp.clip(in_dtype(x, getattr(xp, wide)), -limit, limit)
+    sizes = xp.where(rows == rows, abs(rows), xp.zeros_like(rows))  # NaN has none
+    most = in_dtype(xp.amax(sizes, tuple(n for n in range(4) if n != axis)) / largest, xp.float32)
+    scale = xp.where(most > 0, most, xp.ones_like(most))
     each = scale.reshape((1, -1, 1, 1) if axis == 1 else (1, 1, -1, 1))
-    return xp, rows / each, scale, wide
+    return xp, rows / each, scale
 
 
 def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
@@ -67,7 +79,9 @@ def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     Parameters
     ----------
     x : array, shape (batch, heads_k, capacity, head_dim)
-        float16, bfloat16, float32 or float64: for example a cache, or its pages.
+        float16, bfloat16, float32 or float64: for example a cache, or its pages. Magnitudes above 2**126,
+        infinities included, are clamped. A NaN is stored as 0 (by `float8` as NaN), and the others of its
+        head as if it were absent.
     layout : {"bhsd", "bshd"}
         Layout of x.
 
@@ -88,7 +102,7 @@ def int8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     >>> quantized.int8(np.float32([-1, 0.5, 1]).reshape(1, 1, 1, 3)).codes.tolist()
     [[[[-127, 64, 127]]]]
     """
-    xp, rows, scale, _ = _by_head(x, layout, 127.0)
+    xp, rows, scale = _by_head(x, layout, 127.0)
     return QuantizedCache(rounded_int8(xp, rows), scale)
 
 
@@ -119,7 +133,7 @@ def float8(x: Any, *, layout: str = "bhsd") -> QuantizedCache:
     >>> made.codes.tolist(), made.scale.tolist()
     ([[[[254, 56, 0]]]], [1.0])
     """
-    xp, rows, scale, _ = _by_head(x, layout, 448.0)
+    xp, rows, scale = _by_head(x, layout, 448.0)
     return QuantizedCache(packed_e4m3(xp, rows), scale)
 
 

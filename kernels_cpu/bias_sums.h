@@ -15,7 +15,7 @@ template <class Source>
 struct BiasSums {
     Call& p;
     Source source;
-    Tensor to;
+    Tensor to;                              // its strides are 0 along axes of length 1
     int64_t batch, heads, rows, columns;    // of dbias: 1 where it is a sum
     int64_t panels;                         // jobs of a head
 };
@@ -68,7 +68,6 @@ void bias_job(void* what, int64_t number) {
         if (f.columns == 1 && !last_block) continue;
         int64_t written = f.columns == 1 ? 1 : least(step, p.seqlen_k - j0),
                 at = b * t.batch + h * t.head + j0 * t.column;
-        if (f.columns == 1) at = b * t.batch + h * t.head;
         if (f.rows == 1) {
             for (int64_t j = 0; j < written; ++j) {
                 V<Real> lanes = zero<Real>();

@@ -73,7 +73,6 @@ struct Call {
     const int32_t* starts_new;              // (batch + 1), rows where new keys of sequences begin; or null
     const int32_t* rotary_starts;    // (batch,), rotation: position of the first query and new key; or null
     const int32_t* leftpad;          // (batch,), keys of a cache that nobody sees before the first; or null
-    int64_t first_batch;             // of the dropout's counter
     int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v;
     int64_t offset, left, right;                 // keeps i + offset - left <= j <= i + offset + right
     int64_t rotary, first_rotated, positions;    // rotated features, the first of them; rows of the tables

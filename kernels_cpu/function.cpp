@@ -233,7 +233,7 @@ struct Machine {
     __attribute__((noinline)) void run(const Instruction& x) {
         const Ints one = (Ints)splat<Real>(1), sign = (Ints)splat<Real>(Real(-0.0));
         switch (x.op) {
-            case kBatch: return leaf(x, [&](int64_t) { return call.first_batch + score.s.batch; });
+            case kBatch: return leaf(x, [&](int64_t) { return score.s.batch; });
             case kHead: return leaf(x, [&](int64_t l) { return lanes.head[l]; });
             case kQuery: return leaf(x, [&](int64_t l) { return lanes.query[l]; });
             case kKey: return leaf(x, [&](int64_t l) { return t.from + l; });

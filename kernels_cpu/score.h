@@ -140,7 +140,7 @@ struct Score {
     // Weights that dropout does not keep become 0.
     void drop(const Panel<Real>& x, int64_t from, int64_t keys, Real* tile, Real* second = nullptr) const {
         for (int64_t group = from / 4; group * 4 < from + keys; ++group) {
-            Philox<panel> random(p.seed, uint32_t(group), x.query, x.head, uint32_t(p.first_batch + s.batch));
+            Philox<panel> random(p.seed, uint32_t(group), x.query, x.head, uint32_t(s.batch));
             for (int64_t j = most(group * 4, from); j < least(group * 4 + 4, from + keys); ++j) {
                 Real* row = tile + (j - from) * panel;
                 const uint32_t* word = random.word[j % 4];
@@ -205,7 +205,6 @@ template <class Real>
 __attribute__((noinline)) Denominator denominator(const Call& p, int64_t head, Real row_max, Real row_sum) {
     double sink = p.sinks.data ? element<Real>(p.sinks.data, head * p.sinks.head) : -kInfinity<double>;
     double top = row_max > sink ? row_max : sink;
-    if (top == -kInfinity<double>) return {top, row_sum};    // 0 without keys, NaN where every score is
     return {top, row_sum * exp(row_max - top) + exp(sink - top)};
 }
 

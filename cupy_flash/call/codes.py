@@ -133,13 +133,15 @@ def packed_e2m1(xp: Any, x: Any, wide: str) -> tuple[Any, Any]:
 
 
 def packed_e4m3(xp: Any, x: Any) -> Any:
-    """The bits of floats rounded to float8_e4m3fn, ties to even, clamped to +-448."""
-    return _cast(xp, _nearest(xp, E4M3, abs(x)) + 128 * xp.signbit(x), "uint8")
+    """The bits of floats rounded to float8_e4m3fn, ties to even, clamped to +-448; NaN is NaN."""
+    sizes = xp.where(x == x, _nearest(xp, E4M3, abs(x)), len(E4M3))
+    return _cast(xp, sizes + 128 * xp.signbit(x), "uint8")
 
 
 def rounded_int8(xp: Any, x: Any) -> Any:
-    """Floats rounded to int8, ties to even, clamped to +-127."""
-    return _cast(xp, xp.clip(xp.round(x), -127, 127), "int8")
+    """Floats rounded to int8, ties to even, clamped to +-127; NaN is 0."""
+    numbers = xp.where(x == x, x, xp.zeros_like(x))
+    return _cast(xp, xp.clip(xp.round(numbers), -127, 127), "int8")
 
 
 def unpacked_e2m1(xp: Any, codes: Any, scale: Any, dtype: str) -> Any:

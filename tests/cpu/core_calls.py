@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by name then)
 import numpy as np
+import pytest
 
 import cupy_flash
+from cupy_flash.cpu import threads
+from cupy_flash.cpu.core import family
 from tests.paths import ROOT
 
 SIZES = (2, 4, 384, 32)
@@ -44,3 +49,21 @@ def run(code: str, timeout: float = 120, **environment: str) -> subprocess.Compl
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def before_jobs(monkeypatch: pytest.MonkeyPatch, look: Callable[[], object]) -> None:
+    """A stand-in for an OpenMP does the jobs of every call, after `look` in the thread of the call."""
+    work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    def parallel(function: int, of: int, count: int, _flags: int) -> None:
+        look()
+        for _ in range(count):
+            work(function)(of)
+
+    kinds = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+    stand_in = ctypes.CFUNCTYPE(None, *kinds)(parallel)
+    monkeypatch.setattr(threads, "team", lambda *_: ctypes.cast(stand_in, ctypes.c_void_p).value)
+    monkeypatch.setattr(family, "workers", lambda *_: 2)
+    q = normal(1, 2, 64, 16)
+    for _ in range(32):  # which helpers may compute, after a team that was late
+        cupy_flash.attention(q, q, q)

@@ -610,6 +610,7 @@ def test_merge() -> None:
         (r"lse_a has shape", {"lse_b": ones(2, 4, 1)}),
         (r"lse_.* has dtype", {"lse_a": ones(2, 4, 6, dtype=np.float16)}),
         (r"lse_a has shape \(6, 4\)", {"lse_a": ones(6, 4), "lse_b": ones(6, 4)}),
+        (r"lse_a has shape \(\)", {"o_a": ones(6), "o_b": ones(6), "lse_a": ones(), "lse_b": ones()}),
         (r"o_a is a list", {"o_a": []}),
         (r"o_a has dtype int64", {"o_a": ones(*Q, dtype=int), "o_b": ones(*Q, dtype=int)}),
         (r"layout is 'x'", {"layout": "x"}),

@@ -1,5 +1,6 @@
 """Cubins are built incrementally, deterministically and atomically, and refused when they are bad."""
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -16,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from cupy_flash import UnsupportedError
+from cupy_flash import UnsupportedError, trust
 from cupy_flash.__main__ import main
 from cupy_flash.cubins import build, locate, nvrtc, sass, sources, user_cache
 from cupy_flash.plan import families
@@ -410,6 +411,48 @@ def test_a_compiler_of_another_version_is_refused(monkeypatch, tmp_path):
         UnsupportedError, match=r"compiled by NVRTC 12\.4; .* is of version 12\.9\.\nTry: pip install"
     ):
         build.build(12, ["sm_80"], tmp_path)
+
+
+def test_the_library_and_its_headers_are_looked_at_one_by_one(monkeypatch, tmp_path):
+    of_library, of_headers = nvrtc.TOOLKITS[12].requirements
+    found, packaged = {of_headers: tmp_path}, trust.packaged
+    monkeypatch.setattr(
+        trust, "packaged", lambda name, path: found[name] if name in found else packaged(name, path)
+    )
+    header = tmp_path / "cuda_runtime_api.h"
+    for text, version in (("#define CUDART_VERSION  12040\n", "12.4"), ("", "0.0")):
+        header.write_text(text)
+        with pytest.raises(
+            UnsupportedError, match=rf"{tmp_path} is of version {version}\.\nTry: pip install"
+        ):
+            nvrtc.Compiler(12)
+    header.write_text("#define CUDART_VERSION 12090\n")
+    assert nvrtc.Compiler(12).include == tmp_path
+    with monkeypatch.context() as other:
+        other.setattr(nvrtc.Compiler, "_version", lambda _: (12, 4))
+        with pytest.raises(UnsupportedError, match=r"nvrtc.* is of version 12\.4\."):
+            nvrtc.Compiler(12)
+    for name, what in ((of_headers, "its headers are"), (of_library, "it is")):
+        found[name] = None
+        assert not nvrtc.installed(12)
+        with pytest.raises(UnsupportedError, match=rf"12\.9, and {what} not installed\.\nTry: pip install"):
+            nvrtc.Compiler(12)
+
+
+def test_ptx_is_text_and_an_error_of_the_compiler_is_named():
+    compiler = nvrtc.Compiler(12)
+    compiler._nvrtc.nvrtcDestroyProgram = destroy = mock.Mock(wraps=compiler._nvrtc.nvrtcDestroyProgram)
+    made, log = compiler.compile(
+        "__global__ void f(int *x) { int unused; *x = 1; }", "f.cu", ["-arch=compute_90"], result="PTX"
+    )
+    assert made.rstrip().endswith(b"}")
+    assert "unused" in log
+    assert not log.endswith("\0")
+    with pytest.raises(nvrtc.CompileError, match=r"f\.cu -arch=compute_90\n"):
+        compiler.compile("no C", "f.cu", ["-arch=compute_90"])
+    assert destroy.call_count == 2
+    with pytest.raises(nvrtc.CompileError, match=r"nvrtcGetProgramLogSize: NVRTC_ERROR_"):
+        compiler._read(ctypes.c_void_p(), "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
 
 
 @requires_nvrtc(13)

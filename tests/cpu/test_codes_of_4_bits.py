@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import InvalidArgumentsError, testing
+from cupy_flash.quantized import dequantize, int8
 from cupy_flash.testing.kv_cache import dequantized_int4, dequantized_nvfp4
 from tests.four_bit_cases import BATCH, E4M3, HEADS, LENGTHS, PARTS, ROOM, call, wide
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
@@ -310,10 +311,15 @@ def test_scales_that_cannot_be_written(kind: str) -> None:
         (int4_parts, np.ones((2, 48), np.float32), {"group": 32}, "group is 32, for an x of shape"),
         (int4_parts, np.ones((2, 64), np.float32), {"group": 16}, "group is 16"),
         (int4_parts, np.ones((2, 64), np.int8), {}, "x has dtype int8"),
+        (int4_parts, np.ones((2, 0), np.float32), {}, r"group is 64, for an x of shape \(2, 0\)"),
+        (int4_parts, np.ones((), np.float32), {}, r"group is 64, for an x of shape \(\)"),
         (int4_parts, np.ones((2, 64), np.float32), {"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
         (nvfp4_parts, np.ones((2, 40), np.float32), {}, r"x has shape \(2, 40\)"),
         (nvfp4_parts, np.ones((2, 64), np.int8), {}, "x has dtype int8"),
+        (nvfp4_parts, np.ones((2, 0), np.float32), {}, r"x has shape \(2, 0\)"),
+        (nvfp4_parts, np.ones((), np.float32), {}, r"x has shape \(\)"),
         (lambda x: dequantized(*int4_parts(x), dtype="int8"), np.ones((2, 64)), {}, "dtype is 'int8'"),
+        (lambda x: dequantize(int8(x)), np.ones((1, 1, 1, 4)), {}, "has neither zero nor block_scale"),
     ],
 )
 def test_quantize_refuses(make: Any, x: np.ndarray, how: dict[str, Any], message: str) -> None:

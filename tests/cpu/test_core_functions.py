@@ -356,6 +356,9 @@ def test_an_index_outside_of_a_hidden_pair_is_nobodys() -> None:
     for hidden in ({"causal": True}, {"mask": (j <= i)[None, None]}, {"mask": cupy_flash.Spans(by_key)},
                    {"mask": cupy_flash.Spans(by_query.reshape(1, 70, 1, 2))}, {"mask": blocks}):  # fmt: skip
         np.testing.assert_allclose(cupy_flash.attention(q, k, v, **how, **hidden), expected, atol=1e-6)
+    of_function = cupy_flash.mask(lambda b, h, i, j, x: x[i - j] == 0)(np.zeros(70, np.float32))
+    found = cupy_flash.attention(q, k, v, mask=((j <= i)[None, None], of_function))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
     with pytest.raises(InvalidArgumentsError, match="reads element -"):
         cupy_flash.attention(q, k, v, **how, mask=(j <= i + 1)[None, None])
 

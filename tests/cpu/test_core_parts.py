@@ -13,6 +13,7 @@ from cupy_flash import testing
 from cupy_flash.call.options import PER_HEAD
 from cupy_flash.cpu import threads
 from cupy_flash.cpu.core import family, params
+from cupy_flash.parallel.partial import attention as unrounded
 from tests.cpu.core_calls import normal
 
 pytestmark = pytest.mark.usefixtures("core")
@@ -107,8 +108,35 @@ def test_a_row_of_zeros_is_0_and_not_its_negative(queries: int, dtype: Any) -> N
     v[...], do[...] = -0.0, -0.0
     options = {"window": (0, 0), "align": 0, "scale": -0.5}
     o, lse = cupy_flash.attention(q, k, v, return_lse=True, **options)
-    for x in (o, *cupy_flash.attention_backward(do, q, k, v, o, lse, **options)[:3]):
+    codes = np.zeros((1, 2, 20, 8), np.int8)
+    cache = [cupy_flash.QuantizedCache(codes, np.full(2, by, np.float32)) for by in (1, -1)]
+    cached = cupy_flash.attention_with_kv_cache(q, *cache, cache_seqlens=20)
+    for x in (o, cached, *cupy_flash.attention_backward(do, q, k, v, o, lse, **options)[:3]):
         assert not np.signbit(x.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("queries", [15, 16, 17, 31, 32, 33, 49])
+def test_rows_that_fill_vectors_in_part(queries: int) -> None:
+    _, q, k, v = inputs(1, queries, 40)
+    assert_close(cupy_flash.attention(q, k, v), testing.reference_attention(q, k, v).o)
+
+
+@pytest.mark.parametrize("low", [100, 200, 300])
+def test_weights_by_an_lse_that_is_far_too_low_are_infinite(low: int) -> None:
+    do, q, k, v = (np.abs(x) for x in inputs(1, 20, 20))
+    o, lse = cupy_flash.attention(q, k, v, return_lse=True)
+    with np.errstate(over="ignore"):
+        assert np.isposinf(cupy_flash.attention_backward(do, q, k, v, o, lse - low).dv).all()
+
+
+def test_a_row_has_the_bits_of_any_job() -> None:
+    """Also where the first row of a job sees an odd key first, and keys are multiplied in pairs."""
+    q, k, v = (normal(1, 2, 300, 32, seed=seed).astype(ml_dtypes.bfloat16) for seed in range(3))
+    options: dict[str, Any] = {"window": (101, 20), "reproducible": "batch"}
+    whole, _ = unrounded(q, k, v, align=0, **options)
+    for first in (96, 128, 160):
+        part, _ = unrounded(q[:, :, first : first + 60], k, v, align=first, **options)
+        np.testing.assert_array_equal(part, whole[:, :, first : first + 60])
 
 
 @pytest.mark.parametrize("edge", [1, 15, 16, 17, 31, 32, 33])
@@ -168,6 +196,17 @@ def test_pairs_over_pages(queries: int, dim: int, page: int) -> None:
     k, v = (x[table[0]].reshape(1, 1, 4 * page, dim)[:, :, :used] for x in caches)
     wanted = testing.reference_attention(q, k, v).o
     np.testing.assert_allclose(o.astype(float), wanted, atol=2e-2)
+
+
+def test_statistics_take_an_lse_of_products_of_pairs() -> None:
+    """Where terms of a score cancel, they leave other last bits in pairs of bfloat16 than in float32."""
+    draw = np.random.default_rng(0)
+    q, k = (draw.standard_normal((1, 2, n, 64), np.float32) * by for n, by in ((64, 4000), (200, 1)))
+    q[..., 0], q[..., 62], k[..., [0, 62]] = 2.0**20, -(2.0**20), 1
+    q, k = q.astype(ml_dtypes.bfloat16), k.astype(ml_dtypes.bfloat16)
+    lse = cupy_flash.attention(q, k, k, return_lse=True, reproducible="batch")[1]
+    made = cupy_flash.attention_statistics(q, k, lse, want="key_sum")
+    np.testing.assert_allclose(made.key_sum.sum(-1), [[64, 64]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("dim", [46, 48])

@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 import cupy_flash
 from cupy_flash.cpu import choose, threads
 from cupy_flash.cpu.core import family, params
-from tests.cpu.core_calls import SIZES, normal, results, run
+from tests.cpu.core_calls import SIZES, before_jobs, normal, results, run
 
 pytestmark = pytest.mark.usefixtures("core")
 
@@ -203,6 +203,23 @@ def test_many_callers_at_once(dtype: str) -> None:
     assert not any(wrong)
 
 
+def test_a_call_does_not_wait_for_the_threads_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, other = normal(1, 2, 128, 32), threading.Thread(target=lambda: cupy_flash.attention(q, q, q))
+    waited: list[bool] = []
+
+    def meanwhile() -> None:
+        if other.ident is None and begun:
+            other.start()
+            other.join(5)
+            waited.append(other.is_alive())
+
+    begun = False
+    before_jobs(monkeypatch, meanwhile)
+    begun = True
+    cupy_flash.attention(q, q, q)
+    assert waited == [False]
+
+
 @of_dtypes
 def test_more_threads_than_cores(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results(dtype=dtype)
@@ -379,7 +396,29 @@ assert grown < 8 << 10, grown  # KB; K in float32 would be 512 MB
     )
 
 
-def test_the_last_word_of_a_call_is_its_state() -> None:
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory as Linux counts it")
+def test_a_thread_that_ends_gives_its_scratch_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "workers", lambda *_: 1)
+    q, k = normal(1, 1, 192, 512), normal(1, 1, 8, 512)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            thread = threading.Thread(target=lambda: cupy_flash.attention(q, k, k))
+            thread.start()
+            thread.join()
+
+    calls(5)
+    before = resident()
+    calls(50)
+    grown = resident() - before
+    assert grown < 3 << 20, grown  # 7 MB if each keeps it
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_last_word_of_a_call_is_its_state(count: int) -> None:
     """A call that is stopped before it begins touches nothing."""
     q = normal(1, 2, 64, 16)
     out = np.full_like(q, 7)
@@ -390,7 +429,7 @@ def test_the_last_word_of_a_call_is_its_state() -> None:
     found = choose.choose(problem)
     assert found.library is not None
     call = family.Core.of(problem, views, found.library)
-    struct = call.params.filled({name: view.pointer for name, view in views.items()}, 0, 2)
+    struct = call.params.filled({name: view.pointer for name, view in views.items()}, 0, count)
     buffer = (ctypes.c_char * len(struct)).from_buffer(struct)
     ctypes.c_int32.from_buffer(buffer, params.STATE).value = params.STOP
     assert call.entries[0](ctypes.addressof(buffer)) == params.STOP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -200,9 +201,11 @@ def test_kernels_of_every_head_dim_are_built(cache: Path, monkeypatch: pytest.Mo
     """By `build`, and by a call that may compile; flash kernels have more classes than simple ones."""
     del cache
     compiled: set[str] = set()
+    told: list[bool] = []
 
-    def build(_cuda: int, _archs: Any, _store: Path, *, only: Any, every: Any, **_: Any) -> list[Any]:
+    def build(_cuda: int, _archs: Any, _store: Path, *, only: Any, every: Any, progress: bool) -> list[Any]:
         compiled.update({v.name for v in every("sm_80")} & {*only})
+        told.append(progress)
         return []
 
     monkeypatch.setattr(user_cache, "build", build)
@@ -211,9 +214,51 @@ def test_kernels_of_every_head_dim_are_built(cache: Path, monkeypatch: pytest.Mo
         ALIBI.build((np.ones(1, np.float32),), archs=["sm_80"], dtypes=[dtype], head_dims=[head_dim])
         assert compiled == made.keys()
         compiled.clear()
+    second = {"archs": ["sm_80"], "dtypes": ["float64"], "head_dims": [64], "second_order": True}
+    ALIBI.build((np.ones(1, np.float32),), **second)
+    assert compiled == {
+        v.name for v in families.of_function(ALIBI_GRAPH, "float64", 64, "sm_80", second_order=True)
+    }
+    compiled.clear()
     flash_kernel = next(name for name in made if name.startswith("flash_forward"))
     user_cache.kernel_into_cache(made[flash_kernel], "sm_80", (12,))
     assert compiled == {flash_kernel}
+    assert told == [True] * 4 + [False]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+def test_a_cache_is_private_before_it_is_filled(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask; one that others may write to is not filled, but a folder that the user names is."""
+    modes: list[int] = []
+
+    def build(_cuda: int, _archs: Any, store: Path, **_: Any) -> list[Any]:
+        modes.append(store.stat().st_mode & 0o777)
+        return []
+
+    def of_function(**out: Path) -> None:
+        user_cache.function_into_cache(ALIBI_GRAPH, ["sm_80"], ["float32"], [64], (12,), **out)
+
+    monkeypatch.setattr(user_cache, "build", build)
+    shared = locate.functions_cache(ALIBI_GRAPH, tmp_path / "shared")
+    old = os.umask(0)
+    try:
+        shared.mkdir(parents=True)
+        user_cache.into_user_cache(["sm_80"])
+        of_function()
+    finally:
+        os.umask(old)
+    assert modes == [0o700] * 2
+    of_function(out=tmp_path / "shared")
+    assert modes.pop() == 0o777
+    for folder in (locate.user_cache(), locate.functions_cache(ALIBI_GRAPH)):
+        assert folder.is_relative_to(cache)
+        folder.chmod(0o777)
+    for fill in (of_function, lambda: user_cache.into_user_cache(["sm_80"])):
+        with pytest.raises(CubinNotFoundError, match="in the cubin cache"):
+            fill()
+    assert modes == [0o700] * 2
 
 
 @pytest.mark.parametrize(
@@ -244,6 +289,8 @@ def test_what_is_built_is_what_the_driver_looks_for(
     assert main([*words, "--cuda", "12"]) == 0
     ALIBI.build((np.ones(1, np.float32),), archs=None if driver else [arch], cuda=12)
     assert made[3:] == [(12, arch.split())] * 2
+    assert main([*words, "--cuda", "13"]) == 0  # the compiler refuses what it does not have
+    assert made[5:] == [(13, arch.split())]
 
 
 def test_no_call_imports_a_compiler() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import functools
 import io
 import sys
@@ -20,7 +21,9 @@ from cupy_flash.call.problem import Problem
 from cupy_flash.cpu import progress as of_numpy
 from cupy_flash.cpu.core import family
 from cupy_flash.cpu.core import progress as of_core
+from cupy_flash.cpu.core.params import DONE, JOBS
 from cupy_flash.cpu.core.progress import share_of
+from tests.cpu.core_calls import before_jobs
 
 Q = np.random.default_rng(0).standard_normal((1, 2, 3000, 64), np.float32)
 CUTS = np.array([0, 500, 3000], np.int32)
@@ -101,6 +104,34 @@ def test_the_core_counts_all_of_its_jobs(name, monkeypatch):
     assert [watch.share() for watch in watches] == [1.0]
 
 
+def test_a_pass_that_computes_the_lse_is_half_of_statistics_and_nothing_of_gradients(monkeypatch):
+    """By the counters of jobs, those done and all of them, as they are when threads begin to take jobs."""
+    if "family    core" not in cupy_flash.explain(Q, Q, Q):
+        pytest.skip("the core is not compiled here")
+    monkeypatch.setattr(family, "LONG_FLOPS", float("inf"))
+    structs, counted, compute = [], [], family.Core._run
+    monkeypatch.setattr(family.Core, "_run", lambda core, x: structs.append(x) or compute(core, x))
+
+    def look():
+        counted.append([ctypes.c_int64.from_buffer(structs[-1], x).value for x in (DONE, JOBS)])
+
+    before_jobs(monkeypatch, look)
+
+    def counters(call, *given, **options):
+        counted.clear()
+        call(*given, **options)
+        return counted[:]
+
+    statistics = functools.partial(cupy_flash.attention_statistics, FEW, FEW, want="entropy")
+    ((_, jobs),) = counters(statistics, RESULTS[1])
+    first, second = counters(statistics)
+    o, lse = cupy_flash.attention(FEW, FEW, FEW, return_lse=True)
+    backward = functools.partial(cupy_flash.attention_backward, o, FEW, FEW, FEW, o)
+    (begun, panels), *anew = counters(backward, lse + 1e5)  # far from 0, so that a pass computes it anew
+    assert anew == counters(backward, lse)
+    assert [begun, first, second] == [0, [0, 2 * panels], [jobs, 2 * jobs]]
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_what_the_function_raises_stops_the_call(name, path):
     told = []
@@ -134,6 +165,8 @@ def test_the_calls_of_the_function_itself_are_not_told(outer, path):
     np.testing.assert_array_equal(found, CALLS[outer]())
     assert told == sorted(told)
     assert told[-1] == 1.0
+    if (name, path) == ("value_and_jvp", "numpy"):
+        assert told[-2] == pytest.approx(2 / 7), "where attention ends and its tangents begin"
 
 
 def test_a_short_call_tells_its_end():

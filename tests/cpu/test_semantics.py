@@ -381,6 +381,26 @@ def test_merge_with_nothing() -> None:
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 5, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_of_any_rank_and_layout(dtype: str, shape: tuple[int, ...]) -> None:
+    draw = np.random.default_rng(0)
+    o_a, o_b = (draw.standard_normal(shape).astype(dtype) for _ in "ab")
+    lse_a, lse_b = (
+        draw.standard_normal(shape[:-1]).astype(np.promote_types(dtype, np.float32)) for _ in "ab"
+    )
+    weight = 1 / (1 + np.exp((lse_b - lse_a).astype(np.float64)))[..., None]
+    wanted = weight * o_a.astype(np.float64) + (1 - weight) * o_b.astype(np.float64)
+    o, lse = cupy_flash.merge(o_a, lse_a, o_b, lse_b)
+    assert (o.dtype, lse.dtype) == (o_a.dtype, lse_a.dtype)
+    np.testing.assert_allclose(o.astype(np.float64), wanted, atol=2e-2 if o.itemsize == 2 else 1e-6)
+    if len(shape) > 2:
+        o_a, o_b = o_a.swapaxes(-3, -2), o_b.swapaxes(-3, -2)
+    turned, same = cupy_flash.merge(o_a, lse_a, o_b, lse_b, layout="bshd")
+    np.testing.assert_array_equal(same, lse)
+    np.testing.assert_array_equal(turned.swapaxes(-3, -2) if len(shape) > 2 else turned, o)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_reads_nothing_of_a_part_without_weight(dtype: str, layout: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash import testing
+from cupy_flash import InvalidArgumentsError, quantized, testing
 from tests.public import cached, dequantized, int4_parts, nvfp4_parts
 
 pytestmark = pytest.mark.usefixtures("every_library")
@@ -71,6 +71,39 @@ def test_float8(name: str) -> None:
     wanted = np.clip(row.astype(np.float64) / unit, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
     np.testing.assert_array_equal(np.signbit(found)[~np.isnan(row)], np.signbit(row)[~np.isnan(row)])
+
+
+@pytest.mark.parametrize("make", [quantized.int8, quantized.float8])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_cache_in_8_bits_is_what_its_scale_stores(name: str, make: Any) -> None:
+    """The largest number of a head gets the largest code, as if there were no NaN."""
+    row, of_int8 = row_of(name), make is quantized.int8
+    ((((codes,),),), scale, *_) = make(row[None, None, None])
+    sizes = np.abs(np.clip(row, -(2.0**126), 2.0**126))
+    np.testing.assert_allclose(scale, [np.nanmax(sizes) / (127 if of_int8 else 448)], rtol=1e-6)
+    of_codes = np.dtype(np.int8 if of_int8 else ml_dtypes.float8_e4m3fn)
+    caches = {f"{x}_cache": np.empty((1, 1, 4, DIM), of_codes) for x in "kv"}
+    found = stored(row, caches, k_scale=scale, v_scale=scale)["k_cache"]
+    np.testing.assert_array_equal(codes.view(of_codes).astype(np.float32), found.astype(np.float32))
+
+
+@pytest.mark.parametrize("make", [quantized.int8, quantized.float8])
+def test_a_cache_in_8_bits_has_a_scale_per_head(make: Any) -> None:
+    largest = 127 if make is quantized.int8 else 448
+    x = np.ones((2, 3, 5, 4), np.float16)
+    x[:, 1], x[:, 2] = 0, 7
+    x[1, 2, 3, 1] = -14
+    whole, turned = make(x), make(x.swapaxes(1, 2), layout="bshd")
+    np.testing.assert_allclose(whole.scale, [1 / largest, 1, 14 / largest], rtol=1e-6)
+    np.testing.assert_array_equal(turned.scale, whole.scale)
+    np.testing.assert_array_equal(turned.codes, whole.codes.swapaxes(1, 2))
+    assert not whole.codes[:, 1].any()
+    # Beyond the range of the scale numbers are clamped, or 0, without a warning.
+    np.testing.assert_allclose(make(np.full((1, 1, 1, 2), 1e300)).scale, [2.0**126 / largest], rtol=1e-6)
+    assert not make(np.full((1, 1, 1, 2), 1e-300)).codes.any()
+    for given, options in ((x[0], {}), (x, {"layout": "bsd"})):
+        with pytest.raises(InvalidArgumentsError, match=r"x has shape \([\d, ]*\) and layout is '"):
+            make(given, **options)
 
 
 def test_every_number_of_float8_and_what_is_half_way_between() -> None:

@@ -108,8 +108,8 @@ FAULTS = {
     "dropout_of_batch": Fault(
         "dropout keeps the same weights in every sequence of a batch",
         "kernels_cpu/score.h",
-        "uint32_t(p.first_batch + s.batch)",
-        "uint32_t(p.first_batch)",
+        "x.head, uint32_t(s.batch)",
+        "x.head, 0",
     ),
     "softcap_twice": Fault(
         "the second derivative of softcap is 2 % too small",

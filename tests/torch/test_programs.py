@@ -270,6 +270,13 @@ class TestFlops:
 
         assert counted(step, lengths) == counted(step, 4) == 2 * 2 * 4 * 3 * 7 * (8 + 8)
 
+    def test_lengths_outside_of_a_cache_are_cut_to_it(self):
+        q, pages, table = new(4)[0], torch.zeros(6, 4, 16, 8), torch.arange(6, dtype=torch.int32).view(2, 3)
+        lengths, unchecked = torch.tensor([-3, 99], dtype=torch.int32), cupy_flash.Tuning(check=False)
+        over = {"cache_seqlens": lengths, "block_table": table, "tuning": unchecked}
+        flops = counted(lambda: cf.attention_with_kv_cache(q, pages, pages.clone(), **over))
+        assert flops == 2 * q.shape[1:-1].numel() * (0 + 3 * 16) * (8 + 8)
+
     def test_selected_keys_of_a_cache_by_their_number(self):
         q, cache = new(4)[0], torch.zeros(2, 1, 32, 8)
         indices = torch.zeros(2, q.shape[2], 5, dtype=torch.int32)

@@ -91,6 +91,31 @@ def run(code):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_a_context_ends_its_own_counts_whatever_others_have_counted():
+    with tally.counted() as outer:
+        for _ in range(2):
+            with tally.counted() as inner:
+                pass
+        tally.ran_forward()
+        with pytest.raises(KeyError), tally.counted() as failed:
+            raise KeyError
+        tally.ran_backward()
+    assert (outer.forward, outer.backward) == (1, 1)
+    assert inner == failed == tally.Calls()
+
+
+def test_reasons_that_are_told_apart_are_few(monkeypatch):
+    """They hold values of calls, of which there may be any number."""
+    monkeypatch.setattr(tally, "_open", [])
+    with tally.counted() as calls:
+        for n in range(100):
+            tally.left_to_torch(f"reason {n}")
+        tally.left_to_torch("reason 63")
+    assert calls.fallbacks["reason 63"] == 2
+    assert calls.fallbacks.pop("other reasons") == 36
+    assert list(calls.fallbacks) == [f"reason {n}" for n in range(64)]
+
+
 class TestRegistry:
     def test_import_registers_and_leaves_torch_alone(self):
         run(

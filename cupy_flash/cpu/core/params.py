@@ -70,9 +70,9 @@ CALL = np.dtype(
     + [("used_step", "<i8"), ("pages", "<u8")]
     + [(name, "<i8") for name in ("page_row", "page_column", "page", "slots", "appended")]
     + [(name, "<u8") for name in ("starts_new", "rotary_starts", "leftpad")]
-    + [(name, "<i8") for name in ("first_batch", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k",
-                                  "head_dim", "head_dim_v", "offset", "left", "right", "rotary",
-                                  "first_rotated", "positions")]
+    + [(name, "<i8") for name in ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
+                                  "head_dim_v", "offset", "left", "right", "rotary", "first_rotated",
+                                  "positions")]
     + [("seed", "<u8"), ("scale", "<f8"), ("softcap", "<f8"), ("dropout_scale", "<f8"),
        ("dropout_threshold", "<u4")]
     + [(name, "<i4") for name in ("offset_from_end", "interleaved", "rotate_cache", "spans_at_end",
@@ -198,7 +198,6 @@ class Params:
             _FAR if side is None else min(side, _FAR) for side in (p.left, p.right)
         )
         call["offset_from_end"] = p.offset_from_end
-        call["first_batch"] = p.sequence
         call["softcap"] = p.softcap or 0
         call["dropout_scale"] = 1 / (1 - p.dropout)
         call["dropout_threshold"] = threshold(p.dropout)
