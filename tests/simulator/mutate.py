@@ -381,6 +381,7 @@ EQUIVALENT: dict[tuple[str, str, int], str] = {
         1,
     ): "turns are for speed, they carry no data",
     ("hopper/epilogue.cuh", "__syncwarp()", 2): "no schedule stops a warp between a load and an arrival",
+    ("hopper/epilogue.cuh", "__syncwarp()", 3): "the next part is written by stmatrix, a collective",
     **{
         (f"hopper/{file}.cuh", call, 1): "flash_forward_fp8_sm90 has no thread that schedules"
         for file, call in (

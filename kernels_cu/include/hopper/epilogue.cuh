@@ -66,12 +66,13 @@ CF_DEVICE void epilogue(const typename K::Params& p, typename K::Storage& s, con
         // why: rows past the end of a packed sequence are those of the next one; elsewhere what is beyond the queries is
         // outside the tensor, and dropped. why of_warp: where lanes might part, ptxas spills.
         const bool packed = p.call.shape.packed;
-        if (!floats && packed && warp_uniform(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
+        if (!floats && packed &&
+            warp_uniform(work.rows.query(first_row + 15) - work.sequence.seqlen_q) >= 0) {
             const auto place = [&](int i) -> Output* {
                 const int32_t row = first_row + i;
                 if (!work.exists(row)) return nullptr;
-                Output* to = head_rows<Output>(p.call.o, work.batch, work.head(row),
-                                               first_q + work.rows.query(row));
+                Output* to =
+                    head_rows<Output>(p.call.o, work.batch, work.head(row), first_q + work.rows.query(row));
                 return to + first;
             };
             copy_rows(place, sO, 16, p.call.shape.head_dim_v - first);
