@@ -20,9 +20,9 @@
 // Grid:   as flash_forward_sm90, of whose tiles heads of a group may have one.
 // Block:  kConsumers warpgroups of 64 queries each, then one of which a thread is the producer and three warps
 //         are transposers.
-// Shared: kQStages of Q, kConsumers tiles of 64 x kHeadDim each, and in its place O, twice as wide; kStages
-//         tiles of K, kBlockN x kHeadDim; kStagesV of V, kBlockN x kHeadDimV; kStages of V^T, kHeadDimV x
-//         kBlockN; barriers.
+// Shared: kQStages of Q, kConsumers tiles of 64 x kHeadDim each, and in its place O, kPartV columns at a time;
+//         kStages tiles of K, kBlockN x kHeadDim, of V, kBlockN x kHeadDimV, and of V^T, kHeadDimV x kBlockN;
+//         barriers.
 //
 // Assumes: as flash_forward_sm90; scales of q and k above 0 unless kMask is any.
 #include "hopper/epilogue.cuh"
@@ -42,7 +42,6 @@
 #define CF_BLOCK_N 192
 #define CF_THREADS 384
 #define CF_STAGES 2
-#define CF_STAGES_V 2
 #define CF_Q_STAGES 2
 #define CF_PART_V 128
 #define CF_TURNS 1
@@ -53,7 +52,7 @@ constexpr Mask kMask = Mask::CF_MASK;
 constexpr int kHeadDim = CF_HEAD_DIM;       // the largest head dim of q and k
 constexpr int kHeadDimV = CF_HEAD_DIM_V;    // the largest head dim of v and o
 constexpr int kBlockM = CF_BLOCK_M, kBlockN = CF_BLOCK_N, kThreads = CF_THREADS, kStages = CF_STAGES;
-constexpr int kPartV = CF_PART_V;    // columns of O that are summed at a time
+constexpr int kPartV = CF_PART_V;    // columns of O that are summed, and leave, at a time
 constexpr int kConsumers = kBlockM / 64;
 static_assert(kThreads == 128 * (kConsumers + 1) && kConsumers >= 2 && kConsumers <= 3);
 // Registers of a thread, by setmaxnreg; transposers have those of the producer.
@@ -67,11 +66,10 @@ using QTile = SwizzledTile<Element, 64, kHeadDim>;
 using KTile = SwizzledTile<Element, kBlockN, kHeadDim>;
 using VTile = SwizzledTile<Element, kBlockN, kHeadDimV>;
 using TransposedTile = SwizzledTile<Element, kHeadDimV, kBlockN>;
-using OTile = SwizzledTile<__nv_bfloat16, 16, kHeadDimV>;    // of a warp, of either 16-bit type
+using OTile = SwizzledTile<__nv_bfloat16, 16, kPartV>;    // of a warp, of either 16-bit type
 using Ring = StageRing<kStages>;
 constexpr int kQStages = CF_Q_STAGES;    // 2: Q of the next tile comes while this one is worked on
 using QRing = StageRing<kQStages>;
-using RawRing = StageRing<CF_STAGES_V>;    // of V as it comes
 
 struct Kernel;
 struct SharedStorage {
@@ -80,12 +78,11 @@ struct SharedStorage {
         OTile o[4];
     } queries[kQStages][kConsumers];
     KTile k[kStages];
-    VTile v[CF_STAGES_V];
+    VTile v[kStages];
     TransposedTile transposed[kStages];
     QRing q_ring;
     WorkTile<Kernel> work[2][kQStages];    // by phase and stage of Q, whose Q is here or coming, or next
-    Ring k_ring, transposed_ring;
-    RawRing v_ring;
+    Ring k_ring, v_ring, transposed_ring;
 
     CF_DEVICE QTile& q_tile(int stage, int warpgroup) { return queries[stage][warpgroup].q; }
     CF_DEVICE OTile& o(int stage, int warpgroup, int warp) { return queries[stage][warpgroup].o[warp]; }
@@ -94,10 +91,11 @@ static_assert(sizeof(SharedStorage) == CF_SHARED_BYTES,
               "the catalog and the kernel disagree on shared memory");
 
 constexpr int kTransposers = 3;    // warps
-// Units of V that a transposer has under way. why 3 where V^T is what products wait for: a unit alone waits for
-// its load, its bytes and its store, one after the other. An H200 (2026-11-27) had 803 TFLOP/s with one, 869 with 2,
-// 932 with 3 and 929 with 4, which spill. why not elsewhere: 2 were 3 % slower at head dim 128.
-constexpr int kAtOnce = kHeadDimV > 128 ? 3 : 1;
+// Matrices of V, 32 keys by 16 features, that a transposer has under way. why all keys where V^T is what products wait
+// for: one alone waits for its load, its bytes and its store, one after the other. An H200 (2026-11-27) had 803 TFLOP/s
+// with one, 869 with 2 and 932 with 3 of any keys, which take 37 instructions each; 4 of the same features take 15. why
+// not elsewhere: 2 were 3 % slower at head dim 128.
+constexpr int kAtOnce = kHeadDimV > 128 ? kBlockN / 32 : 1;
 
 // Types and constants that the headers of hopper/ need.
 struct Kernel {
@@ -106,9 +104,10 @@ struct Kernel {
     using QTile = ::QTile;
     using KTile = ::KTile;
     using VTile = ::VTile;
+    using OTile = ::OTile;
     using QRing = ::QRing;
     using KRing = Ring;
-    using VRing = RawRing;
+    using VRing = Ring;
     using Product = ::Product;
     using Softmax = OnlineSoftmax<Product, 1, 8>;    // why 8: the largest e4m3 is 448
     static constexpr Mask kMask = ::kMask;
@@ -127,8 +126,7 @@ CF_DEVICE float scale_of(const Scales& scales, const WorkTile<Kernel>& work) {
 CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
     const Shape& shape = p.call.shape;
     const int lane = threadIdx.x % 32;
-    RawRing::Cursor from;
-    Ring::Cursor to;
+    Ring::Cursor at;    // of V and of V^T
 #pragma unroll 1
     for (QRing::Cursor q;; q.advance()) {
         // sync: the description of a tile has arrived, with its Q.
@@ -144,25 +142,24 @@ CF_DEVICE void transpose(const Kernel::Params& p, SharedStorage& s, int warp) {
         if (lane == 0) mbar_arrive(s.q_ring.empty[q.stage]);
 #pragma unroll 1
         for (; left > 0; left--) {
-            s.v_ring.wait(from);
+            s.v_ring.wait(at);
             // sync: every consumer has released what the pass before put here.
-            mbar_wait(s.transposed_ring.empty[to.stage], to.phase ^ 1);
+            mbar_wait(s.transposed_ring.empty[at.stage], at.phase ^ 1);
             if (rows < kBlockN) {
-                clear_rows(s.v[from.stage], rows, 32 * warp + lane, 32 * kTransposers);
+                clear_rows(s.v[at.stage], rows, 32 * warp + lane, 32 * kTransposers);
                 // sync: all rows are cleared before any warp reads them.
                 bar_sync(kVCleared, 32 * kTransposers);
                 rows = kBlockN;
             }
-            transpose_values<kAtOnce>(s.transposed[to.stage], s.v[from.stage], warp, kTransposers);
+            transpose_values<kAtOnce>(s.transposed[at.stage], s.v[at.stage], warp, kTransposers);
             // sync: V^T of every lane is visible to products, and what was cleared is before the next copy.
             fence_proxy_async();
             __syncwarp();
             if (lane == 0) {
-                mbar_arrive(s.transposed_ring.full[to.stage]);
-                mbar_arrive(s.v_ring.empty[from.stage]);
+                mbar_arrive(s.transposed_ring.full[at.stage]);
+                mbar_arrive(s.v_ring.empty[at.stage]);
             }
-            from.advance();
-            to.advance();
+            at.advance();
         }
     }
 }

@@ -100,6 +100,7 @@ struct Kernel {
     using QTile = ::QTile;
     using KTile = ::KTile;
     using VTile = ::VTile;
+    using OTile = ::OTile;
     using QRing = ::QRing;
     using KRing = Ring;
     using VRing = Ring;

@@ -83,7 +83,7 @@ def check(case: Float8Case, device: Device) -> None:
 
 def check_places(head_dim: int, device: Device) -> None:
     """A query that sees one key returns that key's value: the order of keys in V^T is that of weights."""
-    keys = 2 * hopper._FP8[head_dim, head_dim][0][0][1]
+    keys = 2 * hopper._FP8[head_dim, head_dim][0][1]
     v = np.random.default_rng(0).integers(0, 256, (1, 1, keys, head_dim), np.uint8).view(E4M3)
     v[np.isnan(v)] = 1
     q = device.array(np.ones(v.shape, E4M3).view(np.uint8))

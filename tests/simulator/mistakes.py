@@ -14,6 +14,7 @@ __all__ = [
     "FLASH_DECODE_IN_ORDER",
     "FLASH_DECODE_LATENT_SM90",
     "FLASH_FORWARD_FP8",
+    "FLASH_FORWARD_FP8_SM90",
     "FLASH_FORWARD_SM90",
     "FLASH_FORWARD_WIDE",
     "FLASH_FORWARD_WIDE_SM90",
@@ -129,6 +130,22 @@ FLASH_FORWARD_FP8 = (
     Mistake("no scale of k", "flash_forward_fp8.cu", " * scale_of(p.k_scale, work.batch, kv_head)", ""),
     Mistake("words for bytes at the end of a row", "include/tile/tile.cuh",
             "if (at + i < bytes) word", "if (at < bytes) word"),
+)  # fmt: skip
+
+_EPILOGUE, _TRANSPOSED = "include/hopper/epilogue.cuh", "include/hopper/transposed_values.cuh"
+FLASH_FORWARD_FP8_SM90 = (
+    Mistake("the first half of O twice", _EPILOGUE, "(rO[first / 2])", "(rO[0])"),
+    Mistake("the second half of O over the first", _EPILOGUE, "sO, first, work", "sO, 0, work"),
+    Mistake("the second half of packed rows over the first", _EPILOGUE, "to + first;", "to;"),
+    Mistake("packed rows of all columns by each half", _EPILOGUE, "head_dim_v - first)", "head_dim_v)"),
+    Mistake("the second half of O before the first has left", _EPILOGUE, "tma_store_wait_read<0>();",
+            "if (first + kPart == K::kHeadDimV) tma_store_wait_read<0>();"),
+    Mistake("a Q over the first half of O", _EPILOGUE, "} else if (leader) {\n            mbar",
+            "}\n        if (leader) {\n            mbar"),
+    Mistake("the other V as it came", "flash_forward_fp8_sm90.cu", "(s.transposed[at.stage], s.v[at.stage]",
+            "(s.transposed[at.stage], s.v[at.stage ^ 1]"),
+    Mistake("the same keys at once", _TRANSPOSED, "from_unit + i * (32 * From::kSwizzle)", "from_unit"),
+    Mistake("the next places where they are swapped", _TRANSPOSED, "to_unit ^ (32 * i)", "to_unit + 32 * i"),
 )  # fmt: skip
 
 FLASH_FORWARD_SM90 = (

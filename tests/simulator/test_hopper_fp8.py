@@ -62,15 +62,18 @@ def test_within_the_budget(case: Float8Case, policy: str) -> None:
         check(case, "e4m3")
 
 
-def test_blocks_take_several_tiles() -> None:
+@pytest.mark.parametrize("case", [(4, 2, 600, 128), (2, 1, 400, 256)], ids="d{0[3]}".format)
+def test_blocks_take_several_tiles(case: tuple[int, int, int, int]) -> None:
     """Every ring goes round more than once, O of a tile leaves while K of the next one comes."""
-    check(Float8Case((4, 2), (200, 600), (128, 128), batch=1, options=CAUSAL), "e4m3")
+    *heads, keys, d = case
+    check(Float8Case((heads[0], heads[1]), (200, keys), (d, d), batch=1, options=CAUSAL), "e4m3")
 
 
 PACKED: tuple[tuple[int, dict[str, Any]], ...] = (
     (128, dict(CAUSAL)),
     (64, {}),
     (64, {"window": (60, 10), "align": "top_left", "softcap": 9.0}),
+    (208, {"window": (90, 11), "align": "bottom_right"}),  # O leaves in two halves
 )
 
 
@@ -109,7 +112,7 @@ def test_rows_without_keys() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_key_and_feature_has_its_own_place(head_dim: int) -> None:
     """A query that sees one key returns that key's value: the order of keys in V^T is that of weights."""
-    keys = 2 * hopper._FP8[head_dim, head_dim][0][0][1]
+    keys = 2 * hopper._FP8[head_dim, head_dim][0][1]
     v = aligned((1, 1, keys, head_dim), E4M3)
     v[...] = np.random.default_rng(0).integers(0, 256, v.shape, np.uint8).view(E4M3)
     v[np.isnan(v)] = 1

@@ -57,14 +57,14 @@ _SPANS = {classes: _FORWARD[classes][0] for classes in ((64, 64), (128, 128), (1
 _REACH_THREADS = 256
 _REACH_WORD = 32  # query tiles, and key blocks, per thread block of flash_reach
 
-# The same for float8, and stages of V. At head dim 128 products, exponentials and shared memory all take
-# about the same time, so that more keys per block, which read Q less often, gain more than for 16 bits.
+# The same for float8. At head dim 128 products, exponentials and shared memory all take about the same time,
+# so that more keys per block, which read Q less often, gain more than for 16 bits.
 # why these: multiples of 64, the swizzle unit of V^T. 256 keys at 128 would fit but waste more of a causal
-# mask; at 256 the registers left by O allow 128, and V has one stage so that V^T may have two.
+# mask; at 256 the registers left by O allow 128.
 _FP8 = {
-    (64, 64): (((192, 128), (192, 128)), 2),
-    (128, 128): (((128, 192), (128, 128)), 2),
-    (256, 256): (((128, 128), (128, 64)), 1),
+    (64, 64): ((192, 128), (192, 128)),
+    (128, 128): ((128, 192), (128, 128)),
+    (256, 256): ((128, 128), (128, 64)),
 }
 
 # Most columns for which the forward kernel can also store o as float32, for partial results.
@@ -166,14 +166,12 @@ def _reach(tile: tuple[int, int], of_keys: bool = False) -> Variant:
 
 def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
     """The forward kernel for float8. Its code has each product once."""
-    (d, v), (tiles_of_kinds, stages_v) = classes, _FP8[classes]
-    m, n = tiles_of_kinds[_MASKS.index(mask)]
-    # O, of 16 bits, is stored through the memory of Q. V has stages_v stages, and V^T _STAGES.
-    keys_bytes = _STAGES * n * d + (stages_v + _STAGES) * n * v + 1024
+    (d, v), (m, n) = classes, _FP8[classes][_MASKS.index(mask)]
+    keys_bytes = _STAGES * n * (d + 2 * v) + 1024  # K, V and V^T
+    part = min(v, 128)  # columns of O that are summed, and stored through the memory of Q, at a time
+    q_bytes = m * max(d, 2 * part)
     # why not with three consumer warpgroups: the other warps then have 32 registers, and spill 8 bytes.
-    two_fit = keys_bytes + 2 * max(m * d, 2 * m * v) <= _SHARED_BYTES
-    q_stages = 2 if two_fit and m == 128 else 1
-    part = min(v, 128)  # columns of O that are accumulated at a time
+    q_stages = 2 if keys_bytes + 2 * q_bytes <= _SHARED_BYTES and m == 128 else 1
     shapes = Counter({f"64x{n}x32": d // 32}) + Counter({f"64x{part}x32": n // 32 * (v // part)})
     return Variant(
         "flash_forward_fp8_sm90.cu",
@@ -183,11 +181,10 @@ def _forward_fp8(classes: tuple[int, int], mask: str) -> Variant:
         *classes,
         (m, n),
         m * 2 + 128,
-        keys_bytes + q_stages * max(m * d, 2 * m * v),
+        keys_bytes + q_stages * q_bytes,
         mask,
         macros=(
             ("CF_STAGES", str(_STAGES)),
-            ("CF_STAGES_V", str(stages_v)),
             ("CF_Q_STAGES", str(q_stages)),
             ("CF_PART_V", str(part)),
             ("CF_TURNS", str(int(d <= 128))),

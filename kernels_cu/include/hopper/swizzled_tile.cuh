@@ -56,15 +56,16 @@ CF_DEVICE void load_tile(T& tile, const TensorMap& map, uint64_t& bar, int head,
                  row, group, batch);
 }
 
-// The other way, for what a fence_proxy_async and a barrier have made visible; what is out of the tensor is
-// dropped. By one thread, then tma_store_commit and tma_store_wait_read<0> before it reuses the tile or
-// exits.
+// The other way, from column first_column on, for what a fence_proxy_async and a barrier have made visible; what is
+// out of the tensor is dropped. By one thread, then tma_store_commit and tma_store_wait_read<0> before it reuses the
+// tile or exits.
 template <class T>
-CF_DEVICE void store_tile(const TensorMap& map, const T& tile, int head, int row, int group, int batch) {
+CF_DEVICE void store_tile(const TensorMap& map, const T& tile, int first_column, int head, int row, int group,
+                          int batch) {
     CF_UNROLL
     for (int block = 0; block < T::kBlocks; block++)
-        tma_store(map, tile.data + block * (T::kRows * T::kBlockColumns), block * T::kBlockColumns, head, row,
-                  group, batch);
+        tma_store(map, tile.data + block * (T::kRows * T::kBlockColumns),
+                  first_column + block * T::kBlockColumns, head, row, group, batch);
 }
 
 // Sets rows first_row .. kRows - 1 to zero, shared out over `threads` threads of which this is `thread`. As
