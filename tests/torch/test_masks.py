@@ -206,7 +206,7 @@ def test_wrong_blocks_are_refused():
     odd = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu", BLOCK_SIZE=40)
     with pytest.raises(InvalidArgumentsError, match=r"blocks of 40 x 40(?s:.*)Try: BLOCK_SIZE=128"):
         cf.attention(*qkv((200, 200)), mask=odd)
-    with pytest.raises(InvalidArgumentsError, match=r"block_mask\(\) is given a Tensor(?s:.*)Try: ."):
+    with pytest.raises(InvalidArgumentsError, match=r"block_mask\(\) is given a torch Tensor(?s:.*)Try: ."):
         cf.block_mask(MASK)
     of_torch = flex_attention.create_block_mask(documents, None, 4, 200, 200, device="cpu")
     with pytest.raises(
