@@ -18,7 +18,7 @@ inline bool of_pairs(const Call& p) {
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
 // to pairs, it does not know.
 inline bool few_rows(const Call& p) {
-    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs(p) && !p.dropout_threshold && !p.starts_k;
+    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs(p) && !p.dropout_threshold;
 }
 
 // Keys that a sequence brings to its cache.
