@@ -65,9 +65,10 @@ void describe(const Repeat& repeat, const View& view, Tensor& tensor) {
 bool describe(const Repeat& repeat, Object* const* tensors, Object* elements_before, Call& call) {
     View q, k, v;
     View* const views[] = {&q, &k, &v};
-    for (int i = 0; i < 3; ++i)
+    for (int i = 0; i < 3; ++i) {
         if (!has_memory(repeat, tensors[i], elements_before, *views[i])) return false;
-    if (elements_of(q) != repeat.elements) return false;
+        if (i == 0 && elements_of(q) != repeat.elements) return false;
+    }
     for (int i = 1; i < 3; ++i)
         if (views[i]->axes != repeat.rank || !views[i]->strides) return false;
     int64_t keys = k.shape[repeat.row];

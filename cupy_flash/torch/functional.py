@@ -186,10 +186,10 @@ def attention(
     Differentiable twice, in forward mode too (`torch.func.jvp`, ``create_graph=True``), on GPUs too.
     """
     given = (return_lse, *options, *options.values())
-    known = repeated_in_core(q, k, v, *given)
+    known = repeated_in_core("attention", q, k, v, *given)
     if known is not None:
         return known
-    known, key = repeated(q, k, v, options, return_lse)
+    known, key = repeated("attention", q, k, v, options, return_lse)
     if known is not None:
         return known
     flag(return_lse, "return_lse")
@@ -198,7 +198,7 @@ def attention(
     call = Call.of(q, k, v, ours(options))
     results = _attend(call, return_lse)
     if key is not None:
-        remember(key, q, k, v, call.options, return_lse, given=given)
+        remember("attention", key, q, k, v, call.options, return_lse, given)
     return results
 
 
@@ -301,11 +301,11 @@ def scaled_dot_product_attention(
         It is a ValueError; torch's own function raises RuntimeError.
     """
     o: Tensor | None
-    o = repeated_in_core(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    o = repeated_in_core("sdpa", query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if o is not None:
         return o
     named = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "mask": attn_mask}
-    o, seen = repeated(query, key, value, named, enable_gqa, "sdpa")
+    o, seen = repeated("sdpa", query, key, value, named, enable_gqa)
     if o is not None:
         return o
     given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -377,7 +377,7 @@ def _by_rules_of_torch(
     if seen is not None and len(batch) < 2 and all(map(operator.is_, qkv, (query, key, value))):
         options = Options(causal=is_causal, align=where, scale=scale, layout=layout)
         of_call = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        remember(seen, query, key, value, options, False, in_rows, of_call)
+        remember("sdpa", seen, query, key, value, options, False, of_call, in_rows)
     return o
 
 

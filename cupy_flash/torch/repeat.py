@@ -22,7 +22,7 @@ from ..dispatch.memo import REPEATED, Prepared, prepared
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_plain_memory, gradients, is_plain, is_transformed, recorded
 from .leading import swap_heads_and_rows
-from .repeat_in_core import IN_CORE, guard, repeating_in_core
+from .repeat_in_core import guard, repeating_in_core
 
 __all__ = ["BOUNDS", "CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
 
@@ -34,7 +34,7 @@ _OPTIONS = frozenset(
     ("causal", "align", "scale", "softcap", "layout", "precision", "reproducible", "dropout")
 )
 _MOST_KNOWN = 1024
-_MOST_RECENT = 8  # under a key: with the same options, or repeated in the core
+_MOST_RECENT = 8  # under a key: with the same options, or of a function and repeated in the core
 # The arrays of a call other than q, k and v: none.
 _NOTHING = (None,) * (len(TENSORS) - 3)
 
@@ -42,7 +42,7 @@ _NOTHING = (None,) * (len(TENSORS) - 3)
 class _PreparedCall:
     """A prepared forward pass, and its prepared backward passes by the kinds of their arrays."""
 
-    __slots__ = ("forward", "gradients", "in_rows", "options", "recorded", "return_lse")
+    __slots__ = ("forward", "gradients", "in_core", "in_rows", "options", "recent", "recorded", "return_lse")
 
     def __init__(
         self, forward: _Pass, options: Options, recorded: bool, return_lse: bool, in_rows: bool
@@ -53,6 +53,8 @@ class _PreparedCall:
         self.return_lse = return_lse
         self.in_rows = in_rows
         self.gradients: dict[Hashable, _Pass] = {}
+        self.recent: Recent | None = None
+        self.in_core: Any = None  # a builtin function that repeats it, see `repeat_in_core`
 
 
 class _Pass(NamedTuple):
@@ -139,7 +141,7 @@ def is_watched() -> bool:
 
 
 def repeated(
-    q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable
+    function: str, q: Any, k: Any, v: Any, options: Mapping[str, Any], *more: Hashable
 ) -> tuple[Any, tuple[Hashable, ...] | None]:
     """The result of a call that repeats an earlier one, or None; and the key for `remember`, or None."""
     if is_watched():
@@ -154,13 +156,18 @@ def repeated(
             kinds += map(type, x)
         elif kind not in CONSTANTS or name not in _OPTIONS or (name == "dropout" and x):
             return None, None
-    given = (more, *options.items(), *kinds)  # why kinds: 1 == True, but they are different options
+    given = (function, more, *options.items(), *kinds)  # why kinds: 1 == True, but they are different options
     for one in REPEATED.get(given, ()):
         if one.is_repeated(q, k, v):
+            remember_recent(function, one.known.in_core)
             return _run(one.known, q, k, v), None
     key = _key_of(given, q, k, v)
     known: _PreparedCall | None = REPEATED.get(key)
-    return (None, key) if known is None else (_run(known, q, k, v), None)
+    if known is None:
+        return None, key
+    remember_recent(given, known.recent)
+    remember_recent(function, known.in_core)
+    return _run(known, q, k, v), None
 
 
 def _are_aligned(tensors: tuple[Any, ...]) -> bool:
@@ -276,19 +283,20 @@ def _key_of_gradients(saved: tuple[Any, ...], do: Any, dlse: Any) -> Hashable | 
 
 
 def remember(
+    function: str,
     key: tuple[Hashable, ...],
     q: Any,
     k: Any,
     v: Any,
     options: Options,
     return_lse: bool,
+    given: tuple[Hashable, ...],
     in_rows: bool = False,
-    given: tuple[Hashable, ...] = (),
 ) -> None:
     """Store a full call for repetitions under `key`, if only addresses can differ.
 
-    in_rows: whether the options are for q, k, v and o transposed to rows before heads. given: the options
-    as `repeated_in_core` gets them.
+    given: the options as `repeated_in_core` gets them. in_rows: whether `options` are for q, k, v and o
+    transposed to rows before heads.
     """
     with torch.no_grad():  # why: the call has been recorded already
         raw = adopted(**dict(zip("qkv", swap_heads_and_rows(q, k, v) if in_rows else (q, k, v), strict=True)))
@@ -298,24 +306,25 @@ def remember(
         return
     known = _PreparedCall(passed, options, is_recorded, return_lse, in_rows)
     _put(REPEATED, key, known)
-    recent = Recent.of((q, k, v), known, is_recorded)
-    remember_recent(key[0], recent)
-    if recent is None or is_recorded or return_lse:
+    known.recent = Recent.of((q, k, v), known, is_recorded)
+    remember_recent(key[0], known.recent)
+    if known.recent is None or is_recorded or return_lse:
         return
     (_, shape, strides, dtype), *_ = passed.results
     layout = options.layout
     if in_rows:
         layout = "bhsd"
         shape, strides = ((x[0], x[2], x[1], x[3]) for x in (shape, strides))
-    layout = layout[-q.dim() :]
-    in_core = repeating_in_core((q, k, v), given, options, layout, passed.call, (shape, strides, dtype))
-    remember_recent(IN_CORE, in_core)
+    layout, result = layout[-q.dim() :], (shape, strides, dtype)
+    known.in_core = repeating_in_core((q, k, v), given, options, layout, passed.call, result)
+    remember_recent(function, known.in_core)
 
 
 def remember_recent(key: Hashable, recent: Any) -> None:
     """Put a call, if there is one, in front of the recent ones under a key, and drop the oldest of many."""
     if recent is not None:
-        _put(REPEATED, key, (recent, *REPEATED.get(key, ())[: _MOST_RECENT - 1]))
+        others = [x for x in REPEATED.get(key, ()) if x is not recent]
+        _put(REPEATED, key, (recent, *others[: _MOST_RECENT - 1]))
 
 
 def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:

@@ -19,9 +19,8 @@ from ..dispatch.backends import VARIABLES, raw_variable
 from ..dispatch.memo import REPEATED, Prepared
 from .eager import OBSERVERS
 
-__all__ = ["IN_CORE", "guard", "repeated_in_core", "repeating_in_core"]
+__all__ = ["guard", "repeated_in_core", "repeating_in_core"]
 
-IN_CORE = "in core"  # the key in `REPEATED` of the most recent calls
 # Allocates a tensor by sizes, strides and dtype. torch.compile's own programs do it so; it is not in torch's
 # documentation, and without it calls are repeated by `repeat`.
 _empty: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cpu", None)
@@ -70,11 +69,14 @@ def _view_of() -> int:
     return (exchange.view_of or 0) if exchange.major == 1 else 0
 
 
-def repeated_in_core(*given: Any) -> Any:
-    """The result of a call with these q, k, v and options that repeats an earlier one; else None."""
+def repeated_in_core(function: str, *given: Any) -> Any:
+    """The result of a call with these q, k, v and options that repeats an earlier one; else None.
+
+    function: the name of the public function, under which `REPEATED` has its recent calls.
+    """
     if torch.compiler.is_compiling():
         return None
-    for repeat in REPEATED.get(IN_CORE, ()):
+    for repeat in REPEATED.get(function, ()):
         o = repeat(*given)
         if o is not None:
             return o
@@ -96,7 +98,7 @@ def repeating_in_core(
     tensors : tuple of Tensor
         q, k and v.
     given : tuple
-        The other arguments of `repeated_in_core`.
+        The arguments of `repeated_in_core` after them.
     options : Options
         Their meaning.
     layout : str

@@ -64,6 +64,18 @@ def test_attention_is_repeated_in_the_core(options, by_python):
     assert torch.equal(o, cf.attention(*qkv(seed=1), **options))
 
 
+def test_a_call_that_many_others_followed_is_repeated_in_the_core_again(by_python):
+    given = [qkv(rows=rows) for rows in range(1, 31)]
+    for repetition in range(4):
+        for n, one in enumerate(given):
+            cf.attention(*one)
+            if not repetition:
+                continue
+            by_python.clear()
+            cf.attention(*one)
+            assert not by_python, n
+
+
 def test_the_names_of_options_count(by_python):
     cf.attention(*qkv(), scale=2.0)
     wanted = cf.attention(*qkv(), softcap=2.0)
