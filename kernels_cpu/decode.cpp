@@ -173,7 +173,7 @@ struct KeyChunk {
 
     // Q times its factor, as entries.
     const Entry* read_queries() {
-        const Real factor = score.factor_of_q(depth);
+        const Real factor = score.factor_of_q(kRounds<Entry>);
         const Tensor& t = p.alibi_slopes;
         memset(q, 0, size_t(rows * wide) * sizeof(Real)), memset(k_space, 0, size_t(w * wide) * sizeof(Real));
         if (v_copied || pairs) memset(v_space, 0, size_t((v_copied ? kBlock : 1) * wide_v) * sizeof(Real));
@@ -221,7 +221,7 @@ struct KeyChunk {
     // Products of row r become scores, in place; x + y is that of key block + y. Returns the largest.
     __attribute__((always_inline)) Real finish_scores(int64_t r, int64_t block, int64_t from, int64_t to) {
         Real* x = scores + r * of_scores;
-        score.scale(x + from, to - from, depth);
+        score.scale(x + from, to - from, kRounds<Entry>);
         I<Real> numbers;
         UNROLL for (int l = 0; l < w; ++l) numbers[l] = l;
         const Real softcap = Real(p.softcap);

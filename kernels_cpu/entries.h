@@ -8,6 +8,7 @@
 #include "panel.h"
 
 enum Pair : uint32_t {};    // the first of the two in the low half
+struct Triples;             // triples.h
 
 template <>
 struct Lanes<Pair> {
@@ -28,6 +29,11 @@ template <class Entry>
 using RealOf = typename Entries<Entry>::Real;
 template <class Entry>
 constexpr int64_t kDepth = Entries<Entry>::depth;
+// Whether reals are rounded where they become entries.
+template <class Entry>
+constexpr bool kRounds = false;
+template <>
+constexpr bool kRounds<Pair> = true;
 
 // The entry at a place in every lane.
 template <class Real>
@@ -99,6 +105,18 @@ INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
         return reinterpret_cast<const Entry*>(rows);
     }
 }
+
+// Columns (rows x kPanel) of reals, which become operands where they lie.
+template <class Entry>
+struct Columns {
+    using Real = RealOf<Entry>;
+    static constexpr int64_t space(int64_t rows) { return rows * kPanel<Real>; }
+    static constexpr int64_t lead(int64_t) { return 0; }    // where in the space of this many rows reals are
+    static const Entry* of(Real* space, int64_t rows, int64_t, bool* = nullptr) {
+        return down<Entry>(space, space, rows, kPanel<Real>, kPanel<Real>);
+    }
+    static const Entry* second_lanes(const Entry* columns) { return columns + W<Real>; }
+};
 
 // A vector of row k of an operand: as stored, or pairs made of two rows of 16-bit elements.
 template <class Entry, class B>

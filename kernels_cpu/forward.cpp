@@ -21,12 +21,14 @@
 #include "pool.h"
 #include "score.h"
 #include "softmax.h"
+#include "triples.h"
 
 namespace {
 
 constexpr int64_t kKeys = kSpanKeys;    // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
-// Of a job, for which K and V come into L2 once. why more for tiles: for each job V is transposed.
-constexpr int64_t kMostPanels = (kTiles ? 384 : 192) / kPanel<float>;
+// Of a job, for which K and V come into L2 once. why more for tiles: each job transposes V, or splits K and V.
+template <class Entry>
+constexpr int64_t kMostPanels = (__is_same(Entry, Triples) ? 768 : kTiles ? 384 : 192) / kPanel<float>;
 
 struct Forward {
     Call& p;
@@ -73,13 +75,14 @@ void hide_absent(const Keys<Real>& keys, int64_t from, int64_t count, Real* tile
     }
 }
 
+// False, with nothing written, if a number is there that such entries cannot hold.
 template <class Entry>
-void forward_job(void* what, int64_t number) {
+bool attend(const Forward& f, int64_t number) {
     using Real = RealOf<Entry>;
     constexpr int64_t panel = kPanel<Real>, half = W<Real>, depth = kDepth<Entry>;
     // Products of one vector of a panel. why not of doubles: it would be a tenth of this file's code.
     constexpr bool narrow = sizeof(Real) == sizeof(float);
-    const Forward& f = *static_cast<Forward*>(what);
+    constexpr bool in_three = __is_same(Entry, Triples);
     Call& p = f.p;
     // [A1.4]
     int64_t part = f.parts - 1 - number % f.parts, head = number / f.parts, b = head / p.heads_k,
@@ -88,20 +91,21 @@ void forward_job(void* what, int64_t number) {
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     // why shares: a small job last in each head would leave its thread waiting for one of full size.
     int64_t all = blocks_of(rows, panel), parts = blocks_of(all, f.panels);
-    if (part >= parts) return;
+    if (part >= parts) return true;
     const TileShapes shapes;
     int64_t r0 = part * all / parts * panel, r1 = least(rows, (part + 1) * all / parts * panel);
-    int64_t count = blocks_of(r1 - r0, panel);
+    int64_t count = blocks_of(r1 - r0, panel), q_space = Columns<Entry>::space(d),
+            o_space = up(dv, in_three ? kTile : 1) * panel;
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};
     const Operand<Entry> k_rows{keys}, v_columns{values};
-    Real *q, *o, *o_before, *tile, *seen, *bias, *k_space, *v_space;
+    Real *q, *o, *o_before, *tile_space, *seen, *bias, *k_space, *v_space;
     Panel<Real>* panels;
     Chunk<Real>*chunks, *before;    // those at hand, and all before them
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
-        x.allocate(q, count * panel * d), x.allocate(o, count * panel * dv);
-        x.allocate(o_before, s.keys > kChunkKeys ? count * panel * dv : 0);
-        x.allocate(tile, kKeys * panel + p.function_reals),
+        x.allocate(q, count * q_space), x.allocate(o, count * o_space);
+        x.allocate(o_before, s.keys > kChunkKeys ? count * o_space : 0);
+        x.allocate(tile_space, Columns<Entry>::space(kKeys) + p.function_reals),
             x.allocate(seen, Score<Real>::masked(p) ? kKeys * panel : 0);
         x.allocate(bias, p.bias.data ? kKeys * panel : 0);
         x.allocate(k_space, k_rows.space_of_rows(kKeys)),
@@ -109,17 +113,20 @@ void forward_job(void* what, int64_t number) {
         x.allocate(panels, count), x.allocate(chunks, count), x.allocate(before, count);
         x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
     });
-    if (!scratch) return;
+    if (!scratch) return true;
 
+    Real* tile = tile_space + Columns<Entry>::lead(kKeys);
     const Score<Real> score(p, s, head_k);
+    bool usual = true;
     int64_t begin = s.keys, end = 0;
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
-        Real* columns = q + n * panel * d;
-        read_panel(columns, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth));
-        down<Entry>(columns, columns, d, panel, panel);
-        chunks[n] = Chunk<Real>(o + n * panel * dv);    // [A1.5]
-        before[n] = Chunk<Real>(o_before + n * panel * dv);
+        Real* columns = q + n * q_space;
+        read_panel(columns + Columns<Entry>::lead(d), p.q, x.lanes, x.in(p.q, s), d,
+                   score.factor_of_q(kRounds<Entry>));
+        Columns<Entry>::of(columns, d, d, &usual);
+        chunks[n] = Chunk<Real>(o + n * o_space);    // [A1.5]
+        before[n] = Chunk<Real>(o_before + n * o_space);
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
     }
     // why from a multiple of a pair, and of the block: then those of a panel, and so its bits, are the same in any job.
@@ -135,6 +142,7 @@ void forward_job(void* what, int64_t number) {
         int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
         const Entry* k_block = k_rows.rows(from_block, to_block - from_block, k_space, &k_step);
         const Entry* v_block = v_columns.columns(from_block, to_block - from_block, v_space, &v_step);
+        if (in_three && !(usual && k_block && v_block)) return false;
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end);
@@ -145,9 +153,9 @@ void forward_job(void* what, int64_t number) {
             keys.fetch(next, least(behind, end)), values.fetch(next, least(behind, end));
             if (m <= 0 || !score.read_mask(x, from, m, seen, tile, tile + kKeys * panel)) continue;
             const Entry *k = k_block + (from - from_block) * k_step,
-                        *q_n = reinterpret_cast<const Entry*>(q + n * panel * d);
+                        *q_n = reinterpret_cast<const Entry*>(q + n * q_space);
             Real* o_n = chunks[n].o;
-            const auto attend = [&](auto vectors) {
+            const auto pass = [&](auto vectors) {
                 constexpr int w = decltype(vectors)::value;
                 constexpr bool halves = narrow && w == kVectors;
                 // Keys from here on only the second vector sees: half of what lies along the diagonal.
@@ -157,27 +165,27 @@ void forward_job(void* what, int64_t number) {
                 product<Along::depth, w>(k, k_step, q_n, tile, both, features, false);    // [A1.8]
                 if constexpr (halves)
                     if (both < m)
-                        product<Along::depth, 1>(k + both * k_step, k_step, q_n + half,
+                        product<Along::depth, 1>(k + both * k_step, k_step, Columns<Entry>::second_lanes(q_n),
                                                  tile + both * panel + half, m - both, features, false);
-                score.scale(tile, m * panel, depth);
+                score.scale(tile, m * panel, kRounds<Entry>);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
                 chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
                     scale_lanes<w>(o_n, dv, by);
                 });
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
-                const Entry* weights = down<Entry>(tile, tile, m, panel, panel);
+                const Entry* weights = Columns<Entry>::of(tile_space, m, kKeys);
                 product_of_keys<w>(v_block, v_step, from - from_block, weights, o_n, dv, both,
                                    !chunks[n].fresh);    // [A1.10]
                 if constexpr (halves)
                     if (both < m)
                         product_of_keys<1>(v_block, v_step, from - from_block + both,
-                                           weights + both / depth * panel + half, o_n + half, dv, m - both,
-                                           true);
+                                           Columns<Entry>::second_lanes(weights + both / depth * panel),
+                                           o_n + half, dv, m - both, true);
             };
             // Few rows leave half of a panel empty.
-            if (narrow && x.lanes <= half) attend(Constant<narrow ? 1 : kVectors>());
-            else attend(Constant<kVectors>());
+            if (narrow && x.lanes <= half) pass(Constant<narrow ? 1 : kVectors>());
+            else pass(Constant<kVectors>());
             chunks[n].fresh = false;
         }
     }
@@ -197,6 +205,14 @@ void forward_job(void* what, int64_t number) {
             for (int64_t l = 0; l < x.lanes; ++l) static_cast<Real*>(p.lse.data)[at.of[l]] = lse[l];
         }
     }
+    return true;
+}
+
+template <class Entry>
+void forward_job(void* what, int64_t number) {
+    const Forward& f = *static_cast<Forward*>(what);
+    if (attend<Entry>(f, number)) return;
+    if constexpr (__is_same(Entry, Triples)) attend<float>(f, number);
 }
 
 template <class Entry>
@@ -204,7 +220,7 @@ RARE void forward(Call& p) {
     using Real = RealOf<Entry>;
     int64_t panels = blocks_of(p.seqlen_q * (p.heads_q / p.heads_k), kPanel<Real>),
             heads = p.batch * p.heads_k;
-    int64_t each = kMostPanels;
+    int64_t each = kMostPanels<Entry>;
     // Enough jobs that one slow core does not leave the others waiting.
     while (each > 1 && heads * blocks_of(panels, each) < 4 * p.threads) --each;
     Forward f{p, each, blocks_of(panels, each)};
@@ -216,7 +232,10 @@ RARE void forward(Call& p) {
 int32_t cupy_flash_forward(Call* p) {
     if (few_rows(*p)) return cupy_flash_decode(p);
     const SpanTable spans(*p);
-#if defined(__AVX512BF16__)    // a library of its own
+#if defined(__AMX_BF16__)    // a library of its own
+    if (p->k.type == kBf16) forward<Pair>(*p);
+    else forward<Triples>(*p);
+#elif defined(__AVX512BF16__)    // and another
     forward<Pair>(*p);
 #else
     if (p->wide) forward<double>(*p);

@@ -22,11 +22,11 @@ struct GradientPanel {
     GradientPanel(const Call& p, const Sequence& s, const Score<Real>& score, const Panel<Real>& panel,
                   Real* space, Real* row)
         : x(panel) {
-        constexpr int64_t w = W<Real>, lanes = kPanel<Real>, depth = kDepth<Entry>;
+        constexpr int64_t w = W<Real>, lanes = kPanel<Real>;
         int64_t d = p.head_dim, dv = p.head_dim_v, wide = up(d, w), wide_v = up(dv, w);
         Real *q_of = space, *do_of = q_of + lanes * d, *q_by = do_of + lanes * dv,
              *do_by = q_by + lanes * wide;
-        read_panel(q_of, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth), q_by, wide);
+        read_panel(q_of, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(kRounds<Entry>), q_by, wide);
         // why: a query of 0 has a score of NaN with an infinite k; the weight of any other score is 0 in these lanes.
         for (int64_t c = 0; c < d; ++c)
             for (int64_t l = x.lanes; l < lanes; ++l) q_of[c * lanes + l] = q_of[c * lanes + x.lanes - 1];
@@ -79,7 +79,7 @@ struct GradientTiles {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>, depth = kDepth<Entry>;
         if (!score.read_mask(g.x, from, keys, seen, ds, ds + kSpanKeys * panel)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, blocks_of(p.head_dim, depth), false);
-        score.scale(weights, keys * panel, depth);
+        score.scale(weights, keys * panel, kRounds<Entry>);
         score.finish(g.x, from, keys, weights, seen, bias, capped, ds + kSpanKeys * panel);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, blocks_of(p.head_dim_v, depth), false);
         V<Real> lse[kVectors], unit[kVectors], delta[kVectors];

@@ -120,7 +120,7 @@ class RecomputedLse {
         });
         if (!scratch) return;
         const Score<Real> score(p, s, head_k);
-        read_panel(q, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(depth));
+        read_panel(q, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(kRounds<Entry>));
         const Entry* q_columns = down<Entry>(q, q, d, panel, panel);
         Real row_max[panel], row_sum[panel];
         for (int64_t l = 0; l < panel; ++l) row_max[l] = -kInfinity<Real>, row_sum[l] = 0;
@@ -132,7 +132,7 @@ class RecomputedLse {
             if (m <= 0 || !score.read_mask(x, from, m, seen, tile, tile + kSpanKeys * panel)) continue;
             const Entry* k = of_k.rows(from, m, k_space, &k_step);
             product<Along::depth>(k, k_step, q_columns, tile, m, blocks_of(d, depth), false);
-            score.scale(tile, m * panel, depth);
+            score.scale(tile, m * panel, kRounds<Entry>);
             score.finish(x, from, m, tile, seen, bias, nullptr, tile + kSpanKeys * panel);
             for (int64_t i = 0; i < panel; i += W<Real>) add_weights(tile + i, m, row_max + i, row_sum + i);
         }

@@ -50,14 +50,14 @@ struct Score {
         q_factor = Real(factor);
     }
 
-    // The factor of q before a product of entries of `depth` reals. 1, and `scale` multiplies the products instead, where q
-    // times its factor would be rounded to bfloat16 once more; a power of 2 rounds nothing.
-    Real factor_of_q(int64_t depth) const {
-        bool exact = depth == 1 || (to_bits(float(q_factor)) & 0x7fffff) == 0;
+    // The factor of q before a product. 1, and `scale` multiplies the products instead, where q times its factor would be
+    // rounded to bfloat16 once more; a power of 2 rounds nothing.
+    Real factor_of_q(bool rounds) const {
+        bool exact = !rounds || (to_bits(float(q_factor)) & 0x7fffff) == 0;
         return exact ? q_factor : Real(1);
     }
-    void scale(Real* products, int64_t count, int64_t depth) const {
-        if (depth == 1 || factor_of_q(depth) == q_factor) return;
+    void scale(Real* products, int64_t count, bool rounds) const {
+        if (!rounds || factor_of_q(rounds) == q_factor) return;
         for (int64_t i = 0; i < count; i += w) store(products + i, load(products + i) * splat(q_factor));
     }
 

@@ -12,7 +12,7 @@ from ..program.graph import Graph
 from ..program.ranges import too_large
 from ..program.template import Template, only_in_python
 from .core import family
-from .core.isa import FLOATS, OVERRIDE, PAIRS, Isa, chosen, host, why_floats
+from .core.isa import BY_AMX, FLOATS, OVERRIDE, PAIRS, Isa, chosen, host, why_floats
 from .core.locate import Library, how_to_get_one, locate
 from .core.sources import AMX, BFLOAT16, FUNCTIONS, PRODUCTS, SECOND_ORDER, STATISTICS, multiplies
 
@@ -99,10 +99,20 @@ def choose(problem: Problem) -> CpuPlan:
     if reasons:
         return CpuPlan("numpy", refused=tuple((family.NAME, reason) for reason in reasons))
     assert not isinstance(found, str)
+    isa, library = found
     if problem.dtype == "bfloat16" and not family.needs_float32(problem):
         tiles, decodes = family.fills_tiles(problem), family.decodes(problem)
-        found = (found[0], products_of_bfloat16(found[0], tiles, decodes) or found[1])
-    return CpuPlan(family.NAME, *found, functions=functions)
+        library = products_of_bfloat16(isa, tiles, decodes) or library
+    elif family.splits_floats(problem, wanted=override().endswith(BY_AMX)):
+        library = by_amx(isa) or library
+    return CpuPlan(family.NAME, isa, library, functions=functions)
+
+
+def by_amx(isa: Isa) -> Library | None:
+    """The library that multiplies by AMX, if this CPU supports it and CUPY_FLASH_CPU does not forbid it."""
+    if override().endswith((FLOATS, PAIRS)) or not multiplies(isa, AMX):
+        return None
+    return locate(isa, AMX)
 
 
 def products_of_bfloat16(isa: Isa, tiles: bool = True, decodes: bool = False) -> Library | None:
@@ -110,11 +120,9 @@ def products_of_bfloat16(isa: Isa, tiles: bool = True, decodes: bool = False) ->
 
     `tiles` and `decodes` are results of `family.fills_tiles` and `family.decodes`.
     """
-    wanted = override()
-    if tiles and not wanted.endswith((FLOATS, PAIRS)) and multiplies(isa, AMX):
-        library = locate(isa, AMX)
-        if library is not None:
-            return library
-    if not why_floats(wanted, decodes) and multiplies(isa, BFLOAT16):
+    library = by_amx(isa) if tiles else None
+    if library is not None:
+        return library
+    if not why_floats(override(), decodes) and multiplies(isa, BFLOAT16):
         return locate(isa, BFLOAT16)
     return None

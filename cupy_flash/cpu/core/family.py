@@ -24,13 +24,15 @@ from .progress import Watch
 from .sources import AMX, BFLOAT16
 from .worker_thread import run_in_worker
 
-__all__ = ["NAME", "Core", "decodes", "fills_tiles", "needs_float32", "notes", "refusals", "workers"]
+__all__ = ["NAME", "Core", "decodes", "fills_tiles", "needs_float32", "notes", "refusals", "splits_floats", "workers"]
 
 NAME = "core"
 # The options of scores that it reads.
 READ = ("mask", "bias", "Spans", "BlockMask", "score function", "ALiBi", "softcap", "dropout")
 PANEL_KEYS, TILE_KEYS = 144, 192  # keys of a block; with AMX
 FEW_ROWS = 12  # rows of a key head, from which on a call does not count as decode
+# Rows of a key head, and keys, from which on AMX is faster with floats: 0.7 of multiply-adds at 64, 1.1 at 256.
+FEW_SPLIT = 256
 _PRODUCTS = {BFLOAT16: "pairs of bfloat16", AMX: "tiles of bfloat16, by AMX"}
 SUMS = "function_sums"  # entry point after a backward pass of a score function with learned arguments
 
@@ -94,10 +96,28 @@ def fills_tiles(problem: Problem) -> bool:
     return p.seqlen_q * (p.heads_q // p.heads_k) >= FEW_ROWS and p.reproducible in (None, "run")
 
 
+def splits_floats(problem: Problem, wanted: bool = False) -> bool:
+    """Whether AMX multiplies floats, each as three bfloat16: in forward passes where it is faster, or wanted.
+
+    It has no score functions. Short prompts are faster by multiply-adds: K and V are split once for each of
+    their rows, and used by few queries.
+    """
+    p = problem
+    mixed = p.cache is not None and p.cache.dtype != p.dtype
+    if p.direction not in ("forward", "decode") or p.function is not None or mixed or not fills_tiles(p):
+        return False
+    long = min(p.seqlen_q * (p.heads_q // p.heads_k), p.seqlen_k) >= FEW_SPLIT
+    return p.accumulator == "float32" and p.dtype != "bfloat16" and (wanted or long)
+
+
 def notes(problem: Problem, library: Library) -> list[str]:
     """Notes for `explain`: where the arithmetic differs from float32 products, and which bits are kept."""
     p, found = problem, []
-    if library.part in _PRODUCTS:
+    if library.part == AMX and p.dtype != "bfloat16":
+        found.append(
+            "products  of floats as three bfloat16 each, by AMX, with sums in float32: no input loses bits"
+        )
+    elif library.part in _PRODUCTS:
         of = _PRODUCTS[library.part]
         found.append(f"products  of {of}, with sums in float32: weights are rounded before they multiply")
     if p.reproducible is None:

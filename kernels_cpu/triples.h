@@ -1,0 +1,195 @@
+// Products of floats by AMX. A float is the sum of three bfloat16 of 8 bits each, high, middle and low; of the nine
+// products of two floats' parts the six largest are added, and the other three are below 2^-24 of their product.
+//
+// The three are exact for 0 and for sizes from 2^-100 to 2^60, with which no product overflows. Where Q, K or V has
+// any other number, an infinity or NaN, there is no operand, and the job begins again with floats (forward.cpp).
+//
+// layout: 32 floats along the depth are three tiles' rows of 16 pairs, one of each part. A pair is floats i and i + 16,
+// so that nothing is shuffled: rows are split as they lie. Missing floats are 0.
+#pragma once
+#include "operand.h"
+
+#if defined(__AMX_BF16__)
+struct Triples {
+    uint32_t part[3][kTile];
+};
+template <>
+struct Entries<Triples> {
+    typedef float Real;
+    static constexpr int64_t depth = 2 * kTile;
+};
+
+// Two vectors as three of pairs, `step` apart.
+INLINE void split_in_three(V<float> first, V<float> second, uint32_t* to, int64_t step) {
+    constexpr __mmask32 high_halves = 0xaaaaaaaa;
+    UNROLL for (int i = 0; i < 3; ++i) {
+        U<float> a = (U<float>)first, b = (U<float>)second;
+        if (i < 2) a += 0x8000, b += 0x8000;    // rounded; the last is exact
+        U<float> pairs = (U<float>)_mm512_mask_blend_epi16(high_halves, (__m512i)(a >> 16), (__m512i)b);
+        memcpy(to + i * step, &pairs, sizeof pairs);
+        first -= (V<float>)(pairs << 16), second -= (V<float>)(pairs & 0xffff0000);
+    }
+}
+// The least and the largest size of floats; 0 is no size.
+struct Sizes {
+    U<float> least = {}, most = {};    // of the bits without a sign; the least as its negative
+    __attribute__((always_inline)) void meet(V<float> x) {
+        U<float> size = (U<float>)x << 1;
+        least = bigger(least, -size), most = bigger(most, size);
+    }
+    // Whether each is exactly three bfloat16.
+    bool usual() const {
+        constexpr uint32_t lowest = 27u << 24, highest = 187u << 24;
+        uint32_t found = 0;
+        for (int l = 0; l < W<float>; ++l) found |= (least[l] > -lowest) | (most[l] > highest);
+        return !found;
+    }
+};
+INLINE V<float> load_first(const float* from, int64_t count) {
+    return (V<float>)_mm512_maskz_loadu_ps(
+        __mmask16(count >= kTile ? 0xffff : (1u << most(count, 0)) - 1), from);
+}
+
+// Rows along the depth; false if any float is unusual.
+inline __attribute__((noinline)) bool split_rows(const float* rows, int64_t step, int64_t count,
+                                                 int64_t width, Triples* to) {
+    Sizes sizes;
+    for (; count > 0; --count, rows += step)
+        for (int64_t c = 0; c < width; c += 2 * kTile, ++to) {
+            V<float> x = load_first(rows + c, width - c),
+                     y = load_first(rows + c + kTile, width - c - kTile);
+            sizes.meet(x), sizes.meet(y);
+            split_in_three(x, y, to->part[0], kTile);
+        }
+    return sizes.usual();
+}
+// Rows along the features become rows along the keys, up(width, kTile) of them.
+inline __attribute__((noinline)) bool split_transposed(const float* rows, int64_t step, int64_t count,
+                                                       int64_t width, Triples* to, int64_t to_step) {
+    Sizes sizes;
+    for (int64_t j = 0; j < count; j += 2 * kTile, ++to)
+        for (int64_t c = 0; c < width; c += kTile) {
+            V<float> x[2][kTile];
+            for (int half = 0; half < 2; ++half) {
+                for (int64_t i = 0, key = j + half * kTile; i < kTile; ++i, ++key) {
+                    x[half][i] = load_first(rows + key * step + c, key < count ? width - c : 0);
+                    sizes.meet(x[half][i]);
+                }
+                transpose<float>(x[half]);
+            }
+            UNROLL for (int i = 0; i < kTile; ++i)
+                split_in_three(x[0][i], x[1][i], to[(c + i) * to_step].part[0], kTile);
+        }
+    return sizes.usual();
+}
+// Columns become, of every 32 rows, the high parts in 16 rows of pairs, then the other two. In place: rows begin a third
+// of the space behind it, and 16 rows of pairs are written where those before were read.
+template <>
+struct Columns<Triples> {
+    static constexpr int64_t panel = kPanel<float>, part = kTile * panel;
+    static constexpr int64_t space(int64_t rows) { return 3 * lead(rows); }
+    static constexpr int64_t lead(int64_t rows) { return blocks_of(rows, 2 * kTile) * part; }
+    // Of `rows`, where there is space for `most`; *usual, if given, becomes false if any float is unusual.
+    static const Triples* of(float* space, int64_t rows, int64_t most, bool* usual = nullptr) {
+        Sizes sizes;
+        uint32_t* to = reinterpret_cast<uint32_t*>(space);
+        const float* from = space + lead(most);
+        for (int64_t r = 0; r < rows; r += 2 * kTile, from += part, to += 2 * part)
+            for (int64_t i = 0; i < kTile; ++i, from += panel, to += panel)
+                UNROLL for (int64_t l = 0; l < panel; l += kTile) {
+                    V<float> x = r + i < rows ? load(from + l) : zero<float>();
+                    V<float> y = r + i + kTile < rows ? load(from + part + l) : zero<float>();
+                    if (usual) sizes.meet(x), sizes.meet(y);
+                    split_in_three(x, y, to + l, part);
+                }
+        if (usual) *usual &= sizes.usual();
+        return reinterpret_cast<const Triples*>(space);
+    }
+    static const Triples* second_lanes(const Triples* columns) {
+        return reinterpret_cast<const Triples*>(reinterpret_cast<const uint32_t*>(columns) + kTile);
+    }
+};
+
+// m x n tiles of C, panel floats apart. The small products come first, and each step loads one operand.
+template <int m, int n>
+INLINE void tiles(const Triples* a, int64_t step, const Triples* b, float* c, int64_t steps, bool add) {
+    constexpr int64_t panel = kPanel<float>, words = sizeof(Triples) / sizeof(uint32_t);
+    const auto each_of_c = [&](auto what) __attribute__((always_inline)) {
+        what(Constant<0>(), c);
+        if constexpr (n > 1) what(Constant<1>(), c + kTile);
+        if constexpr (m > 1) what(Constant<2>(), c + kTile * panel);
+        if constexpr (m > 1 && n > 1) what(Constant<3>(), c + kTile * panel + kTile);
+    };
+    each_of_c([&](auto i, float* at) __attribute__((always_inline)) {
+        if (add) load_tile<i.value>(at, panel);
+        else clear_tile<i.value>();
+    });
+    for (int64_t k = 0; k < steps; ++k, ++a, b += panel) {
+        const auto load_a = [&](int part) __attribute__((always_inline)) {
+            load_tile<4>(a->part[part], step * words);
+            if constexpr (m > 1) load_tile<5>(a[kTile * step].part[part], step * words);
+        };
+        const auto load_b = [&](int part) __attribute__((always_inline)) {
+            const uint32_t* rows = b->part[0] + part * kTile * panel;
+            load_tile<6>(rows, panel);
+            if constexpr (n > 1) load_tile<7>(rows + kTile, panel);
+        };
+        const auto multiply = [&] {
+            multiply_tiles<0, 4, 6>();
+            if constexpr (n > 1) multiply_tiles<1, 4, 7>();
+            if constexpr (m > 1) multiply_tiles<2, 5, 6>();
+            if constexpr (m > 1 && n > 1) multiply_tiles<3, 5, 7>();
+        };
+        load_a(0), load_b(2), multiply();
+        load_b(1), multiply();
+        load_a(1), multiply();
+        load_b(0), multiply();
+        load_a(2), multiply();
+        load_a(0), multiply();
+    }
+    each_of_c([&](auto i, float* at) __attribute__((always_inline)) { store_tile<i.value>(at, panel); });
+}
+
+// Up to 15 rows behind the last one are multiplied too.
+template <Along along, int n = kVectors>
+__attribute__((noinline)) void product(const Triples* a, int64_t step, const Triples* b, float* c,
+                                       int64_t rows, int64_t depth, bool add) {
+    static_assert(along == Along::depth);
+    constexpr int64_t panel = kPanel<float>;
+    for (; rows > kTile; rows -= 2 * kTile, a += 2 * kTile * step, c += 2 * kTile * panel)
+        tiles<2, n>(a, step, b, c, depth, add);
+    if (rows > 0) tiles<1, n>(a, step, b, c, depth, add);
+}
+
+// Keys or values as a product reads them; null where any float is unusual.
+template <>
+struct Operand<Triples, float> {
+    const Keys<float>& keys;
+    static constexpr bool kTransposed = true;
+    static constexpr int64_t words = sizeof(Triples) / sizeof(float);
+
+    int64_t of_rows(int64_t count) const { return words * count * blocks_of(keys.width, 2 * kTile); }
+    int64_t of_columns(int64_t count) const {
+        return words * up(keys.width, kTile) * blocks_of(count, 2 * kTile);
+    }
+    int64_t copied(int64_t count) const { return keys.in_place() ? 0 : count * keys.width; }
+    int64_t space_of_rows(int64_t count) const { return of_rows(count) + copied(count); }
+    int64_t space_of_columns(int64_t count) const { return of_columns(count) + copied(count); }
+    // The depth is features: row i is key j + i.
+    const Triples* rows(int64_t j, int64_t count, float* space, int64_t* step) const {
+        int64_t from_step;
+        const float* from = keys.rows(j, count, space + of_rows(count), &from_step);
+        Triples* to = reinterpret_cast<Triples*>(space);
+        *step = blocks_of(keys.width, 2 * kTile);
+        return split_rows(from, from_step, count, keys.width, to) ? to : nullptr;
+    }
+    // The depth is keys: row i is a feature.
+    const Triples* columns(int64_t j, int64_t count, float* space, int64_t* step) const {
+        int64_t from_step;
+        const float* from = keys.rows(j, count, space + of_columns(count), &from_step);
+        Triples* to = reinterpret_cast<Triples*>(space);
+        *step = blocks_of(count, 2 * kTile);
+        return split_transposed(from, from_step, count, keys.width, to, *step) ? to : nullptr;
+    }
+};
+#endif
