@@ -123,7 +123,7 @@ def _on_cpu(problems: list[str]) -> str:
     size, products = f"{library.bytes / 1e3:.0f} KB", ""
     if multiplies(isa, BFLOAT16):
         by = choose_on_cpu.products_of_bfloat16(isa)
-        ways = {BFLOAT16: "in pairs", AMX: "by AMX"}
+        ways = {BFLOAT16: "in pairs", AMX: "by AMX, as are long prompts of float32"}
         way = ways[by.part] if by else f"as floats ({why_floats(choose_on_cpu.override()) or 'no library'})"
         products = f", bfloat16 multiplied {way}"
     return f"the compiled core for {isa.title} ({size}, {library.origin}){products}, else tiled NumPy"

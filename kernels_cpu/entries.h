@@ -112,7 +112,7 @@ struct Columns {
     using Real = RealOf<Entry>;
     static constexpr int64_t space(int64_t rows) { return rows * kPanel<Real>; }
     static constexpr int64_t lead(int64_t) { return 0; }    // where in the space of this many rows reals are
-    static const Entry* of(Real* space, int64_t rows, int64_t, bool* = nullptr) {
+    static const Entry* of(Real* space, int64_t rows, int64_t) {
         return down<Entry>(space, space, rows, kPanel<Real>, kPanel<Real>);
     }
     static const Entry* second_lanes(const Entry* columns) { return columns + W<Real>; }

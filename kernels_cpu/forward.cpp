@@ -18,6 +18,7 @@
 // Scratch: Q^T and O^T of the panels, the latter twice if keys are more than a chunk, one tile of scores, of mask
 //          and of bias, K and V of a block if they have to be copied: of at most 192 queries, or 384, whatever the lengths.
 #include "chunk.h"
+#include "lse.h"
 #include "pool.h"
 #include "score.h"
 #include "softmax.h"
@@ -28,7 +29,10 @@ namespace {
 constexpr int64_t kKeys = kSpanKeys;    // of a block: its scores are 18 KB, K and V 36 KB each at 64 features
 // Of a job, for which K and V come into L2 once. why more for tiles: each job transposes V, or splits K and V.
 template <class Entry>
-constexpr int64_t kMostPanels = (__is_same(Entry, Triples) ? 768 : kTiles ? 384 : 192) / kPanel<float>;
+constexpr int64_t kMostPanels = (__is_same(Entry, Triples) ? 768
+                                 : kTiles                  ? 384
+                                                           : 192) /
+                                kPanel<float>;
 
 struct Forward {
     Call& p;
@@ -75,9 +79,10 @@ void hide_absent(const Keys<Real>& keys, int64_t from, int64_t count, Real* tile
     }
 }
 
-// False, with nothing written, if a number is there that such entries cannot hold.
+// Computes a job; if it is of triples, `floats` becomes the lanes of each panel that need floats. Else, if it is given, only
+// these are computed.
 template <class Entry>
-bool attend(const Forward& f, int64_t number) {
+void attend(const Forward& f, int64_t number, uint32_t* floats) {
     using Real = RealOf<Entry>;
     constexpr int64_t panel = kPanel<Real>, half = W<Real>, depth = kDepth<Entry>;
     // Products of one vector of a panel. why not of doubles: it would be a tenth of this file's code.
@@ -91,14 +96,14 @@ bool attend(const Forward& f, int64_t number) {
     int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
     // why shares: a small job last in each head would leave its thread waiting for one of full size.
     int64_t all = blocks_of(rows, panel), parts = blocks_of(all, f.panels);
-    if (part >= parts) return true;
+    if (part >= parts) return;
     const TileShapes shapes;
     int64_t r0 = part * all / parts * panel, r1 = least(rows, (part + 1) * all / parts * panel);
     int64_t count = blocks_of(r1 - r0, panel), q_space = Columns<Entry>::space(d),
             o_space = up(dv, in_three ? kTile : 1) * panel;
     Keys<Real> keys{p, p.k, s, head_k, d, p.rotate_cache != 0};
     const Keys<Real> values{p, p.v, s, head_k, dv};
-    const Operand<Entry> k_rows{keys}, v_columns{values};
+    Operand<Entry> k_rows{keys}, v_columns{values};
     Real *q, *o, *o_before, *tile_space, *seen, *bias, *k_space, *v_space;
     Panel<Real>* panels;
     Chunk<Real>*chunks, *before;    // those at hand, and all before them
@@ -113,18 +118,20 @@ bool attend(const Forward& f, int64_t number) {
         x.allocate(panels, count), x.allocate(chunks, count), x.allocate(before, count);
         x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
     });
-    if (!scratch) return true;
+    if (!scratch) return;
 
     Real* tile = tile_space + Columns<Entry>::lead(kKeys);
     const Score<Real> score(p, s, head_k);
-    bool usual = true;
     int64_t begin = s.keys, end = 0;
     for (int64_t n = 0; n < count; ++n) {
         Panel<Real>& x = panels[n] = Panel<Real>(p, s, head_k * group, group, r0 + n * panel, r1);
         Real* columns = q + n * q_space;
         read_panel(columns + Columns<Entry>::lead(d), p.q, x.lanes, x.in(p.q, s), d,
                    score.factor_of_q(kRounds<Entry>));
-        Columns<Entry>::of(columns, d, d, &usual);
+        if constexpr (in_three)
+            floats[n] = Columns<Entry>::unusual_lanes(columns + Columns<Entry>::lead(d), d);
+        else if (floats && !floats[n]) x.end = x.begin;
+        Columns<Entry>::of(columns, d, d);
         chunks[n] = Chunk<Real>(o + n * o_space);    // [A1.5]
         before[n] = Chunk<Real>(o_before + n * o_space);
         if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
@@ -142,7 +149,6 @@ bool attend(const Forward& f, int64_t number) {
         int64_t from_block = most(j0, begin), to_block = least(j0 + kKeys, end), k_step, v_step;
         const Entry* k_block = k_rows.rows(from_block, to_block - from_block, k_space, &k_step);
         const Entry* v_block = v_columns.columns(from_block, to_block - from_block, v_space, &v_step);
-        if (in_three && !(usual && k_block && v_block)) return false;
         for (int64_t n = 0; n < count; ++n) {
             const Panel<Real>& x = panels[n];
             int64_t from = most(j0, x.begin), to = least(j0 + kKeys, x.end);
@@ -170,6 +176,9 @@ bool attend(const Forward& f, int64_t number) {
                 score.scale(tile, m * panel, kRounds<Entry>);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
+                if constexpr (in_three)
+                    floats[n] |= k_rows.unusual_lanes(from - from_block, m, tile) |
+                                 v_columns.unusual_lanes(from - from_block, m, tile);
                 chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
                     scale_lanes<w>(o_n, dv, by);
                 });
@@ -199,20 +208,38 @@ bool attend(const Forward& f, int64_t number) {
         for (int64_t l = 0; l < panel; ++l)    // [A1.12] [A1.13]
             finish_row(p, x.head[l], all.row_max[l], all.row_sum[l], unit, factor + l, lse + l);
         const Real* rows = all.fresh ? chunks[n].o : all.o;
-        write_panel(rows, factor, p.o, x.lanes, x.in(p.o, s), dv);
-        if (p.lse.data) {
-            const LaneOffsets<Real> at = x.in(p.lse, s);
-            for (int64_t l = 0; l < x.lanes; ++l) static_cast<Real*>(p.lse.data)[at.of[l]] = lse[l];
+        LaneOffsets<Real> at_o = x.in(p.o, s), at_lse = x.in(p.lse, s);
+        if constexpr (in_three) {
+            // why: a pass that recomputes weights of an LSE far from 0 has to find the scores of floats (lse.h). It is at
+            // most 34 above the maximum, for 2^36 keys.
+            for (int64_t l = 0; l < x.lanes; ++l) {
+                Real top = all.row_max[l];
+                floats[n] |= uint32_t(far_from_0(top) || far_from_0(top + 34)) << l;
+            }
+        } else if (kTiles && floats) {
+            for (int64_t l = 0; l < x.lanes; ++l)
+                if (floats[n] >> l & 1) {
+                    at_o.of[0] = at_o.of[l];
+                    write_panel(rows + l, factor + l, p.o, 1, at_o, dv);
+                    if (p.lse.data) static_cast<Real*>(p.lse.data)[at_lse.of[l]] = lse[l];
+                }
+            continue;
         }
+        write_panel(rows, factor, p.o, x.lanes, at_o, dv);
+        for (int64_t l = 0; p.lse.data && l < x.lanes; ++l)
+            static_cast<Real*>(p.lse.data)[at_lse.of[l]] = lse[l];
     }
-    return true;
 }
 
 template <class Entry>
 void forward_job(void* what, int64_t number) {
     const Forward& f = *static_cast<Forward*>(what);
-    if (attend<Entry>(f, number)) return;
-    if constexpr (__is_same(Entry, Triples)) attend<float>(f, number);
+    if constexpr (__is_same(Entry, Triples)) {
+        uint32_t floats[kMostPanels<Entry>] = {}, any = 0;
+        attend<Entry>(f, number, floats);
+        for (uint32_t lanes : floats) any |= lanes;
+        if (any && !pool::stopped(f.p)) attend<float>(f, number, floats);
+    } else attend<Entry>(f, number, nullptr);
 }
 
 template <class Entry>

@@ -1,8 +1,8 @@
 // Products of floats by AMX. A float is the sum of three bfloat16 of 8 bits each, high, middle and low; of the nine
 // products of two floats' parts the six largest are added, and the other three are below 2^-24 of their product.
 //
-// The three are exact for 0 and for sizes from 2^-100 to 2^60, with which no product overflows. Where Q, K or V has
-// any other number, an infinity or NaN, there is no operand, and the job begins again with floats (forward.cpp).
+// The three are exact for 0 and for sizes from 2^-100 to 2^60, with which no product overflows. A row of Q, K or V with
+// any other number, an infinity or NaN is unusual: forward.cpp computes queries that are, or see such a key, with floats.
 //
 // layout: 32 floats along the depth are three tiles' rows of 16 pairs, one of each part. A pair is floats i and i + 16,
 // so that nothing is shuffled: rows are split as they lie. Missing floats are 0.
@@ -30,49 +30,61 @@ INLINE void split_in_three(V<float> first, V<float> second, uint32_t* to, int64_
         first -= (V<float>)(pairs << 16), second -= (V<float>)(pairs & 0xffff0000);
     }
 }
-// The least and the largest size of floats; 0 is no size.
+// The least and the largest size of floats, lane by lane; 0 is no size.
 struct Sizes {
     U<float> least = {}, most = {};    // of the bits without a sign; the least as its negative
     __attribute__((always_inline)) void meet(V<float> x) {
         U<float> size = (U<float>)x << 1;
         least = bigger(least, -size), most = bigger(most, size);
     }
-    // Whether each is exactly three bfloat16.
-    bool usual() const {
+    // The lanes in which not every float is exactly three bfloat16.
+    uint32_t unusual() const {
         constexpr uint32_t lowest = 27u << 24, highest = 187u << 24;
         uint32_t found = 0;
-        for (int l = 0; l < W<float>; ++l) found |= (least[l] > -lowest) | (most[l] > highest);
-        return !found;
+        for (int l = 0; l < W<float>; ++l) found |= uint32_t((least[l] > -lowest) | (most[l] > highest)) << l;
+        return found;
     }
 };
 INLINE V<float> load_first(const float* from, int64_t count) {
-    return (V<float>)_mm512_maskz_loadu_ps(
-        __mmask16(count >= kTile ? 0xffff : (1u << most(count, 0)) - 1), from);
+    return (V<float>)_mm512_maskz_loadu_ps(__mmask16(count >= kTile ? 0xffff : (1u << most(count, 0)) - 1),
+                                           from);
 }
 
-// Rows along the depth; false if any float is unusual.
+// Marks unusual rows.
+RARE inline void find_unusual(const float* rows, int64_t step, int64_t count, int64_t width, bool* unusual) {
+    for (int64_t i = 0; i < count; ++i, rows += step) {
+        Sizes sizes;
+        for (int64_t c = 0; c < width; c += kTile) sizes.meet(load_first(rows + c, width - c));
+        unusual[i] = sizes.unusual() != 0;
+    }
+}
+// Rows along the depth; whether all are usual, if none is left out as a row of 0.
 inline __attribute__((noinline)) bool split_rows(const float* rows, int64_t step, int64_t count,
-                                                 int64_t width, Triples* to) {
+                                                 int64_t width, const bool* left_out, Triples* to) {
     Sizes sizes;
-    for (; count > 0; --count, rows += step)
+    for (int64_t i = 0; i < count; ++i, rows += step) {
+        int64_t columns = left_out && left_out[i] ? 0 : width;
         for (int64_t c = 0; c < width; c += 2 * kTile, ++to) {
-            V<float> x = load_first(rows + c, width - c),
-                     y = load_first(rows + c + kTile, width - c - kTile);
+            V<float> x = load_first(rows + c, columns - c),
+                     y = load_first(rows + c + kTile, columns - c - kTile);
             sizes.meet(x), sizes.meet(y);
             split_in_three(x, y, to->part[0], kTile);
         }
-    return sizes.usual();
+    }
+    return !sizes.unusual();
 }
 // Rows along the features become rows along the keys, up(width, kTile) of them.
 inline __attribute__((noinline)) bool split_transposed(const float* rows, int64_t step, int64_t count,
-                                                       int64_t width, Triples* to, int64_t to_step) {
+                                                       int64_t width, const bool* left_out, Triples* to,
+                                                       int64_t to_step) {
     Sizes sizes;
     for (int64_t j = 0; j < count; j += 2 * kTile, ++to)
         for (int64_t c = 0; c < width; c += kTile) {
             V<float> x[2][kTile];
             for (int half = 0; half < 2; ++half) {
                 for (int64_t i = 0, key = j + half * kTile; i < kTile; ++i, ++key) {
-                    x[half][i] = load_first(rows + key * step + c, key < count ? width - c : 0);
+                    bool absent = key >= count || (left_out && left_out[key]);
+                    x[half][i] = load_first(rows + key * step + c, absent ? 0 : width - c);
                     sizes.meet(x[half][i]);
                 }
                 transpose<float>(x[half]);
@@ -80,7 +92,7 @@ inline __attribute__((noinline)) bool split_transposed(const float* rows, int64_
             UNROLL for (int i = 0; i < kTile; ++i)
                 split_in_three(x[0][i], x[1][i], to[(c + i) * to_step].part[0], kTile);
         }
-    return sizes.usual();
+    return !sizes.unusual();
 }
 // Columns become, of every 32 rows, the high parts in 16 rows of pairs, then the other two. In place: rows begin a third
 // of the space behind it, and 16 rows of pairs are written where those before were read.
@@ -89,9 +101,8 @@ struct Columns<Triples> {
     static constexpr int64_t panel = kPanel<float>, part = kTile * panel;
     static constexpr int64_t space(int64_t rows) { return 3 * lead(rows); }
     static constexpr int64_t lead(int64_t rows) { return blocks_of(rows, 2 * kTile) * part; }
-    // Of `rows`, where there is space for `most`; *usual, if given, becomes false if any float is unusual.
-    static const Triples* of(float* space, int64_t rows, int64_t most, bool* usual = nullptr) {
-        Sizes sizes;
+    // Of `rows`, where there is space for `most`.
+    static const Triples* of(float* space, int64_t rows, int64_t most) {
         uint32_t* to = reinterpret_cast<uint32_t*>(space);
         const float* from = space + lead(most);
         for (int64_t r = 0; r < rows; r += 2 * kTile, from += part, to += 2 * part)
@@ -99,11 +110,16 @@ struct Columns<Triples> {
                 UNROLL for (int64_t l = 0; l < panel; l += kTile) {
                     V<float> x = r + i < rows ? load(from + l) : zero<float>();
                     V<float> y = r + i + kTile < rows ? load(from + part + l) : zero<float>();
-                    if (usual) sizes.meet(x), sizes.meet(y);
                     split_in_three(x, y, to + l, part);
                 }
-        if (usual) *usual &= sizes.usual();
         return reinterpret_cast<const Triples*>(space);
+    }
+    // The lanes with an unusual float.
+    static uint32_t unusual_lanes(const float* columns, int64_t rows) {
+        Sizes sizes[kVectors];
+        for (int64_t r = 0; r < rows; ++r, columns += panel)
+            UNROLL for (int j = 0; j < kVectors; ++j) sizes[j].meet(load(columns + j * kTile));
+        return sizes[0].unusual() | sizes[1].unusual() << kTile;
     }
     static const Triples* second_lanes(const Triples* columns) {
         return reinterpret_cast<const Triples*>(reinterpret_cast<const uint32_t*>(columns) + kTile);
@@ -161,10 +177,12 @@ __attribute__((noinline)) void product(const Triples* a, int64_t step, const Tri
     if (rows > 0) tiles<1, n>(a, step, b, c, depth, add);
 }
 
-// Keys or values as a product reads them; null where any float is unusual.
+// Keys or values as a product reads them, unusual ones as 0.
 template <>
 struct Operand<Triples, float> {
     const Keys<float>& keys;
+    bool any_unusual = false;        // of the keys that were read last
+    bool unusual[kSpanKeys] = {};    // each of them, if any is
     static constexpr bool kTransposed = true;
     static constexpr int64_t words = sizeof(Triples) / sizeof(float);
 
@@ -176,20 +194,42 @@ struct Operand<Triples, float> {
     int64_t space_of_rows(int64_t count) const { return of_rows(count) + copied(count); }
     int64_t space_of_columns(int64_t count) const { return of_columns(count) + copied(count); }
     // The depth is features: row i is key j + i.
-    const Triples* rows(int64_t j, int64_t count, float* space, int64_t* step) const {
-        int64_t from_step;
-        const float* from = keys.rows(j, count, space + of_rows(count), &from_step);
+    const Triples* rows(int64_t j, int64_t count, float* space, int64_t* step) {
         Triples* to = reinterpret_cast<Triples*>(space);
         *step = blocks_of(keys.width, 2 * kTile);
-        return split_rows(from, from_step, count, keys.width, to) ? to : nullptr;
+        return read(j, count, space + of_rows(count), to,
+                    [&](auto... from) { return split_rows(from..., to); });
     }
     // The depth is keys: row i is a feature.
-    const Triples* columns(int64_t j, int64_t count, float* space, int64_t* step) const {
-        int64_t from_step;
-        const float* from = keys.rows(j, count, space + of_columns(count), &from_step);
+    const Triples* columns(int64_t j, int64_t count, float* space, int64_t* step) {
         Triples* to = reinterpret_cast<Triples*>(space);
         *step = blocks_of(count, 2 * kTile);
-        return split_transposed(from, from_step, count, keys.width, to, *step) ? to : nullptr;
+        return read(j, count, space + of_columns(count), to,
+                    [&](auto... from) { return split_transposed(from..., to, *step); });
+    }
+    // The lanes that see an unusual key, of a tile of scores that begins at key `first` of those read.
+    uint32_t unusual_lanes(int64_t first, int64_t count, const float* tile) const {
+        return any_unusual ? lanes_of(unusual + first, count, tile) : 0;
+    }
+
+  private:
+    RARE static uint32_t lanes_of(const bool* which, int64_t count, const float* tile) {
+        uint32_t found = 0;
+        for (int64_t i = 0; i < count; ++i, tile += kPanel<float>)
+            for (int64_t l = 0; which[i] && l < kPanel<float>; ++l)
+                found |= uint32_t(!(tile[l] == -kInfinity<float>)) << l;
+        return found;
+    }
+    template <class Split>
+    const Triples* read(int64_t j, int64_t count, float* space, const Triples* to, Split split) {
+        int64_t step;
+        const float* from = keys.rows(j, count, space, &step);
+        any_unusual = !split(from, step, count, keys.width, static_cast<const bool*>(nullptr));
+        if (any_unusual) {
+            find_unusual(from, step, count, keys.width, unusual);
+            split(from, step, count, keys.width, static_cast<const bool*>(unusual));
+        }
+        return to;
     }
 };
 #endif

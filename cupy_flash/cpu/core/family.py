@@ -24,14 +24,17 @@ from .progress import Watch
 from .sources import AMX, BFLOAT16
 from .worker_thread import run_in_worker
 
-__all__ = ["NAME", "Core", "decodes", "fills_tiles", "needs_float32", "notes", "refusals", "splits_floats", "workers"]
+__all__ = [
+    "NAME", "Core", "decodes", "fills_tiles", "needs_float32", "notes", "refusals", "splits_floats",
+    "workers",
+]  # fmt: skip
 
 NAME = "core"
 # The options of scores that it reads.
 READ = ("mask", "bias", "Spans", "BlockMask", "score function", "ALiBi", "softcap", "dropout")
 PANEL_KEYS, TILE_KEYS = 144, 192  # keys of a block; with AMX
 FEW_ROWS = 12  # rows of a key head, from which on a call does not count as decode
-# Rows of a key head, and keys, from which on AMX is faster with floats: 0.7 of multiply-adds at 64, 1.1 at 256.
+# Rows of a key head, and keys, from which on floats are faster by AMX: 0.7 times at 64, 1.1 times at 256.
 FEW_SPLIT = 256
 _PRODUCTS = {BFLOAT16: "pairs of bfloat16", AMX: "tiles of bfloat16, by AMX"}
 SUMS = "function_sums"  # entry point after a backward pass of a score function with learned arguments
