@@ -16,7 +16,7 @@
 // Jobs:    (sequence, key head, some panels), all of a head one after the other, those with the most keys first; K
 //          and V come into L2 once for all panels of a job, and stay in L3 from job to job.
 // Scratch: Q^T and O^T of the panels, the latter twice if keys are more than a chunk, one tile of scores, of mask
-//          and of bias, K and V of a block if they have to be copied: of at most 192 queries, or 384, whatever the lengths.
+//          and of bias, K and V of a block if they have to be copied: of at most 192 queries, 768 with AMX, whatever the lengths.
 #include "chunk.h"
 #include "lse.h"
 #include "pool.h"

@@ -55,7 +55,8 @@ def test_long_prompts_of_floats_are_multiplied_by_amx(monkeypatch: pytest.Monkey
     ]  # fmt: skip
     short: list[dict[str, Any]] = [{"seqlen_q": 12}, {"seqlen_k": 255}]
     never: list[dict[str, Any]] = [
-        {"dtype": "float64"}, {"reproducible": "batch"}, {"direction": "jvp"}, {"direction": "statistics"},
+        {"dtype": "float64"}, {"reproducible": "batch"}, {"precision": "ieee"}, {"direction": "jvp"},
+        {"direction": "statistics"},
         {"direction": "decode", "cache": Cache("int8")}, {"seqlen_q": 2},
     ]  # fmt: skip
     assert all(choose.choose(LONG._replace(**x)).library.part == sources.AMX for x in fit + short)

@@ -102,15 +102,16 @@ def fills_tiles(problem: Problem) -> bool:
 def splits_floats(problem: Problem, wanted: bool = False) -> bool:
     """Whether AMX multiplies floats, each as three bfloat16: in forward passes where it is faster, or wanted.
 
-    It has no score functions. Short prompts are faster by multiply-adds: K and V are split once for each of
-    their rows, and used by few queries.
+    It has no score functions, and precision="ieee" asks for multiply-adds. In short prompts these are
+    faster: K and V are split for each job, and a short one uses them for few rows.
     """
     p = problem
-    mixed = p.cache is not None and p.cache.dtype != p.dtype
-    if p.direction not in ("forward", "decode") or p.function is not None or mixed or not fills_tiles(p):
+    if p.accumulator != "float32" or p.dtype == "bfloat16" or p.precision == "ieee" or not fills_tiles(p):
         return False
-    long = min(p.seqlen_q * (p.heads_q // p.heads_k), p.seqlen_k) >= FEW_SPLIT
-    return p.accumulator == "float32" and p.dtype != "bfloat16" and (wanted or long)
+    mixed = p.cache is not None and p.cache.dtype != p.dtype
+    if p.direction not in ("forward", "decode") or p.function is not None or mixed:
+        return False
+    return wanted or min(p.seqlen_q * (p.heads_q // p.heads_k), p.seqlen_k) >= FEW_SPLIT
 
 
 def notes(problem: Problem, library: Library) -> list[str]:
