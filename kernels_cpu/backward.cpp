@@ -16,6 +16,7 @@
 // Scratch: kPanels panels at a time, with dQ; dK and dV of all keys; K and V of a block if they have to be copied.
 #include "gradient.h"
 #include "key_sums.h"
+#include "triples.h"
 
 namespace {
 
@@ -28,6 +29,9 @@ struct Backward {
     KeyParts parts;
     double* dsinks;    // (batch, heads_q, parts)
     int64_t slice;     // jobs that share sums of a function's arguments, one after the other; 0: no sums
+    double& sink(const Sequence& s, int64_t head, int64_t part) const {
+        return dsinks[(s.batch * p.heads_q + head) * parts.most_parts + part];
+    }
     double* sums_of(int64_t job) const {
         return slice ? p.function->sums + job / slice * p.function->sums_each : nullptr;
     }
@@ -40,16 +44,16 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Entr
     if (!p.sinks.data) return;
     for (int64_t l = 0; l < g.x.lanes; ++l) {
         double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head);
-        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.most_parts + part] -=
-            g.lse.of_sink(sink, l) * g.delta[l];
+        f.sink(s, g.x.head[l], part) -= g.lse.of_sink(sink, l) * g.delta[l];
     }
 }
 
+// False, with nothing that counts, if a number is there that such entries cannot hold.
 template <class Entry>
-void backward_job(void* what, int64_t number) {
+bool differentiate(const Backward& f, int64_t number) {
     using Real = RealOf<Entry>;
     constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel, depth = kDepth<Entry>;
-    const Backward& f = *static_cast<Backward*>(what);
+    constexpr bool in_three = __is_same(Entry, Triples);
     Call& p = f.p;
     int64_t jobs = f.parts.jobs_of_head(), bh = number / jobs, b = bh / p.heads_k, head_k = bh % p.heads_k;
     const Sequence s(p, b);
@@ -62,20 +66,22 @@ void backward_job(void* what, int64_t number) {
     const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
     const Operand<Entry> of_k{keys}, of_v{values};
     KeySums<Real> sums(p, s.keys), total = sums;
+    const int64_t dq_space = panel * up(d, in_three ? kTile : 1);
+    bool usual = true;
     Real *own, *space, *dq, *k_space, *k_columns_space, *v_space, *row, *ds_space;
     GradientTiles<Entry> tiles;
     GradientPanel<Entry>* panels;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.allocate(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
         x.allocate(space, most_panels * GradientPanel<Entry>::reals(p)),
-            x.allocate(dq, most_panels * panel * d);
+            x.allocate(dq, most_panels * dq_space);
         x.allocate(k_space, of_k.space_of_rows(kBlock)), x.allocate(v_space, of_v.space_of_rows(kBlock));
         x.allocate(k_columns_space, of_k.space_of_finite_columns(kBlock)),
-            x.allocate(ds_space, depth > 1 ? kKeys * panel : 0);
+            x.allocate(ds_space, depth > 1 ? Columns<Entry>::space(kKeys) : 0);
         x.allocate(row, up(dv, w)), x.allocate(panels, most_panels);
         tiles.allocate(x, p, kKeys);
     });
-    if (!scratch) return;
+    if (!scratch) return true;
     const Score<Real> score(p, s, head_k);
     total.place(own);
 
@@ -83,18 +89,19 @@ void backward_job(void* what, int64_t number) {
         int64_t row0 = least(rows, part * share), row1 = least(rows, row0 + share);
         sums.place(f.parts.apart ? f.parts.of<Real>(bh, part) : own + (part ? sums.reals() : 0));
         sums.begin_none();
+        for (int64_t n = 0; p.sinks.data && n < group; ++n) f.sink(s, head_k * group + n, part) = 0;
         for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
             int64_t count = blocks_of(least(row1, r0 + at_once * panel) - r0, panel), begin = s.keys, end = 0;
             for (int64_t n = 0; n < count; ++n) {    // [A2.4]
                 Panel<Real> x(p, s, head_k * group, group, r0 + n * panel, row1);
-                panels[n] =
-                    GradientPanel<Entry>(p, s, score, x, space + n * GradientPanel<Entry>::reals(p), row);
+                panels[n] = GradientPanel<Entry>(
+                    p, s, score, x, space + n * GradientPanel<Entry>::reals(p), row, &usual);
                 add_to_sinks(f, s, panels[n], part);
                 if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
             }
             // why from a multiple of a pair: a block of pairs begins where a tile of keys does.
             begin -= begin % depth;
-            memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
+            memset(dq, 0, size_t(count * dq_space) * sizeof(Real));
             for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
                 bool reached = false;
                 for (int64_t n = 0; n < count && !reached; ++n)
@@ -107,6 +114,7 @@ void backward_job(void* what, int64_t number) {
                 int64_t column_step = k_step;
                 const Entry* k_columns = of_k.finite_columns(k_block, from_block, to_block - from_block,
                                                              k_columns_space, &column_step);
+                if (in_three && !(usual && k_block && v_block && k_columns)) return false;
                 for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
                     const GradientPanel<Entry>& g = panels[n];
                     for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
@@ -120,18 +128,20 @@ void backward_job(void* what, int64_t number) {
                         if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false,
                                            f.sums_of(number)))
                             continue;
-                        const Entry* ds_columns = down<Entry>(ds_space, tiles.ds, m, panel, panel);
-                        const Entry *weights = along<Entry>(tiles.weights, m, panel),
-                                    *ds = along<Entry>(tiles.ds, m, panel);
+                        using Of = Lines<Entry>;
+                        const Entry* ds_columns = Columns<Entry>::copied(ds_space, tiles.ds, m);
+                        const Entry *weights = Of::of(tiles.weights, m, kKeys),
+                                    *ds = Of::of(tiles.ds, m, kKeys);
+                        if (in_three && !(weights && ds)) return false;
                         sums.begin(from);
-                        product_wide<Along::depth>(weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
+                        product_wide<Along::depth>(weights, Of::step, g.do_rows, sums.wide_v,    // [A2.12]
                                                    sums.dv + from * sums.wide_v, sums.wide_v, m,
                                                    panel / depth, sums.wide_v, true);
-                        product_wide<Along::depth>(ds, panel, g.q_rows, sums.wide,    // [A2.16]
+                        product_wide<Along::depth>(ds, Of::step, g.q_rows, sums.wide,    // [A2.16]
                                                    sums.dk + from * sums.wide, sums.wide, m, panel / depth,
                                                    sums.wide, true);
                         product_of_keys(k_columns, column_step, from - from_block, ds_columns,
-                                        dq + n * panel * d, d, m, true);    // [A2.15]
+                                        dq + n * dq_space, d, m, true);    // [A2.15]
                     }
                 }
             }
@@ -139,13 +149,21 @@ void backward_job(void* what, int64_t number) {
             for (Real& x : factor) x = Real(p.scale);
             for (int64_t n = 0; n < count; ++n) {
                 const Panel<Real>& x = panels[n].x;
-                write_panel(dq + n * panel * d, factor, p.dq, x.lanes, x.in(p.dq, s), d);
+                write_panel(dq + n * dq_space, factor, p.dq, x.lanes, x.in(p.dq, s), d);
             }
         }
         for (int64_t j = 0; !f.parts.apart && part && j < s.keys; j += kSpanKeys)
             if (sums.has(j)) total.begin(j), total.add(sums, j);
     }
     if (!f.parts.apart) total.write(p, s, head_k, 0, s.keys, p.dk, p.dv);
+    return true;
+}
+
+template <class Entry>
+void backward_job(void* what, int64_t number) {
+    const Backward& f = *static_cast<Backward*>(what);
+    if (differentiate<Entry>(f, number)) return;
+    if constexpr (__is_same(Entry, Triples)) differentiate<float>(f, number);
 }
 
 // The jobs of a slice. why in turn: each of its sums has its terms in one order.
@@ -163,10 +181,22 @@ void add_job(void* what, int64_t number) {
     f.parts.add<Real>(number % f.parts.heads, number / f.parts.heads, f.p.dk, f.p.dv);
 }
 
+// What a job falls back to, and what recomputes LSE.
+template <class Entry>
+struct Fallback {
+    typedef Entry Type;
+};
+template <>
+struct Fallback<Triples> {
+    typedef float Type;
+};
+template <class Entry>
+using Scored = typename Fallback<Entry>::Type;
+
 template <class Entry>
 RARE void backward(Call& p) {
     using Real = RealOf<Entry>;
-    const RecomputedLse<Entry> recomputed(p);
+    const RecomputedLse<Scored<Entry>> recomputed(p);
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.most_parts, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
     if (p.function && p.function->sums) f.slice = blocks_of(jobs, p.function->slices);
@@ -175,8 +205,9 @@ RARE void backward(Call& p) {
     if (f.parts.no_memory() || (p.sinks.data && !f.dsinks)) {
         p.state = kNoMemory;
     } else {
-        pool::run(p, f.slice ? slice_job<Entry> : backward_job<Entry>, &f,
-                  f.slice ? blocks_of(jobs, f.slice) : jobs);
+        // why: with sums of a row's weights that were recomputed, scores are those that they are of.
+        auto* job = p.lse_unit ? backward_job<Scored<Entry>> : backward_job<Entry>;
+        pool::run(p, f.slice ? slice_job<Entry> : job, &f, f.slice ? blocks_of(jobs, f.slice) : jobs);
         if (f.parts.apart) pool::run(p, add_job<Real>, &f, heads * blocks_of(p.seqlen_k, kAdded));
         for (int64_t h = 0; p.sinks.data && h < p.heads_q; ++h) {
             double total = 0;
@@ -194,7 +225,10 @@ RARE void backward(Call& p) {
 
 int32_t cupy_flash_backward(Call* p) {
     const SpanTable spans(*p);
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)    // a library of its own
+    if (p->k.type == kBf16) backward<Pair>(*p);
+    else backward<Triples>(*p);
+#elif defined(__AVX512BF16__)    // and another
     backward<Pair>(*p);
 #else
     if (p->wide) backward<double>(*p);

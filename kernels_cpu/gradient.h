@@ -15,17 +15,22 @@ struct GradientPanel {
     Real delta[kPanel<Real>];
 
     static int64_t reals(const Call& p) {
-        int64_t w = W<Real>;
-        return kPanel<Real> * (p.head_dim + p.head_dim_v + up(p.head_dim, w) + up(p.head_dim_v, w));
+        using Of = Columns<Entry>;
+        int64_t d = p.head_dim, dv = p.head_dim_v, lanes = kPanel<Real>, w = W<Real>;
+        return Of::space(d) + Of::space(dv) + Of::space(lanes, up(d, w)) + Of::space(lanes, up(dv, w));
     }
-    // space holds reals(p); row has room for up(head_dim_v, W).
+    // space holds reals(p); row has room for up(head_dim_v, W). *usual, if given, becomes false if there is a number that
+    // such entries cannot hold.
     GradientPanel(const Call& p, const Sequence& s, const Score<Real>& score, const Panel<Real>& panel,
-                  Real* space, Real* row)
+                  Real* space, Real* row, bool* usual = nullptr)
         : x(panel) {
         constexpr int64_t w = W<Real>, lanes = kPanel<Real>;
         int64_t d = p.head_dim, dv = p.head_dim_v, wide = up(d, w), wide_v = up(dv, w);
-        Real *q_of = space, *do_of = q_of + lanes * d, *q_by = do_of + lanes * dv,
-             *do_by = q_by + lanes * wide;
+        using Of = Columns<Entry>;
+        Real *q_space = space, *do_space = q_space + Of::space(d), *q_rows_space = do_space + Of::space(dv),
+             *do_rows_space = q_rows_space + Of::space(lanes, wide);
+        Real *q_of = q_space + Of::lead(d), *do_of = do_space + Of::lead(dv),
+             *q_by = q_rows_space + Of::lead(lanes, wide), *do_by = do_rows_space + Of::lead(lanes, wide_v);
         read_panel(q_of, p.q, x.lanes, x.in(p.q, s), d, score.factor_of_q(kRounds<Entry>), q_by, wide);
         // why: a query of 0 has a score of NaN with an infinite k; the weight of any other score is 0 in these lanes.
         for (int64_t c = 0; c < d; ++c)
@@ -48,10 +53,10 @@ struct GradientPanel {
             for (int64_t i = 0; i < lanes * dv; i += w) store(do_of + i, load(do_of + i) * kept);
             for (int64_t i = 0; i < lanes * wide_v; i += w) store(do_by + i, load(do_by + i) * kept);
         }
-        q_columns = down<Entry>(q_of, q_of, d, lanes, lanes),
-        q_rows = down<Entry>(q_by, q_by, lanes, wide, wide);
-        do_columns = down<Entry>(do_of, do_of, dv, lanes, lanes);
-        do_rows = down<Entry>(do_by, do_by, lanes, wide_v, wide_v);
+        q_columns = Of::of(q_space, d, d, usual);
+        q_rows = Of::of(q_rows_space, lanes, lanes, usual, wide);
+        do_columns = Of::of(do_space, dv, dv, usual);
+        do_rows = Of::of(do_rows_space, lanes, lanes, usual, wide_v);
     }
 };
 
@@ -64,11 +69,12 @@ struct GradientTiles {
 
     template <class Scratch>
     void allocate(Scratch& scratch, const Call& p, int64_t keys) {
-        int64_t n = keys * kPanel<Real>;
-        scratch.allocate(weights, n), scratch.allocate(ds, n + p.function_reals),
+        int64_t n = keys * kPanel<Real>, space = Lines<Entry>::space(keys), lead = Lines<Entry>::lead(keys);
+        scratch.allocate(weights, space), scratch.allocate(ds, space + p.function_reals),
             scratch.allocate(seen, Score<Real>::masked(p) ? n : 0);
         scratch.allocate(bias, p.bias.data ? n : 0), scratch.allocate(capped, p.softcap > 0 ? n : 0);
-        scratch.allocate(dropped, p.dropout_threshold ? n : 0);
+        scratch.allocate(dropped, p.dropout_threshold ? space : 0);
+        weights += lead, ds += lead, dropped += lead;
     }
 
     // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before the slopes of the function

@@ -104,7 +104,9 @@ def splits_floats(problem: Problem, wanted: bool = False) -> bool:
     """
     p = problem
     mixed = p.cache is not None and p.cache.dtype != p.dtype
-    if p.direction not in ("forward", "decode") or p.function is not None or mixed or not fills_tiles(p):
+    if p.direction not in ("forward", "decode", "backward") or p.function is not None or mixed or p.want_dbias:
+        return False
+    if not fills_tiles(p):
         return False
     long = min(p.seqlen_q * (p.heads_q // p.heads_k), p.seqlen_k) >= FEW_SPLIT
     return p.accumulator == "float32" and p.dtype != "bfloat16" and (wanted or long)
