@@ -89,13 +89,13 @@ struct Columns<Triples> {
         return blocks_of(rows, 2 * kTile) * kTile * width;
     }
     // Of `rows`, where there is space for `most`; *usual, if given, becomes false if any float is unusual.
-    static const Triples* of(float* space, int64_t rows, int64_t most, bool* usual = nullptr) {
+    static __attribute__((noinline)) const Triples* of(float* space, int64_t rows, int64_t most, bool* usual = nullptr) {
         return split(space, space + lead(most), rows, panel, usual);
     }
-    static const Triples* of(float* space, int64_t rows, int64_t most, bool* usual, int64_t width) {
+    static __attribute__((noinline)) const Triples* of(float* space, int64_t rows, int64_t most, bool* usual, int64_t width) {
         return split(space, space + lead(most, width), rows, width, usual);
     }
-    static const Triples* copied(float* space, const float* from, int64_t rows) {
+    static __attribute__((noinline)) const Triples* copied(float* space, const float* from, int64_t rows) {
         return split(space, from, rows, panel, nullptr);
     }
     static const Triples* second_lanes(const Triples* columns) {
@@ -110,7 +110,7 @@ struct Columns<Triples> {
         uint32_t* to = reinterpret_cast<uint32_t*>(space);
         for (int64_t r = 0; r < rows; r += 2 * kTile, from += part, to += 2 * part)
             for (int64_t i = 0; i < kTile; ++i, from += width, to += width)
-                UNROLL for (int64_t l = 0; l < width; l += kTile) {
+                for (int64_t l = 0; l < width; l += kTile) {
                     V<float> x = r + i < rows ? load(from + l) : zero<float>();
                     V<float> y = r + i + kTile < rows ? load(from + part + l) : zero<float>();
                     if (usual) sizes.meet(x), sizes.meet(y);
@@ -127,7 +127,7 @@ struct Lines<Triples> {
     static constexpr int64_t step = 1, words = sizeof(Triples) / sizeof(float);
     static constexpr int64_t space(int64_t rows) { return rows * words; }
     static constexpr int64_t lead(int64_t rows) { return rows * (words - kPanel<float>); }
-    static const Triples* of(float* rows, int64_t count, int64_t most) {
+    static __attribute__((noinline)) const Triples* of(float* rows, int64_t count, int64_t most) {
         static_assert(kPanel<float> == 2 * kTile);
         Sizes sizes;
         Triples *first = reinterpret_cast<Triples*>(rows - lead(most)), *to = first;
