@@ -16,6 +16,7 @@
 // Scratch: kPanels panels at a time, with dQ; dK and dV of all keys; K and V of a block if they have to be copied.
 #include "gradient.h"
 #include "key_sums.h"
+#include "triples.h"
 
 namespace {
 
@@ -28,6 +29,9 @@ struct Backward {
     KeyParts parts;
     double* dsinks;    // (batch, heads_q, parts)
     int64_t slice;     // jobs that share sums of a function's arguments, one after the other; 0: no sums
+    double& sink(const Sequence& s, int64_t head, int64_t part) const {
+        return dsinks[(s.batch * p.heads_q + head) * parts.most_parts + part];
+    }
     double* sums_of(int64_t job) const {
         return slice ? p.function->sums + job / slice * p.function->sums_each : nullptr;
     }
@@ -40,40 +44,170 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Entr
     if (!p.sinks.data) return;
     for (int64_t l = 0; l < g.x.lanes; ++l) {
         double sink = element<Real>(p.sinks.data, g.x.head[l] * p.sinks.head);
-        f.dsinks[(s.batch * p.heads_q + g.x.head[l]) * f.parts.most_parts + part] -=
-            g.lse.of_sink(sink, l) * g.delta[l];
+        f.sink(s, g.x.head[l], part) -= g.lse.of_sink(sink, l) * g.delta[l];
     }
+}
+
+// The entries of what triples do not compute, and of recomputed LSE.
+template <class Entry>
+struct Other {
+    typedef Entry Type;
+};
+template <>
+struct Other<Triples> {
+    typedef float Type;
+};
+template <class Entry>
+using Scored = typename Other<Entry>::Type;
+
+// What a sweep leaves for floats.
+enum class Left { none, some, all };
+
+// The scratch of a sweep.
+template <class Entry>
+struct Space {
+    using Real = RealOf<Entry>;
+    Real *panel_space, *dq, *k, *k_columns, *v, *row, *ds;
+    GradientTiles<Entry> tiles;
+    GradientPanel<Entry>* panels;
+
+    static int64_t of_dq(const Call& p) {
+        return kPanel<Real> * up(p.head_dim, __is_same(Entry, Triples) ? kTile : 1);
+    }
+    void allocate(pool::Scratch& x, const Call& p, int64_t most_panels, const Operand<Entry>& of_k,
+                  const Operand<Entry>& of_v) {
+        x.allocate(panel_space, most_panels * GradientPanel<Entry>::reals(p));
+        x.allocate(dq, most_panels * of_dq(p));
+        x.allocate(k, of_k.space_of_rows(kBlock)), x.allocate(v, of_v.space_of_rows(kBlock));
+        x.allocate(k_columns, of_k.space_of_finite_columns(kBlock));
+        x.allocate(ds, kDepth<Entry> > 1 ? Columns<Entry>::space(kKeys) : 0);
+        x.allocate(row, up(p.head_dim_v, W<Real>)), x.allocate(panels, most_panels);
+        tiles.allocate(x, p, kKeys);
+    }
+};
+
+// A part of the rows of a key head.
+template <class Real>
+struct Part {
+    const Sequence& s;
+    const Score<Real>& score;
+    int64_t head_k, number, row0, row1;
+    double* sums;    // of a function's arguments
+};
+
+// Adds the share of a part, or of its rows that `which` says; what is left for floats.
+template <class Entry, class Real = RealOf<Entry>>
+Left sweep(const Backward& f, const Part<Real>& part, KeySums<Real>& sums, Operand<Entry>& of_k,
+           Operand<Entry>& of_v, Space<Entry>& space, Share which) {
+    constexpr int64_t panel = kPanel<Real>, at_once = kPanels / panel, depth = kDepth<Entry>;
+    constexpr bool in_three = __is_same(Entry, Triples);
+    Call& p = f.p;
+    const Sequence& s = part.s;
+    const Score<Real>& score = part.score;
+    const int64_t group = p.heads_q / p.heads_k, d = p.head_dim, dq_space = Space<Entry>::of_dq(p);
+    GradientPanel<Entry>* panels = space.panels;
+    bool some = false, lost = false;
+    for (int64_t r0 = part.row0; r0 < part.row1; r0 += at_once * panel) {
+        int64_t count = blocks_of(least(part.row1, r0 + at_once * panel) - r0, panel), begin = s.keys,
+                end = 0;
+        for (int64_t n = 0; n < count; ++n) {    // [A2.4]
+            Panel<Real> x(p, s, part.head_k * group, group, r0 + n * panel, part.row1);
+            panels[n] = GradientPanel<Entry>(
+                p, s, score, x, space.panel_space + n * GradientPanel<Entry>::reals(p), space.row, which);
+            add_to_sinks(f, s, panels[n], part.number);
+            some |= panels[n].floats != 0;
+            if (which == Share::others && !panels[n].floats) panels[n].x.end = x.begin;
+            else if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
+        }
+        // why from a multiple of a pair: a block of pairs begins where a tile of keys does.
+        begin -= begin % depth;
+        memset(space.dq, 0, size_t(count * dq_space) * sizeof(Real));
+        for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
+            bool reached = false;
+            for (int64_t n = 0; n < count && !reached; ++n)
+                for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
+                    reached |= score.reach(panels[n].x, j0);
+            if (!reached) continue;
+            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
+            const Entry* k_block = of_k.rows(from_block, to_block - from_block, space.k, &k_step);
+            const Entry* v_block = of_v.rows(from_block, to_block - from_block, space.v, &v_step);
+            int64_t column_step = k_step;
+            const Entry* k_columns = of_k.finite_columns(k_block, from_block, to_block - from_block,
+                                                         space.k_columns, &column_step);
+            for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
+                const GradientPanel<Entry>& g = panels[n];
+                for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
+                    int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
+                    score.trim(g.x, &from, &to);
+                    if (from >= to) continue;
+                    from -= (from - from_block) % depth;
+                    const Entry* k = k_block + (from - from_block) * k_step;
+                    const Entry* v = v_block + (from - from_block) * v_step;
+                    int64_t m = to - from;
+                    const auto look = [&](const Real* scores) {
+                        if constexpr (in_three)
+                            lost |= (of_k.unusual_lanes(from - from_block, m, scores) |
+                                     of_v.unusual_lanes(from - from_block, m, scores)) &
+                                    ~g.floats & g.x.mask();
+                    };
+                    if (!space.tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false, part.sums,
+                                             look))
+                        continue;
+                    using Of = Lines<Entry>;
+                    const Entry* ds_columns = Columns<Entry>::copied(space.ds, space.tiles.ds, m);
+                    const Entry *weights = Of::of(space.tiles.weights, m, kKeys),
+                                *ds = Of::of(space.tiles.ds, m, kKeys);
+                    if (in_three && (lost || !weights || !ds)) return Left::all;
+                    sums.begin(from);
+                    product_wide<Along::depth>(weights, Of::step, g.do_rows, sums.wide_v,    // [A2.12]
+                                               sums.dv + from * sums.wide_v, sums.wide_v, m, panel / depth,
+                                               sums.wide_v, true);
+                    product_wide<Along::depth>(ds, Of::step, g.q_rows, sums.wide,    // [A2.16]
+                                               sums.dk + from * sums.wide, sums.wide, m, panel / depth,
+                                               sums.wide, true);
+                    product_of_keys(k_columns, column_step, from - from_block, ds_columns,
+                                    space.dq + n * dq_space, d, m, true);    // [A2.15]
+                }
+            }
+        }
+        Real factor[panel];
+        for (Real& x : factor) x = Real(p.scale);
+        for (int64_t n = 0; n < count; ++n) {
+            const Panel<Real>& x = panels[n].x;
+            const Real* columns = space.dq + n * dq_space;
+            if (which == Share::others)
+                write_lanes(columns, factor, p.dq, panels[n].floats, x.in(p.dq, s), d);
+            else write_panel(columns, factor, p.dq, x.lanes, x.in(p.dq, s), d);
+        }
+    }
+    return some ? Left::some : Left::none;
 }
 
 template <class Entry>
 void backward_job(void* what, int64_t number) {
     using Real = RealOf<Entry>;
-    constexpr int64_t panel = kPanel<Real>, w = W<Real>, at_once = kPanels / panel, depth = kDepth<Entry>;
+    constexpr int64_t panel = kPanel<Real>, at_once = kPanels / panel;
     const Backward& f = *static_cast<Backward*>(what);
     Call& p = f.p;
     int64_t jobs = f.parts.jobs_of_head(), bh = number / jobs, b = bh / p.heads_k, head_k = bh % p.heads_k;
     const Sequence s(p, b);
     const TileShapes shapes;
-    int64_t group = p.heads_q / p.heads_k, rows = s.queries * group, d = p.head_dim, dv = p.head_dim_v;
+    int64_t group = p.heads_q / p.heads_k, rows = s.queries * group;
     int64_t parts = f.parts.of_rows(rows), share = up(blocks_of(rows, parts), panel);
     int64_t part0 = f.parts.apart ? jobs - 1 - number % jobs : 0;    // those that see most keys first
     int64_t part1 = f.parts.apart ? part0 + 1 : parts;
     int64_t most_panels = least(at_once, blocks_of(most(least(rows, share), 1), panel));
-    const Keys<Real> keys{p, p.k, s, head_k, d}, values{p, p.v, s, head_k, dv};
-    const Operand<Entry> of_k{keys}, of_v{values};
+    const Keys<Real> keys{p, p.k, s, head_k, p.head_dim}, values{p, p.v, s, head_k, p.head_dim_v};
+    Operand<Entry> of_k{keys}, of_v{values};
+    Operand<Scored<Entry>> k_of_floats{keys}, v_of_floats{values};
     KeySums<Real> sums(p, s.keys), total = sums;
-    Real *own, *space, *dq, *k_space, *k_columns_space, *v_space, *row, *ds_space;
-    GradientTiles<Entry> tiles;
-    GradientPanel<Entry>* panels;
+    Real* own;
+    Space<Entry> space;
+    Space<Scored<Entry>> of_floats;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.allocate(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
-        x.allocate(space, most_panels * GradientPanel<Entry>::reals(p)),
-            x.allocate(dq, most_panels * panel * d);
-        x.allocate(k_space, of_k.space_of_rows(kBlock)), x.allocate(v_space, of_v.space_of_rows(kBlock));
-        x.allocate(k_columns_space, of_k.space_of_finite_columns(kBlock)),
-            x.allocate(ds_space, depth > 1 ? kKeys * panel : 0);
-        x.allocate(row, up(dv, w)), x.allocate(panels, most_panels);
-        tiles.allocate(x, p, kKeys);
+        space.allocate(x, p, most_panels, of_k, of_v);
+        if (!__is_same(Entry, Scored<Entry>)) of_floats.allocate(x, p, most_panels, k_of_floats, v_of_floats);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -81,67 +215,20 @@ void backward_job(void* what, int64_t number) {
 
     for (int64_t part = part0; part < part1; ++part) {
         int64_t row0 = least(rows, part * share), row1 = least(rows, row0 + share);
-        sums.place(f.parts.apart ? f.parts.of<Real>(bh, part) : own + (part ? sums.reals() : 0));
-        sums.begin_none();
-        for (int64_t r0 = row0; r0 < row1; r0 += at_once * panel) {
-            int64_t count = blocks_of(least(row1, r0 + at_once * panel) - r0, panel), begin = s.keys, end = 0;
-            for (int64_t n = 0; n < count; ++n) {    // [A2.4]
-                Panel<Real> x(p, s, head_k * group, group, r0 + n * panel, row1);
-                panels[n] =
-                    GradientPanel<Entry>(p, s, score, x, space + n * GradientPanel<Entry>::reals(p), row);
-                add_to_sinks(f, s, panels[n], part);
-                if (x.begin < x.end) begin = least(begin, x.begin), end = most(end, x.end);
-            }
-            // why from a multiple of a pair: a block of pairs begins where a tile of keys does.
-            begin -= begin % depth;
-            memset(dq, 0, size_t(count * panel * d) * sizeof(Real));
-            for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
-                bool reached = false;
-                for (int64_t n = 0; n < count && !reached; ++n)
-                    for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
-                        reached |= score.reach(panels[n].x, j0);
-                if (!reached) continue;
-                int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
-                const Entry* k_block = of_k.rows(from_block, to_block - from_block, k_space, &k_step);
-                const Entry* v_block = of_v.rows(from_block, to_block - from_block, v_space, &v_step);
-                int64_t column_step = k_step;
-                const Entry* k_columns = of_k.finite_columns(k_block, from_block, to_block - from_block,
-                                                             k_columns_space, &column_step);
-                for (int64_t n = 0; n < count && !pool::stopped(p); ++n) {
-                    const GradientPanel<Entry>& g = panels[n];
-                    for (int64_t j0 = J0; j0 < to_block; j0 += kKeys) {
-                        int64_t from = most(j0, g.x.begin), to = least(least(j0 + kKeys, to_block), g.x.end);
-                        score.trim(g.x, &from, &to);
-                        if (from >= to) continue;
-                        from -= (from - from_block) % depth;
-                        const Entry* k = k_block + (from - from_block) * k_step;
-                        const Entry* v = v_block + (from - from_block) * v_step;
-                        int64_t m = to - from;
-                        if (!tiles.compute(p, score, g, from, m, k, k_step, v, v_step, false,
-                                           f.sums_of(number)))
-                            continue;
-                        const Entry* ds_columns = down<Entry>(ds_space, tiles.ds, m, panel, panel);
-                        const Entry *weights = along<Entry>(tiles.weights, m, panel),
-                                    *ds = along<Entry>(tiles.ds, m, panel);
-                        sums.begin(from);
-                        product_wide<Along::depth>(weights, panel, g.do_rows, sums.wide_v,    // [A2.12]
-                                                   sums.dv + from * sums.wide_v, sums.wide_v, m,
-                                                   panel / depth, sums.wide_v, true);
-                        product_wide<Along::depth>(ds, panel, g.q_rows, sums.wide,    // [A2.16]
-                                                   sums.dk + from * sums.wide, sums.wide, m, panel / depth,
-                                                   sums.wide, true);
-                        product_of_keys(k_columns, column_step, from - from_block, ds_columns,
-                                        dq + n * panel * d, d, m, true);    // [A2.15]
-                    }
-                }
-            }
-            Real factor[panel];
-            for (Real& x : factor) x = Real(p.scale);
-            for (int64_t n = 0; n < count; ++n) {
-                const Panel<Real>& x = panels[n].x;
-                write_panel(dq + n * panel * d, factor, p.dq, x.lanes, x.in(p.dq, s), d);
-            }
-        }
+        const Part<Real> all{s, score, head_k, part, row0, row1, f.sums_of(number)};
+        const auto begin = [&] {
+            sums.place(f.parts.apart ? f.parts.of<Real>(bh, part) : own + (part ? sums.reals() : 0));
+            sums.begin_none();
+            for (int64_t n = 0; p.sinks.data && n < group; ++n) f.sink(s, head_k * group + n, part) = 0;
+        };
+        begin();
+        if constexpr (__is_same(Entry, Triples)) {
+            Left left = sweep<Entry>(f, all, sums, of_k, of_v, space, Share::usual);
+            if (left == Left::all) begin();
+            if (left != Left::none)
+                sweep<float>(f, all, sums, k_of_floats, v_of_floats, of_floats,
+                             left == Left::all ? Share::all : Share::others);
+        } else sweep<Entry>(f, all, sums, of_k, of_v, space, Share::all);
         for (int64_t j = 0; !f.parts.apart && part && j < s.keys; j += kSpanKeys)
             if (sums.has(j)) total.begin(j), total.add(sums, j);
     }
@@ -166,7 +253,7 @@ void add_job(void* what, int64_t number) {
 template <class Entry>
 RARE void backward(Call& p) {
     using Real = RealOf<Entry>;
-    const RecomputedLse<Entry> recomputed(p);
+    const RecomputedLse<Scored<Entry>> recomputed(p);
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.most_parts, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
     if (p.function && p.function->sums) f.slice = blocks_of(jobs, p.function->slices);
@@ -194,7 +281,10 @@ RARE void backward(Call& p) {
 
 int32_t cupy_flash_backward(Call* p) {
     const SpanTable spans(*p);
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)    // a library of its own
+    if (p->k.type == kBf16) backward<Pair>(*p);
+    else backward<Triples>(*p);
+#elif defined(__AVX512BF16__)    // and another
     backward<Pair>(*p);
 #else
     if (p->wide) backward<double>(*p);

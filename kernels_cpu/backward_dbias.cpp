@@ -17,7 +17,9 @@ struct OfBackward {
     const Real* compute(const Score<Real>& score, const Panel<Real>& x, int64_t from, int64_t keys,
                         const Real* k, int64_t k_step, const Real* v, int64_t v_step) {
         const GradientPanel<Real> g(p, score.s, score, x, space, row);    // [A2.4]
-        return tiles.compute(p, score, g, from, keys, k, k_step, v, v_step, true) ? tiles.ds : nullptr;
+        const auto look = [](const Real*) {};
+        return tiles.compute(p, score, g, from, keys, k, k_step, v, v_step, true, nullptr, look) ? tiles.ds
+                                                                                                 : nullptr;
     }
 };
 

@@ -106,16 +106,33 @@ INLINE const Entry* along(Real* rows, int64_t count, int64_t step) {
     }
 }
 
-// Columns (rows x kPanel) of reals, which become operands where they lie.
+// Columns (rows x width) of reals, which become operands where they lie.
 template <class Entry>
 struct Columns {
     using Real = RealOf<Entry>;
-    static constexpr int64_t space(int64_t rows) { return rows * kPanel<Real>; }
-    static constexpr int64_t lead(int64_t) { return 0; }    // where in the space of this many rows reals are
-    static const Entry* of(Real* space, int64_t rows, int64_t) {
-        return down<Entry>(space, space, rows, kPanel<Real>, kPanel<Real>);
+    static constexpr int64_t space(int64_t rows, int64_t width = kPanel<Real>) { return rows * width; }
+    // Where in the space of this many rows reals are.
+    static constexpr int64_t lead(int64_t, int64_t = kPanel<Real>) { return 0; }
+    static const Entry* of(Real* space, int64_t rows, int64_t, int64_t width = kPanel<Real>) {
+        return down<Entry>(space, space, rows, width, width);
+    }
+    // Of reals that lie elsewhere; without a space if entries are reals.
+    static const Entry* copied(Real* space, const Real* from, int64_t rows) {
+        return down<Entry>(space, from, rows, kPanel<Real>, kPanel<Real>);
     }
     static const Entry* second_lanes(const Entry* columns) { return columns + W<Real>; }
+};
+
+// A tile (rows x kPanel) of reals, whose rows become operands along their lanes where they lie.
+template <class Entry>
+struct Lines {
+    using Real = RealOf<Entry>;
+    static constexpr int64_t step = kPanel<Real>;
+    static constexpr int64_t space(int64_t rows) { return rows * kPanel<Real>; }
+    static constexpr int64_t lead(int64_t) { return 0; }    // as of Columns
+    static const Entry* of(Real* rows, int64_t count, int64_t) {
+        return along<Entry>(rows, count, kPanel<Real>);
+    }
 };
 
 // A vector of row k of an operand: as stored, or pairs made of two rows of 16-bit elements.

@@ -128,8 +128,7 @@ void attend(const Forward& f, int64_t number, uint32_t* floats) {
         Real* columns = q + n * q_space;
         read_panel(columns + Columns<Entry>::lead(d), p.q, x.lanes, x.in(p.q, s), d,
                    score.factor_of_q(kRounds<Entry>));
-        if constexpr (in_three)
-            floats[n] = Columns<Entry>::unusual_lanes(columns + Columns<Entry>::lead(d), d);
+        if constexpr (in_three) floats[n] = unusual_lanes(columns + Columns<Entry>::lead(d), d);
         else if (floats && !floats[n]) x.end = x.begin;
         Columns<Entry>::of(columns, d, d);
         chunks[n] = Chunk<Real>(o + n * o_space);    // [A1.5]
@@ -208,26 +207,15 @@ void attend(const Forward& f, int64_t number, uint32_t* floats) {
         for (int64_t l = 0; l < panel; ++l)    // [A1.12] [A1.13]
             finish_row(p, x.head[l], all.row_max[l], all.row_sum[l], unit, factor + l, lse + l);
         const Real* rows = all.fresh ? chunks[n].o : all.o;
-        LaneOffsets<Real> at_o = x.in(p.o, s), at_lse = x.in(p.lse, s);
+        const LaneOffsets<Real> at_o = x.in(p.o, s), at_lse = x.in(p.lse, s);
         if constexpr (in_three) {
-            // why: a pass that recomputes weights of an LSE far from 0 has to find the scores of floats (lse.h). It is at
-            // most 34 above the maximum, for 2^36 keys.
-            for (int64_t l = 0; l < x.lanes; ++l) {
-                Real top = all.row_max[l];
-                floats[n] |= uint32_t(far_from_0(top) || far_from_0(top + 34)) << l;
-            }
-        } else if (kTiles && floats) {
-            for (int64_t l = 0; l < x.lanes; ++l)
-                if (floats[n] >> l & 1) {
-                    at_o.of[0] = at_o.of[l];
-                    write_panel(rows + l, factor + l, p.o, 1, at_o, dv);
-                    if (p.lse.data) static_cast<Real*>(p.lse.data)[at_lse.of[l]] = lse[l];
-                }
-            continue;
+            for (int64_t l = 0; l < x.lanes; ++l) floats[n] |= uint32_t(!surely_near_0(all.row_max[l])) << l;
         }
-        write_panel(rows, factor, p.o, x.lanes, at_o, dv);
+        uint32_t lanes = x.mask();
+        if (kTiles && !in_three && floats) write_lanes(rows, factor, p.o, lanes &= floats[n], at_o, dv);
+        else write_panel(rows, factor, p.o, x.lanes, at_o, dv);
         for (int64_t l = 0; p.lse.data && l < x.lanes; ++l)
-            static_cast<Real*>(p.lse.data)[at_lse.of[l]] = lse[l];
+            if (lanes >> l & 1) static_cast<Real*>(p.lse.data)[at_lse.of[l]] = lse[l];
     }
 }
 

@@ -14,10 +14,11 @@ struct KeySums {
     KeySums(const Call& p, int64_t count)
         : keys(count), wide(up(p.head_dim, W<Real>)), wide_v(up(p.head_dim_v, W<Real>)),
           blocks(blocks_of(count, kSpanKeys)) {}
-    int64_t reals() const { return up(keys * (wide + wide_v) + blocks_of(blocks, sizeof(Real)), W<Real>); }
+    int64_t rows() const { return up(keys, kTile); }    // tiles may write behind the last key
+    int64_t reals() const { return up(rows() * (wide + wide_v) + blocks_of(blocks, sizeof(Real)), W<Real>); }
     void place(Real* at) {
-        dk = at, dv = at + keys * wide;
-        begun = reinterpret_cast<uint8_t*>(dv + keys * wide_v);
+        dk = at, dv = at + rows() * wide;
+        begun = reinterpret_cast<uint8_t*>(dv + rows() * wide_v);
     }
     void begin_none() const { memset(begun, 0, size_t(blocks)); }
     bool has(int64_t j) const { return begun[j / kSpanKeys]; }

@@ -15,6 +15,14 @@ bool far_from_0(Real lse) {
     return size > 1024 && size < kInfinity<Real>;
 }
 
+// Whether a row's LSE is surely not, by it or by its maximum, which is at most 34 less for 2^36 keys. why: triples leave the
+// other rows to floats, whose scores are those that are recomputed. Infinite where no key is seen.
+template <class Real>
+bool surely_near_0(Real top) {
+    Real size = top < 0 ? -top : top;
+    return size < 1024 - 34 || size == kInfinity<Real>;
+}
+
 // LSE of the lanes of a panel: infinite, for weights of 0, in a lane that is no query or sees no key.
 template <class Real>
 struct PanelLse {

@@ -80,6 +80,7 @@ struct Panel {
         all_from = most(s.unseen, high - p.left), all_to = least(s.keys, low + p.right + 1);
         if (p.spans.data && p.spans.by_query) meet_spans(p, s);
     }
+    uint32_t mask() const { return uint32_t((uint64_t(1) << lanes) - 1); }    // of the lanes that are queries
     bool cut(int64_t from, int64_t to) const { return from < all_from || to > all_to; }
     // Where the rows of all lanes begin in a tensor of queries, or of pairs, which has no first row.
     LaneOffsets<Real> in(const Tensor& t, const Sequence& s) const { return in(t, s, s.first_q, 0); }
@@ -201,6 +202,17 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
                 narrow(t.data, at.of[g + l] + c * t.column, row, n, t.column, t.type);
             }
         }
+    }
+}
+
+// The same of some lanes, each by itself.
+template <class Real>
+RARE void write_lanes(const Real* columns, const Real* factor, const Tensor& t, uint32_t lanes,
+                      const LaneOffsets<Real>& at, int64_t width) {
+    for (int64_t l = 0; l < kPanel<Real>; ++l) {
+        LaneOffsets<Real> one;
+        one.of[0] = at.of[l];
+        if (lanes >> l & 1) write_panel(columns + l, factor + l, t, 1, one, width);
     }
 }
 

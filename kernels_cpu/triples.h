@@ -37,13 +37,14 @@ struct Sizes {
         U<float> size = (U<float>)x << 1;
         least = bigger(least, -size), most = bigger(most, size);
     }
+    static constexpr uint32_t lowest = 27u << 24, highest = 187u << 24;
     // The lanes in which not every float is exactly three bfloat16.
     uint32_t unusual() const {
-        constexpr uint32_t lowest = 27u << 24, highest = 187u << 24;
         uint32_t found = 0;
         for (int l = 0; l < W<float>; ++l) found |= uint32_t((least[l] > -lowest) | (most[l] > highest)) << l;
         return found;
     }
+    bool any_large() const { return any_bit((U<float>)(most > highest)); }
 };
 INLINE V<float> load_first(const float* from, int64_t count) {
     return (V<float>)_mm512_maskz_loadu_ps(__mmask16(count >= kTile ? 0xffff : (1u << most(count, 0)) - 1),
@@ -98,57 +99,93 @@ inline __attribute__((noinline)) bool split_transposed(const float* rows, int64_
 // of the space behind it, and 16 rows of pairs are written where those before were read.
 template <>
 struct Columns<Triples> {
-    static constexpr int64_t panel = kPanel<float>, part = kTile * panel;
-    static constexpr int64_t space(int64_t rows) { return 3 * lead(rows); }
-    static constexpr int64_t lead(int64_t rows) { return blocks_of(rows, 2 * kTile) * part; }
+    static constexpr int64_t panel = kPanel<float>;
+    static constexpr int64_t space(int64_t rows, int64_t width = panel) { return 3 * lead(rows, width); }
+    static constexpr int64_t lead(int64_t rows, int64_t width = panel) {
+        return blocks_of(rows, 2 * kTile) * kTile * width;
+    }
     // Of `rows`, where there is space for `most`.
     static const Triples* of(float* space, int64_t rows, int64_t most) {
+        return split(space, space + lead(most), rows, panel);
+    }
+    static const Triples* of(float* space, int64_t rows, int64_t most, int64_t width) {
+        return split(space, space + lead(most, width), rows, width);
+    }
+    static const Triples* copied(float* space, const float* from, int64_t rows) {
+        return split(space, from, rows, panel);
+    }
+    static const Triples* second_lanes(const Triples* columns) {
+        return reinterpret_cast<const Triples*>(reinterpret_cast<const uint32_t*>(columns) + kTile);
+    }
+
+  private:
+    static __attribute__((always_inline)) const Triples* split(float* space, const float* from, int64_t rows,
+                                                               int64_t width) {
+        const int64_t part = kTile * width;
         uint32_t* to = reinterpret_cast<uint32_t*>(space);
-        const float* from = space + lead(most);
         for (int64_t r = 0; r < rows; r += 2 * kTile, from += part, to += 2 * part)
-            for (int64_t i = 0; i < kTile; ++i, from += panel, to += panel)
-                UNROLL for (int64_t l = 0; l < panel; l += kTile) {
+            for (int64_t i = 0; i < kTile; ++i, from += width, to += width)
+                for (int64_t l = 0; l < width; l += kTile) {
                     V<float> x = r + i < rows ? load(from + l) : zero<float>();
                     V<float> y = r + i + kTile < rows ? load(from + part + l) : zero<float>();
                     split_in_three(x, y, to + l, part);
                 }
         return reinterpret_cast<const Triples*>(space);
     }
-    // The lanes with an unusual float.
-    static uint32_t unusual_lanes(const float* columns, int64_t rows) {
-        Sizes sizes[kVectors];
-        for (int64_t r = 0; r < rows; ++r, columns += panel)
-            UNROLL for (int j = 0; j < kVectors; ++j) sizes[j].meet(load(columns + j * kTile));
-        return sizes[0].unusual() | sizes[1].unusual() << kTile;
-    }
-    static const Triples* second_lanes(const Triples* columns) {
-        return reinterpret_cast<const Triples*>(reinterpret_cast<const uint32_t*>(columns) + kTile);
+};
+// The lanes of columns with an unusual float.
+inline __attribute__((noinline)) uint32_t unusual_lanes(const float* columns, int64_t rows) {
+    Sizes sizes[kVectors];
+    for (int64_t r = 0; r < rows; ++r, columns += kPanel<float>)
+        UNROLL for (int j = 0; j < kVectors; ++j) sizes[j].meet(load(columns + j * kTile));
+    return sizes[0].unusual() | sizes[1].unusual() << kTile;
+}
+// Rows of 32 lanes, each an operand; null if any float is too large. In place: rows begin a third of the space behind it.
+// Behind the last one follow zeros, up to a whole tile.
+template <>
+struct Lines<Triples> {
+    static constexpr int64_t step = 1, words = sizeof(Triples) / sizeof(float);
+    static constexpr int64_t space(int64_t rows) { return rows * words; }
+    static constexpr int64_t lead(int64_t rows) { return rows * (words - kPanel<float>); }
+    static __attribute__((noinline)) const Triples* of(float* rows, int64_t count, int64_t most) {
+        static_assert(kPanel<float> == 2 * kTile);
+        Sizes sizes;
+        Triples *first = reinterpret_cast<Triples*>(rows - lead(most)), *to = first;
+        const float* from = rows;
+        for (int64_t i = 0; i < count; ++i, ++to, from += kPanel<float>) {
+            V<float> x = load(from), y = load(from + kTile);
+            sizes.meet(x), sizes.meet(y);
+            split_in_three(x, y, to->part[0], kTile);
+        }
+        memset(to, 0, size_t(up(count, kTile) - count) * sizeof(Triples));
+        return sizes.any_large() ? nullptr : first;
     }
 };
 
-// m x n tiles of C, panel floats apart. The small products come first, and each step loads one operand.
+// m x n tiles of C. The small products come first, and each step loads one operand.
 template <int m, int n>
-INLINE void tiles(const Triples* a, int64_t step, const Triples* b, float* c, int64_t steps, bool add) {
-    constexpr int64_t panel = kPanel<float>, words = sizeof(Triples) / sizeof(uint32_t);
+INLINE void tiles(const Triples* a, int64_t step, const Triples* b, int64_t b_step, float* c, int64_t c_step,
+                  int64_t steps, bool add) {
+    constexpr int64_t words = sizeof(Triples) / sizeof(uint32_t);
     const auto each_of_c = [&](auto what) __attribute__((always_inline)) {
         what(Constant<0>(), c);
         if constexpr (n > 1) what(Constant<1>(), c + kTile);
-        if constexpr (m > 1) what(Constant<2>(), c + kTile * panel);
-        if constexpr (m > 1 && n > 1) what(Constant<3>(), c + kTile * panel + kTile);
+        if constexpr (m > 1) what(Constant<2>(), c + kTile * c_step);
+        if constexpr (m > 1 && n > 1) what(Constant<3>(), c + kTile * c_step + kTile);
     };
     each_of_c([&](auto i, float* at) __attribute__((always_inline)) {
-        if (add) load_tile<i.value>(at, panel);
+        if (add) load_tile<i.value>(at, c_step);
         else clear_tile<i.value>();
     });
-    for (int64_t k = 0; k < steps; ++k, ++a, b += panel) {
+    for (int64_t k = 0; k < steps; ++k, ++a, b += b_step) {
         const auto load_a = [&](int part) __attribute__((always_inline)) {
             load_tile<4>(a->part[part], step * words);
             if constexpr (m > 1) load_tile<5>(a[kTile * step].part[part], step * words);
         };
         const auto load_b = [&](int part) __attribute__((always_inline)) {
-            const uint32_t* rows = b->part[0] + part * kTile * panel;
-            load_tile<6>(rows, panel);
-            if constexpr (n > 1) load_tile<7>(rows + kTile, panel);
+            const uint32_t* rows = b->part[0] + part * kTile * b_step;
+            load_tile<6>(rows, b_step);
+            if constexpr (n > 1) load_tile<7>(rows + kTile, b_step);
         };
         const auto multiply = [&] {
             multiply_tiles<0, 4, 6>();
@@ -163,7 +200,7 @@ INLINE void tiles(const Triples* a, int64_t step, const Triples* b, float* c, in
         load_a(2), multiply();
         load_a(0), multiply();
     }
-    each_of_c([&](auto i, float* at) __attribute__((always_inline)) { store_tile<i.value>(at, panel); });
+    each_of_c([&](auto i, float* at) __attribute__((always_inline)) { store_tile<i.value>(at, c_step); });
 }
 
 // Up to 15 rows behind the last one are multiplied too.
@@ -173,16 +210,37 @@ __attribute__((noinline)) void product(const Triples* a, int64_t step, const Tri
     static_assert(along == Along::depth);
     constexpr int64_t panel = kPanel<float>;
     for (; rows > kTile; rows -= 2 * kTile, a += 2 * kTile * step, c += 2 * kTile * panel)
-        tiles<2, n>(a, step, b, c, depth, add);
-    if (rows > 0) tiles<1, n>(a, step, b, c, depth, add);
+        tiles<2, n>(a, step, b, panel, c, panel, depth, add);
+    if (rows > 0) tiles<1, n>(a, step, b, panel, c, panel, depth, add);
+}
+
+// The same of `width` lanes. Columns of C are the inner loop. why: A is a third larger than L1, and B a fraction of it.
+template <Along along>
+__attribute__((noinline)) void product_wide(const Triples* a, int64_t step, const Triples* b, int64_t b_step,
+                                            float* c, int64_t c_step, int64_t rows, int64_t depth,
+                                            int64_t width, bool add) {
+    static_assert(along == Along::depth);
+    const auto next = [&](auto height) __attribute__((always_inline)) {
+        constexpr int m = decltype(height)::value;
+        const auto at = [&](int64_t lane) {
+            return reinterpret_cast<const Triples*>(reinterpret_cast<const uint32_t*>(b) + lane);
+        };
+        int64_t l = 0;
+        for (; l + 2 * kTile <= width; l += 2 * kTile)
+            tiles<m, 2>(a, step, at(l), b_step, c + l, c_step, depth, add);
+        if (l < width) tiles<m, 1>(a, step, at(l), b_step, c + l, c_step, depth, add);
+    };
+    for (; rows > kTile; rows -= 2 * kTile, a += 2 * kTile * step, c += 2 * kTile * c_step)
+        next(Constant<2>());
+    if (rows > 0) next(Constant<1>());
 }
 
 // Keys or values as a product reads them, unusual ones as 0.
 template <>
 struct Operand<Triples, float> {
     const Keys<float>& keys;
-    bool any_unusual = false;        // of the keys that were read last
-    bool unusual[kSpanKeys] = {};    // each of them, if any is
+    bool any_unusual = false;            // of the keys that were read last
+    bool unusual[2 * kSpanKeys] = {};    // each of them, if any is
     static constexpr bool kTransposed = true;
     static constexpr int64_t words = sizeof(Triples) / sizeof(float);
 
@@ -206,6 +264,11 @@ struct Operand<Triples, float> {
         *step = blocks_of(count, 2 * kTile);
         return read(j, count, space + of_columns(count), to,
                     [&](auto... from) { return split_transposed(from..., to, *step); });
+    }
+    // As of other entries. Here all are finite.
+    int64_t space_of_finite_columns(int64_t count) const { return space_of_columns(count); }
+    const Triples* finite_columns(const Triples*, int64_t j, int64_t count, float* space, int64_t* step) {
+        return columns(j, count, space, step);
     }
     // The lanes that see an unusual key, of a tile of scores that begins at key `first` of those read.
     uint32_t unusual_lanes(int64_t first, int64_t count, const float* tile) const {

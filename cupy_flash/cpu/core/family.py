@@ -100,16 +100,21 @@ def fills_tiles(problem: Problem) -> bool:
 
 
 def splits_floats(problem: Problem, wanted: bool = False) -> bool:
-    """Whether AMX multiplies floats, each as three bfloat16: in forward passes where it is faster, or wanted.
+    """Whether AMX multiplies floats, each as three bfloat16: where it is faster, or wanted.
 
-    It has no score functions, and precision="ieee" asks for multiply-adds. In short prompts these are
+    It has no score functions nor gradients of a bias, and precision="ieee" asks for multiply-adds. In short prompts these are
     faster: K and V are split for each job, and a short one uses them for few rows.
     """
     p = problem
     if p.accumulator != "float32" or p.dtype == "bfloat16" or p.precision == "ieee" or not fills_tiles(p):
         return False
     mixed = p.cache is not None and p.cache.dtype != p.dtype
-    if p.direction not in ("forward", "decode") or p.function is not None or mixed:
+    if (
+        p.direction not in ("forward", "decode", "backward")
+        or p.function is not None
+        or p.want_dbias
+        or mixed
+    ):
         return False
     return wanted or min(p.seqlen_q * (p.heads_q // p.heads_k), p.seqlen_k) >= FEW_SPLIT
 
