@@ -48,18 +48,6 @@ void add_to_sinks(const Backward& f, const Sequence& s, const GradientPanel<Entr
     }
 }
 
-// The entries of what triples do not compute, and of recomputed LSE.
-template <class Entry>
-struct Other {
-    typedef Entry Type;
-};
-template <>
-struct Other<Triples> {
-    typedef float Type;
-};
-template <class Entry>
-using Scored = typename Other<Entry>::Type;
-
 // What a sweep leaves for floats.
 enum class Left { none, some, all };
 
@@ -199,15 +187,15 @@ void backward_job(void* what, int64_t number) {
     int64_t most_panels = least(at_once, blocks_of(most(least(rows, share), 1), panel));
     const Keys<Real> keys{p, p.k, s, head_k, p.head_dim}, values{p, p.v, s, head_k, p.head_dim_v};
     Operand<Entry> of_k{keys}, of_v{values};
-    Operand<Scored<Entry>> k_of_floats{keys}, v_of_floats{values};
+    Operand<Plain<Entry>> k_of_floats{keys}, v_of_floats{values};
     KeySums<Real> sums(p, s.keys), total = sums;
     Real* own;
     Space<Entry> space;
-    Space<Scored<Entry>> of_floats;
+    Space<Plain<Entry>> of_floats;
     pool::Scratch scratch(p, [&](pool::Scratch& x) {
         x.allocate(own, f.parts.apart ? 0 : least(parts, 2) * sums.reals());
         space.allocate(x, p, most_panels, of_k, of_v);
-        if (!__is_same(Entry, Scored<Entry>)) of_floats.allocate(x, p, most_panels, k_of_floats, v_of_floats);
+        if (!__is_same(Entry, Plain<Entry>)) of_floats.allocate(x, p, most_panels, k_of_floats, v_of_floats);
     });
     if (!scratch) return;
     const Score<Real> score(p, s, head_k);
@@ -253,7 +241,7 @@ void add_job(void* what, int64_t number) {
 template <class Entry>
 RARE void backward(Call& p) {
     using Real = RealOf<Entry>;
-    const RecomputedLse<Scored<Entry>> recomputed(p);
+    const RecomputedLse<Plain<Entry>> recomputed(p);
     Backward f{p, KeyParts::of_call<Real>(p), nullptr, 0};
     int64_t parts = f.parts.most_parts, heads = f.parts.heads, jobs = heads * f.parts.jobs_of_head();
     if (p.function && p.function->sums) f.slice = blocks_of(jobs, p.function->slices);

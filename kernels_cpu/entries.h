@@ -17,16 +17,20 @@ struct Lanes<Pair> {
 };
 template <class Entry>
 struct Entries {
-    typedef Entry Real;
+    typedef Entry Real, Plain;
     static constexpr int64_t depth = 1;    // reals of an entry
 };
 template <>
 struct Entries<Pair> {
     typedef float Real;
+    typedef Pair Plain;
     static constexpr int64_t depth = 2;
 };
 template <class Entry>
 using RealOf = typename Entries<Entry>::Real;
+// The entries that compute what these cannot hold.
+template <class Entry>
+using Plain = typename Entries<Entry>::Plain;
 template <class Entry>
 constexpr int64_t kDepth = Entries<Entry>::depth;
 // Whether reals are rounded where they become entries.

@@ -88,12 +88,15 @@ struct GradientTiles {
 
     template <class Scratch>
     void allocate(Scratch& scratch, const Call& p, int64_t keys) {
-        int64_t n = keys * kPanel<Real>, space = Lines<Entry>::space(keys), lead = Lines<Entry>::lead(keys);
-        scratch.allocate(weights, space), scratch.allocate(ds, space + p.function_reals),
-            scratch.allocate(seen, Score<Real>::masked(p) ? n : 0);
-        scratch.allocate(bias, p.bias.data ? n : 0), scratch.allocate(capped, p.softcap > 0 ? n : 0);
-        scratch.allocate(dropped, p.dropout_threshold ? space : 0);
-        weights += lead, ds += lead, dropped += lead;
+        int64_t n = keys * kPanel<Real>;
+        const auto lines = [&](Real*& x, int64_t behind) {
+            scratch.allocate(x, Lines<Entry>::space(keys) + behind);
+            if (x) x += Lines<Entry>::lead(keys);
+        };
+        lines(weights, 0), lines(ds, p.function_reals);
+        scratch.allocate(seen, Score<Real>::masked(p) ? n : 0), scratch.allocate(bias, p.bias.data ? n : 0);
+        scratch.allocate(capped, p.softcap > 0 ? n : 0);
+        if (p.dropout_threshold) lines(dropped, 0);
     }
 
     // [A2.11] [A2.13] [A2.14]; false if the mask leaves nothing. dbias is the gradient before the slopes of the function

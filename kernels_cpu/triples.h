@@ -15,7 +15,7 @@ struct Triples {
 };
 template <>
 struct Entries<Triples> {
-    typedef float Real;
+    typedef float Real, Plain;
     static constexpr int64_t depth = 2 * kTile;
 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_packed_sequences_have_the_gradients_of_each(causal: bool, by_amx: str) 
     how = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": causal}
     o, lse = cupy_flash.attention_varlen(q, k, v, return_lse=True, **how)
     found = cupy_flash.attention_varlen_backward(do, q, k, v, o, lse, **how)
-    for i, j in zip(starts[:-1], starts[1:], strict=True):
+    for i, j in itertools.pairwise(starts):
         if i == j:
             continue
         one = [np.ascontiguousarray(x[None, i:j].swapaxes(1, 2)) for x in (do, q, k, v)]
@@ -161,7 +162,7 @@ def test_scores_far_from_zero_have_the_weights_of_their_sums(
 def test_unusual_numbers_give_what_multiply_adds_give(
     which: int, number: float, by_amx: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second block of rows and of keys, so that the job has begun; NaN and infinities at the same places."""
+    """In the second block of rows and of keys, when the job has begun; NaN and infinities where they are."""
     for own in (
         {},
         {"causal": True, "align": "top_left"},

@@ -102,8 +102,8 @@ def fills_tiles(problem: Problem) -> bool:
 def splits_floats(problem: Problem, wanted: bool = False) -> bool:
     """Whether AMX multiplies floats, each as three bfloat16: where it is faster, or wanted.
 
-    It has no score functions nor gradients of a bias, and precision="ieee" asks for multiply-adds. In short prompts these are
-    faster: K and V are split for each job, and a short one uses them for few rows.
+    It has no score functions nor gradients of a bias, and precision="ieee" asks for multiply-adds. In short
+    prompts these are faster: K and V are split for each job, and a short one uses them for few rows.
     """
     p = problem
     if p.accumulator != "float32" or p.dtype == "bfloat16" or p.precision == "ieee" or not fills_tiles(p):

@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 OVERRIDE = "CUPY_FLASH_CPU"
-# Suffixes of an instruction set in CUPY_FLASH_CPU: how bfloat16 is multiplied, and floats in forward passes.
+# Suffixes of an instruction set in CUPY_FLASH_CPU: how bfloat16 and floats are multiplied.
 FLOATS, PAIRS, BY_AMX = "-floats", "-pairs", "-amx"
 # CPUs that multiply pairs more slowly than floats, by vendor_id of /proc/cpuinfo. why not by timing: the bits
 # of results would differ between runs. Measured: floats are 1.5 to 1.7 times as fast on Emerald Rapids, pairs
