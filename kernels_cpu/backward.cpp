@@ -20,9 +20,11 @@
 
 namespace {
 
-constexpr int64_t kKeys = kSpanKeys,
-                  kBlock = 2 * kKeys;    // of a tile; whose gradients stay near while panels pass by
-constexpr int64_t kPanels = 1024;        // rows of them, at a time
+constexpr int64_t kKeys = kSpanKeys;    // of a tile
+// Whose gradients stay near while panels pass by. why fewer in three parts: these take as much room as three times as many.
+template <class Entry>
+constexpr int64_t kBlock = __is_same(Entry, Triples) ? kKeys : 2 * kKeys;
+constexpr int64_t kPanels = 1024;    // rows of them, at a time
 
 struct Backward {
     Call& p;
@@ -66,8 +68,9 @@ struct Space {
                   const Operand<Entry>& of_v) {
         x.allocate(panel_space, most_panels * GradientPanel<Entry>::reals(p));
         x.allocate(dq, most_panels * of_dq(p));
-        x.allocate(k, of_k.space_of_rows(kBlock)), x.allocate(v, of_v.space_of_rows(kBlock));
-        x.allocate(k_columns, of_k.space_of_finite_columns(kBlock));
+        constexpr int64_t block = kBlock<Entry>;
+        x.allocate(k, of_k.space_of_rows(block)), x.allocate(v, of_v.space_of_rows(block));
+        x.allocate(k_columns, of_k.space_of_finite_columns(block));
         x.allocate(ds, kDepth<Entry> > 1 ? Columns<Entry>::space(kKeys) : 0);
         x.allocate(row, up(p.head_dim_v, W<Real>)), x.allocate(panels, most_panels);
         tiles.allocate(x, p, kKeys);
@@ -87,7 +90,8 @@ struct Part {
 template <class Entry, class Real = RealOf<Entry>>
 Left sweep(const Backward& f, const Part<Real>& part, KeySums<Real>& sums, Operand<Entry>& of_k,
            Operand<Entry>& of_v, Space<Entry>& space, Share which) {
-    constexpr int64_t panel = kPanel<Real>, at_once = kPanels / panel, depth = kDepth<Entry>;
+    constexpr int64_t panel = kPanel<Real>, at_once = kPanels / panel, depth = kDepth<Entry>,
+                      block = kBlock<Entry>;
     constexpr bool in_three = __is_same(Entry, Triples);
     Call& p = f.p;
     const Sequence& s = part.s;
@@ -110,13 +114,13 @@ Left sweep(const Backward& f, const Part<Real>& part, KeySums<Real>& sums, Opera
         // why from a multiple of a pair: a block of pairs begins where a tile of keys does.
         begin -= begin % depth;
         memset(space.dq, 0, size_t(count * dq_space) * sizeof(Real));
-        for (int64_t J0 = begin / kBlock * kBlock; J0 < end; J0 += kBlock) {
+        for (int64_t J0 = begin / block * block; J0 < end; J0 += block) {
             bool reached = false;
             for (int64_t n = 0; n < count && !reached; ++n)
-                for (int64_t j0 = J0; j0 < least(J0 + kBlock, end); j0 += kKeys)
+                for (int64_t j0 = J0; j0 < least(J0 + block, end); j0 += kKeys)
                     reached |= score.reach(panels[n].x, j0);
             if (!reached) continue;
-            int64_t from_block = most(J0, begin), to_block = least(J0 + kBlock, end), k_step, v_step;
+            int64_t from_block = most(J0, begin), to_block = least(J0 + block, end), k_step, v_step;
             const Entry* k_block = of_k.rows(from_block, to_block - from_block, space.k, &k_step);
             const Entry* v_block = of_v.rows(from_block, to_block - from_block, space.v, &v_step);
             int64_t column_step = k_step;

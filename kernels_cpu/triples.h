@@ -5,7 +5,7 @@
 // any other number, an infinity or NaN is unusual: forward.cpp computes queries that are, or see such a key, with floats.
 //
 // layout: 32 floats along the depth are three tiles' rows of 16 pairs, one of each part. A pair is floats i and i + 16,
-// so that nothing is shuffled: rows are split as they lie. Missing floats are 0.
+// so that nothing is shuffled: rows are split in their order. Missing floats are 0.
 #pragma once
 #include "operand.h"
 
@@ -239,8 +239,8 @@ __attribute__((noinline)) void product_wide(const Triples* a, int64_t step, cons
 template <>
 struct Operand<Triples, float> {
     const Keys<float>& keys;
-    bool any_unusual = false;            // of the keys that were read last
-    bool unusual[2 * kSpanKeys] = {};    // each of them, if any is
+    bool any_unusual = false;        // of the keys that were read last
+    bool unusual[kSpanKeys] = {};    // each of them, if any is
     static constexpr bool kTransposed = true;
     static constexpr int64_t words = sizeof(Triples) / sizeof(float);
 
