@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import trust
+
 __all__ = ["BuildFailed", "file_to_write", "locked", "write_atomically", "writing"]
 
 
@@ -48,9 +50,11 @@ def writing(store: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # why: no caller names a folder in the user's cache, so that only its variable leads to another one.
+        by = f", by {trust.CACHE_VARIABLE}" if store.is_relative_to(trust.user_cache()) else ""
         raise BuildFailed(
             f"cannot write {error.filename or store}: {error.strerror or error}.\n"
-            "Try: free space and rights there, or another folder"
+            f"Try: free space and rights there, or another folder{by}"
         ) from error
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 
 from .version import __version__
 
-__all__ = ["exposed", "how_to_install", "make_folder", "own_folder", "package_folder", "packaged",
-           "user_cache"]  # fmt: skip
+__all__ = ["CACHE_VARIABLE", "exposed", "how_to_install", "make_folder", "own_folder", "package_folder",
+           "packaged", "user_cache"]  # fmt: skip
+
+# The environment variable with the folder of the user's caches.
+CACHE_VARIABLE = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
 
 
 def own_folder() -> Path:
@@ -68,10 +71,8 @@ def user_cache() -> Path:
         home = Path()
     if not home.is_absolute():  # a user without an entry in passwd, for whom containers set HOME to the root
         home = Path(os.sep).absolute()  # why not by Path.cwd(): that folder may be gone
-    if sys.platform == "win32":
-        given, base = os.environ.get("LOCALAPPDATA", ""), home / "AppData" / "Local"
-    else:
-        given, base = os.environ.get("XDG_CACHE_HOME", ""), home / ".cache"
+    given = os.environ.get(CACHE_VARIABLE, "")
+    base = home / "AppData" / "Local" if sys.platform == "win32" else home / ".cache"
     # why: a relative folder would be another one after os.chdir; the specification of XDG ignores it, too
     return (Path(given) if Path(given).is_absolute() else base) / "cupy_flash"
 

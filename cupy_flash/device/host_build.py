@@ -100,7 +100,7 @@ def _writing(folder: Path) -> Iterator[None]:
         with writing(folder):
             yield
     except BuildFailed as error:
-        raise SimulatorUnavailable(f"{error}, by XDG_CACHE_HOME") from error
+        raise SimulatorUnavailable(str(error)) from error
 
 
 def _require_private(path: Path) -> None:
@@ -191,7 +191,11 @@ def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None
         )  # fmt: skip
         if done.returncode or not output.is_file():
             again = f"{shlex.join(command)} <<'END'\n{text}END" if text else shlex.join(command)
-            raise SimulatorUnavailable(f"g++ failed on {stem}\n{done.stderr}\n{again}")
+            raise SimulatorUnavailable(
+                f"g++ failed on {stem}\n{done.stderr}\n{again}\n"
+                "Try: mend the line that it names, if it is yours; else set CXX to a g++ of 12 or newer, or "
+                "free memory and space"
+            )
         show_warnings(done.stderr)
         output.chmod(0o755)  # whatever the umask: a file that others may write to would be refused
         output.replace(target)  # atomic: another process sees the whole file or none

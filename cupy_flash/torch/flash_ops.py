@@ -262,8 +262,12 @@ class FlashOperators:
 
 
 def has_registry() -> bool:
-    """Whether this torch has a registry of flash attention implementations, new in torch 2.10."""
-    return hasattr(getattr(torch.nn, "attention", None), "register_flash_attention_impl")
+    """Whether this torch has a registry of flash attention implementations, and operators like ours.
+
+    why both: those of torch 2.11, which has the registry, take other arguments.
+    """
+    has_operators = hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace")
+    return has_operators and hasattr(getattr(torch.nn, "attention", None), "register_flash_attention_impl")
 
 
 def register() -> None:

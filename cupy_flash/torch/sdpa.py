@@ -192,7 +192,7 @@ def use_in_sdpa() -> Iterator[Calls]:
     Raises
     ------
     UnsupportedError
-        This torch has no registry of flash attention implementations (it came with 2.10).
+        This torch has no registry of flash attention implementations for operators as of 2.13.
 
     Notes
     -----
@@ -201,7 +201,7 @@ def use_in_sdpa() -> Iterator[Calls]:
     """
     if not has_registry():
         raise UnsupportedError(
-            f"torch {torch.__version__} has no register_flash_attention_impl.",
+            f"torch {torch.__version__} has no register_flash_attention_impl for operators as of 2.13.",
             hint="a newer torch, or cupy_flash.torch.scaled_dot_product_attention by name",
         )
     _contexts.enter()

@@ -513,6 +513,17 @@ def test_a_cache_that_cannot_be_made(stubs, tmp_path, monkeypatch, capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"BuildFailed: cannot write {tmp_path / 'file'}")
     assert second.startswith("Try: ")
+    assert second.endswith(f"another folder, by {trust.CACHE_VARIABLE}")
+
+
+def test_only_the_users_cache_is_moved_by_a_variable(stubs, tmp_path, monkeypatch):
+    """A build into it that fails later names the variable too; one into a folder of the caller does not."""
+    monkeypatch.setattr(build, "_compile_all", lambda *_: tmp_path.mkdir())
+    monkeypatch.setenv(trust.CACHE_VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(build.BuildFailed, match=rf"\nTry: .*another folder, by {trust.CACHE_VARIABLE}$"):
+        user_cache.into_user_cache(["sm_86"], [12])
+    with pytest.raises(build.BuildFailed, match=r"\nTry: .*another folder$"):
+        make(tmp_path / "out")
 
 
 # ---------------------------------------------------------------------------------------------- the script

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -328,6 +329,39 @@ def test_no_reference_is_lost_or_kept():
         assert again(*qkv[:2], None, word) is None
         assert sys.getrefcount(again(*qkv, word)) <= 2
     assert np.abs(np.subtract(counts(), before)).max() <= 2
+
+
+class Described:
+    """A result whose memory cannot be described."""
+
+
+FAILS = {
+    "no memory for tiles": (empty, {"core": lambda core: core._replace(entries=(NO_MEMORY,))}),
+    "a result that is no array": (lambda *_: Described(), {}),
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_result_is_released_after_a_failure(name):
+    make, changes = FAILS[name]
+    made = []
+
+    def allocate(*layout):
+        o = make(*layout)
+        made.append(weakref.ref(o))
+        return o
+
+    assert repeating(allocate=allocate, **changes)(*arrays(), *OPTIONS) is None
+    assert [x() for x in made] == [None]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="None has no reference count from Python 3.12 on")
+def test_none_is_returned_with_a_reference():
+    again = repeating()
+    before = sys.getrefcount(None)
+    for _ in range(1000):
+        assert again() is None
+    assert abs(sys.getrefcount(None) - before) < 100
 
 
 def test_it_outlives_what_made_it():

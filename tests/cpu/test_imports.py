@@ -22,7 +22,8 @@ FRAMEWORKS = ("cupy", "torch", "jax", "transformers", "ml_dtypes", "matplotlib")
 # own; rooms of one line do not import each other, so that adapters stay siblings.
 LAYERS = (
     ("errors", "log", "namespace", "version"),
-    ("manifest", "program", "store", "trust"),
+    ("manifest", "program", "trust"),
+    ("store",),  # over trust
     ("call",),
     ("plan", "cpu"),
     ("cubins",),

@@ -204,6 +204,18 @@ def test_far_scores_keep_their_weights() -> None:
     np.testing.assert_allclose(made.entropy, np.log(4), rtol=1e-5)
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["alone", "with lse"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_whose_terms_cancel(dtype: str, known: bool) -> None:
+    """The first half of the terms adds up to thousands, which the second half takes away again."""
+    signs = np.repeat([1.0, -1.0], 64)
+    shapes = (1, 1, 70, 128), (1, 1, 150, 128)
+    q, k = (30 + 1.5 * RNG.standard_normal(x) for x in shapes)
+    q, k = q.astype(np.dtype(dtype)), (k * signs).astype(np.dtype(dtype))
+    lse = cupy_flash.attention(q, k, k, return_lse=True)[1] if known else None
+    assert_close(cupy_flash.attention_statistics(q, k, lse, top_k=5), q, k, 5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_far_lse_over_more_keys_gives_shares_too(dtype: str) -> None:
     """Of keys that come twice each half has half of the weights."""
