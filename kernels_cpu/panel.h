@@ -205,15 +205,19 @@ __attribute__((noinline)) void write_panel(const Real* columns, const Real* fact
     }
 }
 
-// The same of some lanes, each by itself.
+// The same of some lanes, one by one.
 template <class Real>
 RARE void write_lanes(const Real* columns, const Real* factor, const Tensor& t, uint32_t lanes,
                       const LaneOffsets<Real>& at, int64_t width) {
-    for (int64_t l = 0; l < kPanel<Real>; ++l) {
-        LaneOffsets<Real> one;
-        one.of[0] = at.of[l];
-        if (lanes >> l & 1) write_panel(columns + l, factor + l, t, 1, one, width);
-    }
+    constexpr int64_t w = W<Real>, panel = kPanel<Real>;
+    Real row[w];
+    for (int64_t l = 0; l < panel; ++l)
+        for (int64_t c = 0; lanes >> l & 1 && c < width; c += w) {
+            int64_t n = least(w, width - c);
+            for (int64_t i = 0; i < n; ++i)
+                row[i] = factor[l] == 0 ? Real(0) : columns[(c + i) * panel + l] * factor[l] + Real(0);
+            narrow(t.data, at.of[l] + c * t.column, row, n, t.column, t.type);
+        }
 }
 
 // Rotates features of a row by the angles of a position.

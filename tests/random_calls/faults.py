@@ -47,7 +47,7 @@ FAULTS = {
     "odd_pairs": Fault(
         "pairs of bfloat16 begin at the first key of a window, even if it is odd (fixed in c6cfb25)",
         "kernels_cpu/backward.cpp",
-        "            begin -= begin % depth;\n",
+        "        begin -= begin % depth;\n",
         "",
     ),
     "dbias_without_keys": Fault(
