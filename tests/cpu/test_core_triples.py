@@ -53,7 +53,7 @@ def test_long_prompts_of_floats_are_multiplied_by_amx(monkeypatch: pytest.Monkey
         {}, {"dtype": "float16"}, {"direction": "decode", "cache": Cache("float32")}, {"dropout": 0.5},
         {"reproducible": "run"},
     ]  # fmt: skip
-    short: list[dict[str, Any]] = [{"seqlen_q": 12}, {"seqlen_k": 255}]
+    short: list[dict[str, Any]] = [{"seqlen_q": 12}, {"seqlen_k": 511}]
     never: list[dict[str, Any]] = [
         {"dtype": "float64"}, {"reproducible": "batch"}, {"precision": "ieee"}, {"direction": "jvp"},
         {"direction": "statistics"},
@@ -66,7 +66,7 @@ def test_long_prompts_of_floats_are_multiplied_by_amx(monkeypatch: pytest.Monkey
     monkeypatch.delenv(isa.OVERRIDE)
     assert all(choose.choose(LONG._replace(**x)).library.part == sources.AMX for x in fit)
     assert all(choose.choose(LONG._replace(**x)).library.part != sources.AMX for x in short + never)
-    grouped = LONG._replace(heads_q=8 * LONG.heads_k, seqlen_q=family.FEW_SPLIT["forward"] // 8)
+    grouped = LONG._replace(heads_q=8 * LONG.heads_k, seqlen_q=family.FEW_SPLIT // 8)
     assert choose.choose(grouped).library.part == sources.AMX
     assert "by AMX, as are long prompts of float32" in info_text()
     for way in (isa.FLOATS, isa.PAIRS):

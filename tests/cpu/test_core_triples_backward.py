@@ -65,13 +65,13 @@ def of_both(
 
 def test_amx_multiplies_gradients_of_long_float32_calls(by_amx: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 and float16, not a gradient of a bias nor second order; short ones if it is asked for."""
-    few = LONG._replace(seqlen_k=family.FEW_SPLIT["backward"] - 1)
+    few = LONG._replace(seqlen_k=family.FEW_SPLIT - 1)
     assert choose.choose(few).library.part == sources.AMX
     monkeypatch.delenv(isa.OVERRIDE)
     for free in ({}, {"dtype": "float16"}, {"reproducible": "run"}, {"dropout": 0.1}):
         assert choose.choose(LONG._replace(**free)).library.part == sources.AMX
     for bound in ({"want_dbias": True}, {"reproducible": "batch"}, {"seqlen_q": 1}, {"direction": "hvp"},
-                  {"seqlen_k": family.FEW_SPLIT["backward"] - 1}):  # fmt: skip
+                  {"seqlen_k": family.FEW_SPLIT - 1}):  # fmt: skip
         assert choose.choose(LONG._replace(**bound)).library.part != sources.AMX
     by_floats(monkeypatch)
     assert choose.choose(LONG).library.part != sources.AMX

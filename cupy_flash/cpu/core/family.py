@@ -34,9 +34,9 @@ NAME = "core"
 READ = ("mask", "bias", "Spans", "BlockMask", "score function", "ALiBi", "softcap", "dropout")
 PANEL_KEYS, TILE_KEYS = 144, 192  # keys of a block; with AMX
 FEW_ROWS = 12  # rows of a key head, from which on a call does not count as decode
-# Rows of a key head, and keys, from which on floats are faster by AMX: forward, 0.7 times at 64 and 1.1 times
-# at 256; backward and causal, 0.9 to 1.0 times at 256 and 1.05 times at 512.
-FEW_SPLIT = {"forward": 256, "decode": 256, "backward": 512}
+# Rows of a key head, and keys, from which on floats are faster by AMX: 0.7 times at 64, 0.9 to 1.1 times at
+# 256, 1.05 to 1.2 times at 512.
+FEW_SPLIT = 512
 _PRODUCTS = {BFLOAT16: "pairs of bfloat16", AMX: "tiles of bfloat16, by AMX"}
 SUMS = "function_sums"  # entry point after a backward pass of a score function with learned arguments
 
@@ -110,10 +110,10 @@ def splits_floats(problem: Problem, wanted: bool = False) -> bool:
     if p.accumulator != "float32" or p.dtype == "bfloat16" or p.precision == "ieee" or not fills_tiles(p):
         return False
     mixed = p.cache is not None and p.cache.dtype != p.dtype
-    if p.direction not in FEW_SPLIT or p.function is not None or p.want_dbias or mixed:
+    if p.second_order or p.direction == "statistics" or p.function is not None or p.want_dbias or mixed:
         return False
     fewer = min(p.seqlen_q * (p.heads_q // p.heads_k), p.seqlen_k)
-    return wanted or fewer >= FEW_SPLIT[p.direction]
+    return wanted or fewer >= FEW_SPLIT
 
 
 def notes(problem: Problem, library: Library) -> list[str]:
