@@ -35,9 +35,7 @@ template <class Entry>
 constexpr int64_t kDepth = Entries<Entry>::depth;
 // Whether reals are rounded where they become entries.
 template <class Entry>
-constexpr bool kRounds = false;
-template <>
-constexpr bool kRounds<Pair> = true;
+constexpr bool kRounds = __is_same(Entry, Pair);
 
 // The entry at a place in every lane.
 template <class Real>
