@@ -71,8 +71,10 @@ def user_cache() -> Path:
         home = Path()
     if not home.is_absolute():  # a user without an entry in passwd, for whom containers set HOME to the root
         home = Path(os.sep).absolute()  # why not by Path.cwd(): that folder may be gone
-    given = os.environ.get(CACHE_VARIABLE, "")
-    base = home / "AppData" / "Local" if sys.platform == "win32" else home / ".cache"
+    if sys.platform == "win32":
+        given, base = os.environ.get("LOCALAPPDATA", ""), home / "AppData" / "Local"
+    else:
+        given, base = os.environ.get("XDG_CACHE_HOME", ""), home / ".cache"
     # why: a relative folder would be another one after os.chdir; the specification of XDG ignores it, too
     return (Path(given) if Path(given).is_absolute() else base) / "cupy_flash"
 
