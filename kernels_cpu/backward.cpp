@@ -21,7 +21,7 @@
 namespace {
 
 constexpr int64_t kKeys = kSpanKeys;    // of a tile
-// Whose gradients stay near while panels pass by. why fewer in three parts: these take as much room as three times as many.
+// Whose gradients stay near while panels pass by. why fewer for triples: K is copied twice and V once, 6 bytes a number.
 template <class Entry>
 constexpr int64_t kBlock = __is_same(Entry, Triples) ? kKeys : 2 * kKeys;
 constexpr int64_t kPanels = 1024;    // rows of them, at a time

@@ -15,8 +15,8 @@ bool far_from_0(Real lse) {
     return size > 1024 && size < kInfinity<Real>;
 }
 
-// Whether a row's LSE is surely not, by it or by its maximum, which is at most 34 less for 2^36 keys. why: triples leave the
-// other rows to floats, whose scores are those that are recomputed. Infinite where no key is seen.
+// Whether a row's LSE cannot be far from 0, by the LSE or by the row's maximum, which is at most 34 below it (2^36 keys), or
+// infinite where no key is seen. why: triples leave all other rows to floats, whose scores are those that are recomputed.
 template <class Real>
 bool surely_near_0(Real top) {
     Real size = top < 0 ? -top : top;

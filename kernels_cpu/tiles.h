@@ -52,20 +52,31 @@ INLINE void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
 }
 
-// m x n tiles of C.
+// The m x n tiles of C: each with the place that it has in memory.
+template <int m, int n, class What>
+INLINE void each_of_c(float* c, int64_t step, What what) {
+    what(Constant<0>(), c);
+    if constexpr (n > 1) what(Constant<1>(), c + kTile);
+    if constexpr (m > 1) what(Constant<2>(), c + kTile * step);
+    if constexpr (m > 1 && n > 1) what(Constant<3>(), c + kTile * step + kTile);
+}
+template <int m, int n>
+INLINE void load_c(float* c, int64_t step, bool add) {
+    each_of_c<m, n>(c, step, [&](auto i, float* at) __attribute__((always_inline)) {
+        if (add) load_tile<i.value>(at, step);
+        else clear_tile<i.value>();
+    });
+}
+template <int m, int n>
+INLINE void store_c(float* c, int64_t step) {
+    each_of_c<m, n>(c, step,
+                    [&](auto i, float* at) __attribute__((always_inline)) { store_tile<i.value>(at, step); });
+}
+
 template <int m, int n>
 INLINE void tiles(const Pair* a, int64_t step, const Pair* b, int64_t b_step, float* c, int64_t c_step,
                   int64_t steps, bool add) {
-    const auto each_of_c = [&](auto what) __attribute__((always_inline)) {
-        what(Constant<0>(), c);
-        if constexpr (n > 1) what(Constant<1>(), c + kTile);
-        if constexpr (m > 1) what(Constant<2>(), c + kTile * c_step);
-        if constexpr (m > 1 && n > 1) what(Constant<3>(), c + kTile * c_step + kTile);
-    };
-    each_of_c([&](auto i, float* at) __attribute__((always_inline)) {
-        if (add) load_tile<i.value>(at, c_step);
-        else clear_tile<i.value>();
-    });
+    load_c<m, n>(c, c_step, add);
     for (int64_t k = 0; k < steps; ++k, a += kTile, b += kTile * b_step) {
         load_tile<6>(b, b_step), load_tile<4>(a, step);
         multiply_tiles<0, 4, 6>();
@@ -73,7 +84,7 @@ INLINE void tiles(const Pair* a, int64_t step, const Pair* b, int64_t b_step, fl
         if constexpr (m > 1) load_tile<5>(a + kTile * step, step), multiply_tiles<2, 5, 6>();
         if constexpr (m > 1 && n > 1) multiply_tiles<3, 5, 7>();
     }
-    each_of_c([&](auto i, float* at) __attribute__((always_inline)) { store_tile<i.value>(at, c_step); });
+    store_c<m, n>(c, c_step);
 }
 
 // All rows; the depth is whole tiles, or less than one.

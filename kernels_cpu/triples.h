@@ -2,7 +2,8 @@
 // products of two floats' parts the six largest are added, and the other three are below 2^-24 of their product.
 //
 // The three are exact for 0 and for sizes from 2^-100 to 2^60, with which no product overflows. A row of Q, K or V with
-// any other number, an infinity or NaN is unusual: forward.cpp computes queries that are, or see such a key, with floats.
+// any other number, an infinity or NaN is unusual, as is one of dO: rows that are, or see such a key, are computed with
+// floats (forward.cpp, backward.cpp).
 //
 // layout: 32 floats along the depth are three tiles' rows of 16 pairs, one of each part. A pair is floats i and i + 16,
 // so that nothing is shuffled: rows are split in their order. Missing floats are 0.
@@ -167,16 +168,7 @@ template <int m, int n>
 INLINE void tiles(const Triples* a, int64_t step, const Triples* b, int64_t b_step, float* c, int64_t c_step,
                   int64_t steps, bool add) {
     constexpr int64_t words = sizeof(Triples) / sizeof(uint32_t);
-    const auto each_of_c = [&](auto what) __attribute__((always_inline)) {
-        what(Constant<0>(), c);
-        if constexpr (n > 1) what(Constant<1>(), c + kTile);
-        if constexpr (m > 1) what(Constant<2>(), c + kTile * c_step);
-        if constexpr (m > 1 && n > 1) what(Constant<3>(), c + kTile * c_step + kTile);
-    };
-    each_of_c([&](auto i, float* at) __attribute__((always_inline)) {
-        if (add) load_tile<i.value>(at, c_step);
-        else clear_tile<i.value>();
-    });
+    load_c<m, n>(c, c_step, add);
     for (int64_t k = 0; k < steps; ++k, ++a, b += b_step) {
         const auto load_a = [&](int part) __attribute__((always_inline)) {
             load_tile<4>(a->part[part], step * words);
@@ -200,7 +192,7 @@ INLINE void tiles(const Triples* a, int64_t step, const Triples* b, int64_t b_st
         load_a(2), multiply();
         load_a(0), multiply();
     }
-    each_of_c([&](auto i, float* at) __attribute__((always_inline)) { store_tile<i.value>(at, c_step); });
+    store_c<m, n>(c, c_step);
 }
 
 // Up to 15 rows behind the last one are multiplied too.
@@ -214,7 +206,7 @@ __attribute__((noinline)) void product(const Triples* a, int64_t step, const Tri
     if (rows > 0) tiles<1, n>(a, step, b, panel, c, panel, depth, add);
 }
 
-// The same of `width` lanes. Columns of C are the inner loop. why: A is a third larger than L1, and B a fraction of it.
+// The same of `width` lanes. why columns of C are the inner loop: then two rows of tiles of A stay in L1, and B is small.
 template <Along along>
 __attribute__((noinline)) void product_wide(const Triples* a, int64_t step, const Triples* b, int64_t b_step,
                                             float* c, int64_t c_step, int64_t rows, int64_t depth,
