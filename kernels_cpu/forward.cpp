@@ -172,15 +172,14 @@ void attend(const Forward& f, int64_t number, uint32_t* floats) {
                     if (both < m)
                         product<Along::depth, 1>(k + both * k_step, k_step, Columns<Entry>::second_lanes(q_n),
                                                  tile + both * panel + half, m - both, features, false);
-                score.scale(tile, m * panel, kRounds<Entry>);
+                const Real unit = score.scale_or_leave(tile, m * panel, kRounds<Entry>);
                 score.finish(x, from, m, tile, seen, bias, nullptr, tile + kKeys * panel);
                 if (p.pages) hide_absent(keys, from, m, tile);
                 if constexpr (in_three)
                     floats[n] |= k_rows.unusual_lanes(from - from_block, m, tile) |
                                  v_columns.unusual_lanes(from - from_block, m, tile);
-                chunks[n].template weigh<w>(tile, m, [&](const V<Real>* by) {    // [A1.9]
-                    scale_lanes<w>(o_n, dv, by);
-                });
+                const auto follow = [&](const V<Real>* by) { scale_lanes<w>(o_n, dv, by); };
+                chunks[n].template weigh<w, Entry>(tile, m, follow, unit);    // [A1.9]
                 if (p.dropout_threshold) score.drop(x, from, m, tile);
                 const Entry* weights = Columns<Entry>::of(tile_space, m, kKeys);
                 product_of_keys<w>(v_block, v_step, from - from_block, weights, o_n, dv, both,

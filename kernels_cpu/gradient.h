@@ -109,7 +109,7 @@ struct GradientTiles {
         constexpr int64_t w = W<Real>, panel = kPanel<Real>, depth = kDepth<Entry>;
         if (!score.read_mask(g.x, from, keys, seen, ds, ds + kSpanKeys * panel)) return false;
         product<Along::depth>(k, k_step, g.q_columns, weights, keys, blocks_of(p.head_dim, depth), false);
-        score.scale(weights, keys * panel, kRounds<Entry>);
+        const Real of_score = score.scale_or_leave(weights, keys * panel, kRounds<Entry>);
         score.finish(g.x, from, keys, weights, seen, bias, capped, ds + kSpanKeys * panel);
         look(weights);
         product<Along::depth>(v, v_step, g.do_columns, ds, keys, blocks_of(p.head_dim_v, depth), false);
@@ -117,17 +117,20 @@ struct GradientTiles {
         UNROLL for (int j = 0; j < kVectors; ++j) lse[j] = load(g.lse.lse + j * w),
                                                   unit[j] = load(g.lse.unit + j * w),
                                                   delta[j] = load(g.delta + j * w);
+        const auto weight = [&](int64_t at, int64_t j) __attribute__((always_inline)) {
+            V<Real> x = load(weights + at);
+            if constexpr (kRounds<Entry>) x *= splat(of_score);
+            return exp_<Real, true>(x - lse[j]) * unit[j];
+        };
         if (!p.dropout_threshold) {
             for (int64_t key = 0; key < keys; ++key) UNROLL for (int j = 0; j < kVectors; ++j) {
                     int64_t at = key * panel + j * w;
-                    V<Real> x = exp_<Real, true>(load(weights + at) - lse[j]) * unit[j];
+                    V<Real> x = weight(at, j);
                     store(weights + at, x);
                     store(ds + at, x * (load(ds + at) - delta[j]));
                 }
         } else {
-            for (int64_t i = 0; i < keys * panel; i += w)
-                store(weights + i,
-                      exp_<Real, true>(load(weights + i) - lse[i / w % kVectors]) * unit[i / w % kVectors]);
+            for (int64_t i = 0; i < keys * panel; i += w) store(weights + i, weight(i, i / w % kVectors));
             memcpy(dropped, weights, size_t(keys * panel) * sizeof(Real));
             score.drop(g.x, from, keys, dropped, ds);
             for (int64_t i = 0; i < keys * panel; i += w)

@@ -69,6 +69,12 @@ template <class Real>
 INLINE V<Real> zero() {
     return V<Real>{};
 }
+// A product that is rounded before anything is added to it.
+template <class Vector>
+INLINE Vector not_fused(Vector product) {
+    asm("" : "+v"(product));
+    return product;
+}
 // The bigger one of each lane; b where a is NaN.
 template <class Vector>
 INLINE Vector bigger(Vector a, Vector b) {

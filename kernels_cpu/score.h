@@ -60,6 +60,16 @@ struct Score {
         if (!rounds || factor_of_q(rounds) == q_factor) return;
         for (int64_t i = 0; i < count; i += w) store(products + i, load(products + i) * splat(q_factor));
     }
+    // The same; or nothing, if all that may happen to scores is that some become -inf: their factor is returned. why: a pass
+    // over them costs up to a tenth of a call, a factor in their softmax nothing.
+    Real scale_or_leave(Real* products, int64_t count, bool rounds) const {
+        if (!rounds || factor_of_q(rounds) == q_factor) return 1;
+        bool changed =
+            p.softcap > 0 || p.bias.data || p.alibi_slopes.data || (p.function && !p.function->hides);
+        if (!changed && q_factor > 0) return q_factor;    // why > 0: else -inf would not stay
+        scale(products, count, rounds);
+        return 1;
+    }
 
     // Whether any query of a panel sees any key of the block of kSpanKeys that key j begins.
     bool reach(const Panel<Real>& x, int64_t j) const {

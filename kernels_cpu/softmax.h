@@ -1,6 +1,6 @@
 // The online softmax of a panel, and what its rows come to.
 #pragma once
-#include "panel.h"
+#include "tiles.h"
 #include <math.h>
 
 // What a row's weights are e^(S - row_max) of, once it has seen `top`: row_max follows the maximum when that is more than
@@ -21,12 +21,17 @@ struct Softmax {
         for (Real& x : row_sum) x = 0;
     }
 
-    // Scores become weights; n vectors of lanes. follow(by) multiplies what was summed under the old row_max.
-    template <int n, class Follow>
-    void weigh(Real* tile, int64_t keys, Follow follow) {
+    // Scores become weights; n vectors of lanes. Where entries are rounded, the tile holds scores without their factor, `unit`
+    // > 0. follow(by) multiplies what was summed under the old row_max.
+    template <int n, class Entry = Real, class Follow>
+    void weigh(Real* tile, int64_t keys, Follow follow, Real unit = 1) {
+        constexpr bool scaled = kRounds<Entry>;
         constexpr int w = W<Real>, panel = kPanel<Real>;
         V<Real> old[n], top[n], second[n], finite[n], total[n];
-        UNROLL for (int j = 0; j < n; ++j) old[j] = top[j] = second[j] = load(row_max + j * w);
+        UNROLL for (int j = 0; j < n; ++j) {
+            old[j] = load(row_max + j * w);
+            top[j] = second[j] = scaled ? splat<Real>(-kInfinity<Real>) : old[j];
+        }
         int64_t key = 0;
         for (; key + 2 <= keys; key += 2) UNROLL for (int j = 0; j < n; ++j) {    // why two: latency
                 top[j] = bigger(load(tile + key * panel + j * w), top[j]);
@@ -36,7 +41,9 @@ struct Softmax {
             UNROLL for (int j = 0; j < n; ++j) top[j] = bigger(load(tile + key * panel + j * w), top[j]);
         I<Real> risen = {};
         UNROLL for (int j = 0; j < n; ++j) {
-            top[j] = risen_max<Real>(old[j], bigger(second[j], top[j]));
+            top[j] = bigger(second[j], top[j]);
+            if constexpr (scaled) top[j] *= splat(unit);
+            top[j] = risen_max<Real>(old[j], top[j]);
             risen |= top[j] > old[j];
             // A row that has seen no key yet keeps its weights at e^(-inf - 0) = 0.
             finite[j] = top[j] == splat<Real>(-kInfinity<Real>) ? zero<Real>() : top[j];
@@ -47,11 +54,17 @@ struct Softmax {
             UNROLL for (int j = 0; j < n; ++j) by[j] = exp_<Real>(old[j] - finite[j]), total[j] *= by[j];
             follow(by);
         }
-        for (key = 0; key < keys; ++key) UNROLL for (int j = 0; j < n; ++j) {
-                V<Real> x = exp_<Real>(load(tile + key * panel + j * w) - finite[j]);
+        for (key = 0; key < keys; ++key) {
+            stay_awake<Entry>(key);
+            UNROLL for (int j = 0; j < n; ++j) {
+                V<Real> score = load(tile + key * panel + j * w);
+                if constexpr (scaled) score = not_fused(score * splat(unit));    // the bits of decode's
+                V<Real> x = exp_<Real>(score - finite[j]);
                 total[j] += x;
                 store(tile + key * panel + j * w, x);
             }
+        }
+        stay_awake<Entry>(0);
         UNROLL for (int j = 0; j < n; ++j) store(row_max + j * w, top[j]), store(row_sum + j * w, total[j]);
     }
 };
