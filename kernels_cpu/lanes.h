@@ -69,12 +69,13 @@ template <class Real>
 INLINE V<Real> zero() {
     return V<Real>{};
 }
+#if defined(__AVX512F__)
 // A product that is rounded before anything is added to it.
-template <class Vector>
-INLINE Vector not_fused(Vector product) {
+INLINE V<float> not_fused(V<float> product) {
     asm("" : "+v"(product));
     return product;
 }
+#endif
 // The bigger one of each lane; b where a is NaN.
 template <class Vector>
 INLINE Vector bigger(Vector a, Vector b) {

@@ -58,7 +58,7 @@ struct Softmax {
             stay_awake<Entry>(key);
             UNROLL for (int j = 0; j < n; ++j) {
                 V<Real> score = load(tile + key * panel + j * w);
-                if constexpr (scaled) score = not_fused(score * splat(unit));    // the bits of decode's
+                if constexpr (scaled) score = not_fused(score * splat(unit));    // as decode's
                 V<Real> x = exp_<Real>(score - finite[j]);
                 total[j] += x;
                 store(tile + key * panel + j * w, x);
