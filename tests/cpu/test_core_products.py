@@ -322,10 +322,16 @@ def test_windows_begin_at_any_key(lengths: tuple[int, int], options: dict[str, A
     testing.assert_within_budget(made, q, k, v, do=do, **options)
 
 
+@pytest.mark.parametrize("width", [48, 41])
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
-def test_hidden_keys_stay_hidden_whatever_multiplies_scores(scale: float) -> None:
+@pytest.mark.parametrize(("way", "part"), sources.PRODUCTS.items())
+def test_hidden_keys_stay_hidden_whatever_multiplies_scores(
+    way: str, part: str, scale: float, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The factor of scores joins their softmax where that is their only one, and no key comes back by it."""
-    do, q, k, v = (normal(2, 2, 150, 48, seed=seed).astype(ml_dtypes.bfloat16) for seed in range(4))
+    library_of(part)
+    monkeypatch.setenv(isa.OVERRIDE, isa.runnable()[0].name + way)
+    do, q, k, v = (normal(2, 2, 151, width, seed=seed).astype(ml_dtypes.bfloat16) for seed in range(4))
     k[:, :, -1] = 40  # the last key's score is large, and only one query sees it
     o, lse = cupy_flash.attention(q, k, v, scale=scale, causal=True, return_lse=True)
     dq, dk, dv, *_ = cupy_flash.attention_backward(do, q, k, v, o, lse, scale=scale, causal=True)
