@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Hashable
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, overload
+
+import numpy as np
 
 from .call.adopt import adopt
 from .call.checks import flag
@@ -19,6 +22,7 @@ from .call.outputs import finished
 from .call.signature import Array, documented, takes
 from .call.values import split_run_options
 from .dispatch.memo import prepared
+from .dispatch.repeat import remember, repeated
 
 __all__ = ["Gradients", "adopted", "attention", "attention_backward", "results_of_forward", "run_backward",
            "run_forward", "scaled", "with_scale"]  # fmt: skip
@@ -144,6 +148,12 @@ def attention(
     >>> cupy_flash.attention(q, k, v, causal=True).shape
     (1, 4, 256, 64)
     """
+    given: tuple[Any, ...] | None = None
+    if type(q) is np.ndarray and return_lse is False and out is None:
+        given = (*options, *options.values())
+        o = repeated("arrays", q, k, v, *given)
+        if o is not None:
+            return o
     arrays, values = split(options)
     kinds: tuple[Any, ...] = type(q), type(k), type(v)
     if QuantizedArray in kinds:
@@ -151,7 +161,7 @@ def attention(
         q, k, v = (arrays.pop(name) for name in "qkv")
     if getattr(values.scale, "shape", None):  # a call with a scalar scale skips the array path
         q, values, _ = scaled(q, values)
-    return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out)
+    return run_forward(adopted(q=q, k=k, v=v, out=out, **arrays), values, return_lse, out, given=given)
 
 
 @takes(GradientOptions)
@@ -225,6 +235,7 @@ def run_forward(
     out: Any = None,
     packing: Packing | None = None,
     unrounded: bool = False,
+    given: tuple[Hashable, ...] | None = None,
 ) -> Any:
     """Run the forward pass; return o, or (o, lse).
 
@@ -240,13 +251,18 @@ def run_forward(
         For packed sequences, whose offsets are among the arrays.
     unrounded : bool
         Whether o keeps the accumulator dtype.
+    given : tuple, optional
+        As in `remember`, for calls that it may store.
     """
     want_lse = flag(want_lse, "return_lse")
     options, run_options = split_run_options(options)
     call = prepared("forward", raw, options, want_lse, packing, unrounded=unrounded)
     if call.problem.of_float8:
         check_scales(raw)
-    return results_of_forward(call.run(raw, run_options), out)
+    results = call.run(raw, run_options)
+    if given is not None:
+        remember("arrays", call, raw, options, given)
+    return results_of_forward(results, out)
 
 
 def results_of_forward(results: Views, out: Any) -> Any:

@@ -1,5 +1,5 @@
-// A call of torch that repeats an earlier one, over any number of keys: compared with it, given memory and computed,
-// without Python's bytecode.
+// A call of torch or NumPy that repeats an earlier one, over any number of keys: compared with it, given memory and
+// computed, without Python's bytecode.
 //
 // why: after a linear layer the caches hold its weights, and to fetch what Python executes for a call of 64 queries takes
 // longer than to compute it.
@@ -40,15 +40,17 @@ bool has_memory(const Repeat& repeat, Object* tensor, Object* elements_before, V
     if (repeat.view_of(tensor, &view)) return false;
     view.data += view.offset;
     if (uintptr_t(view.data) % kAlignment) return false;
+    if (elements_before == python.none) return true;
     // why: in a storage that was resized to 0, a tensor that is not its first has an address above 0.
     const Owned before(python.call_with(elements_before, tensor, nullptr));
     return before.object && uintptr_t(view.data) != uintptr_t(python.integer(before.object)) * view.bits / 8;
 }
 
-int64_t elements_of(const View& view) {
-    int64_t elements = 1;
-    for (int32_t i = 0; i < view.axes; ++i) elements *= view.shape[i];
-    return elements;
+bool has_shape(const View& view, const int64_t* shape, int32_t rank) {
+    if (view.axes != rank || !view.strides) return false;
+    for (int32_t i = 0; i < rank; ++i)
+        if (shape[i] >= 0 && view.shape[i] != shape[i]) return false;
+    return true;
 }
 
 // Describes k or v, which may have any number of rows and any strides.
@@ -67,10 +69,10 @@ bool describe(const Repeat& repeat, Object* const* tensors, Object* elements_bef
     View* const views[] = {&q, &k, &v};
     for (int i = 0; i < 3; ++i) {
         if (!has_memory(repeat, tensors[i], elements_before, *views[i])) return false;
-        if (i == 0 && elements_of(q) != repeat.elements) return false;
+        if (!has_shape(*views[i], repeat.shapes[i], repeat.rank)) return false;
     }
-    for (int i = 1; i < 3; ++i)
-        if (views[i]->axes != repeat.rank || !views[i]->strides) return false;
+    for (int32_t i = 0; i < repeat.rank; ++i)
+        if (q.strides[i] != repeat.strides[i]) return false;
     int64_t keys = k.shape[repeat.row];
     if (v.shape[repeat.row] != keys || keys < repeat.least_keys || keys > repeat.most_keys) return false;
     call.q.data = q.data;
@@ -84,8 +86,8 @@ bool describe(const Repeat& repeat, Object* const* tensors, Object* elements_bef
 // The result; null if this call is another one, or if anything fails, with or without an error.
 Object* repeated(Object* self, Object* const* given, intptr_t count) {
     const auto part = [self](intptr_t at) { return python.item(self, at); };
-    Object *type = part(1), *options = part(2), *are_alike = part(3), *conditions = part(4),
-           *allocate = part(5), *layout = part(6), *elements_before = part(7);
+    Object *type = part(1), *dtype = part(2), *options = part(3), *are_alike = part(4), *conditions = part(5),
+           *allocate = part(6), *layout = part(7), *elements_before = part(8);
     const Repeat& repeat = *reinterpret_cast<const Repeat*>(python.bytes(part(0)));
     Call call = repeat.call;
 
@@ -93,11 +95,15 @@ Object* repeated(Object* self, Object* const* given, intptr_t count) {
     for (intptr_t i = 3; i < count; ++i)
         if (!are_same(given[i], python.item(options, i - 3))) return nullptr;
     // why first: what else is handed over may fail to have memory, or have a lazy one.
-    for (int i = 0; i < 3; ++i)
+    for (int i = 0; i < 3; ++i) {
         if (Owned(python.type_of(given[i])).object != type) return nullptr;
+        if (Owned(python.attribute(given[i], "dtype")).object != dtype) return nullptr;
+    }
     if (!describe(repeat, given, elements_before, call)) return nullptr;
-    const Owned alike(python.call_with(are_alike, given[0], given[1], given[2], nullptr));
-    if (alike.object != python.yes) return nullptr;
+    if (are_alike != python.none) {
+        const Owned alike(python.call_with(are_alike, given[0], given[1], given[2], nullptr));
+        if (alike.object != python.yes) return nullptr;
+    }
     for (intptr_t i = 0; i < python.length(conditions); ++i) {
         Object* condition = python.item(conditions, i);
         const Owned found(python.call(python.item(condition, 0), python.item(condition, 1)));
@@ -128,6 +134,21 @@ Object* run(Object* self, Object* const* given, intptr_t count) {
 Method method = {"repeat", run, kPositional, nullptr};
 
 }    // namespace
+
+int32_t cupy_flash_view_of_array(Object* array, View* view) {
+    const Owned capsule(python.attribute(array, "__array_struct__"));
+    if (!capsule.object) return -1;
+    const auto* seen = static_cast<const ArrayInterface*>(python.pointer(capsule.object, nullptr));
+    if (!seen || seen->axes > kMostAxes) return -1;
+    int64_t *shape = view->own, *strides = view->own + kMostAxes;
+    for (int i = 0; i < seen->axes; ++i) {
+        shape[i] = seen->shape[i], strides[i] = seen->byte_strides[i] / seen->item_bytes;
+        if (seen->byte_strides[i] % seen->item_bytes) return -1;
+    }
+    view->data = seen->data, view->offset = 0;
+    view->axes = seen->axes, view->shape = shape, view->strides = strides;
+    return 0;
+}
 
 Method* cupy_flash_repeat(const Python* given) {
     python = *given;

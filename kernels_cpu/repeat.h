@@ -14,6 +14,8 @@ struct Python {
     int (*compare)(Object*, Object*, int how);
     Object* (*item)(Object* tuple, intptr_t at);    // borrowed, as an item of a tuple always is
     intptr_t (*length)(Object* tuple);
+    Object* (*attribute)(Object*, const char* name);
+    void* (*pointer)(Object* capsule, const char* name);
     const char* (*bytes)(Object*);
     long long (*integer)(Object*);
     Object* (*call)(Object* function, Object* arguments);
@@ -31,6 +33,8 @@ struct Method {
     const char* text;
 };
 
+constexpr int kMostAxes = 4;
+
 // A tensor in memory, as DLPack describes one.
 struct View {
     char* data;
@@ -39,21 +43,34 @@ struct View {
     uint8_t kind, bits;
     uint16_t lanes;
     const int64_t *shape, *strides;
-    uint64_t offset;    // in bytes
+    uint64_t offset;               // in bytes
+    int64_t own[2 * kMostAxes];    // not of DLPack: shape and strides where a library lends none
+};
+
+// NumPy's description of an array, in its attribute __array_struct__.
+struct ArrayInterface {
+    int two, axes;
+    char kind;
+    int item_bytes, flags;
+    const intptr_t *shape, *byte_strides;
+    char* data;
 };
 
 struct Repeat {
     int32_t (*view_of)(Object* tensor, View*);    // of the tensors' library; 0 if it succeeds
     int32_t (*entry)(Call*);
-    int64_t elements;                                  // of q
+    int64_t shapes[3][kMostAxes];                      // of q, k and v; -1 for any number of keys
+    int64_t strides[kMostAxes];                        // of q
     int64_t least_keys, most_keys, most_keys_alone;    // that may be repeated; that one thread computes
     int32_t batch, head, row, column;                  // axes of k and v; below 0 for none
     int32_t offset_per_key;
-    int32_t rank;    // of k and v
+    int32_t rank;    // of q, k and v
     Call call;       // without addresses
 };
 
 extern "C" {
 // The function that repeats a call, for PyCFunction_NewEx.
 EXPORTED Method* cupy_flash_repeat(const Python*);
+// Views a NumPy array of any dtype; 0 if it succeeds.
+EXPORTED int32_t cupy_flash_view_of_array(Object*, View*);
 }

@@ -18,7 +18,15 @@ try:
 except ModuleNotFoundError:  # a kernel of the Hugging Face hub cannot require it
     ThreadpoolController = None
 
-__all__ = ["BlasLimit", "allowed", "available_cores", "on_one_blas_thread", "one_blas_thread", "team"]
+__all__ = [
+    "BlasLimit",
+    "allowed",
+    "available_cores",
+    "limits",
+    "on_one_blas_thread",
+    "one_blas_thread",
+    "team",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -81,6 +89,11 @@ class BlasLimit:
             counts = self._found if self._callers else _counts(shared)
         return max(counts + _counts(own), default=available_cores())
 
+    def limits(self) -> tuple[Callable[[], int | None], ...] | None:
+        """The functions that tell the limit of each library; None while our own limit hides what they are."""
+        shared, own = self._libraries
+        return None if self._callers else tuple(library.get for library in shared + own)
+
     @contextmanager
     def one_thread(self) -> Iterator[None]:
         """Keep the BLAS to one thread."""
@@ -134,6 +147,11 @@ def allowed(library: str = "") -> int:
     """
     peer: int = sys.modules["torch"].get_num_threads() if library == "torch" else _blas.threads()
     return min(available_cores(), peer)
+
+
+def limits() -> tuple[Callable[[], int | None], ...] | None:
+    """As `BlasLimit.limits`."""
+    return _blas.limits()
 
 
 def team(library: str, count: int) -> int:

@@ -19,22 +19,18 @@ from ..call.given import Options
 from ..call.progress import CALLBACK
 from ..dispatch.backends import chosen_by_environment, driver_of, environment
 from ..dispatch.memo import REPEATED, Prepared, prepared
+from ..dispatch.repeat import BOUNDS, CONSTANTS, put, remember_recent
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_plain_memory, gradients, is_plain, is_transformed, recorded
 from .leading import swap_heads_and_rows
 from .repeat_in_core import guard, repeating_in_core
 
-__all__ = ["BOUNDS", "CONSTANTS", "Recent", "is_watched", "remember", "remember_recent", "repeated"]
+__all__ = ["Recent", "is_watched", "remember", "repeated"]
 
 _DEVICES = ("cpu", "cuda")
-# Types of options that are immutable and compare by value.
-CONSTANTS = frozenset((bool, int, float, str))
-BOUNDS = CONSTANTS | {type(None)}  # of a window; a tensor of one element can change
 _OPTIONS = frozenset(
     ("causal", "align", "scale", "softcap", "layout", "precision", "reproducible", "dropout")
 )
-_MOST_KNOWN = 1024
-_MOST_RECENT = 8  # under a key: with the same options, or of a function and repeated in the core
 # The arrays of a call other than q, k and v: none.
 _NOTHING = (None,) * (len(TENSORS) - 3)
 
@@ -267,7 +263,7 @@ class _Repeated(torch.autograd.Function):
             raw = adopted(q=q, k=k, v=v, o=o, lse=lse, do=do)
             passed = _prepare_pass("backward", raw, deterministic(known.options), True)
             if passed is not None:
-                _put(known.gradients, key, passed)
+                put(key, passed, known.gradients)
         return *grads[:3], None
 
 
@@ -305,7 +301,7 @@ def remember(
     if passed is None:
         return
     known = _PreparedCall(passed, options, is_recorded, return_lse, in_rows)
-    _put(REPEATED, key, known)
+    put(key, known)
     known.recent = Recent.of((q, k, v), known, is_recorded)
     remember_recent(key[0], known.recent)
     if known.recent is None or is_recorded or return_lse:
@@ -315,23 +311,9 @@ def remember(
     if in_rows:
         layout = "bhsd"
         shape, strides = ((x[0], x[2], x[1], x[3]) for x in (shape, strides))
-    layout, result = layout[-q.dim() :], (shape, strides, dtype)
+    result = shape, strides, dtype
     known.in_core = repeating_in_core((q, k, v), given, options, layout, passed.call, result)
     remember_recent(function, known.in_core)
-
-
-def remember_recent(key: Hashable, recent: Any) -> None:
-    """Put a call, if there is one, in front of the recent ones under a key, and drop the oldest of many."""
-    if recent is not None:
-        others = [x for x in REPEATED.get(key, ()) if x is not recent]
-        _put(REPEATED, key, (recent, *others[: _MOST_RECENT - 1]))
-
-
-def _put(memory: dict[Hashable, Any], key: Hashable, found: Any) -> None:
-    """Store an entry; clear the cache first if it is full."""
-    if len(memory) >= _MOST_KNOWN:
-        memory.clear()
-    memory[key] = found
 
 
 def _prepare_pass(direction: str, raw: Any, options: Options, want_lse: bool) -> _Pass | None:

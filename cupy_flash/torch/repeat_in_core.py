@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ..call.given import Options
-from ..call.progress import CALLBACK
-from ..dispatch.backends import VARIABLES, raw_variable
-from ..dispatch.memo import REPEATED, Prepared
+from ..dispatch.memo import Prepared
+from ..dispatch.repeat import conditions, repeated
 from .eager import OBSERVERS
 
 __all__ = ["guard", "repeated_in_core", "repeating_in_core"]
@@ -70,17 +69,10 @@ def _view_of() -> int:
 
 
 def repeated_in_core(function: str, *given: Any) -> Any:
-    """The result of a call with these q, k, v and options that repeats an earlier one; else None.
-
-    function: the name of the public function, under which `REPEATED` has its recent calls.
-    """
+    """As `repeated`, for a call that torch may be tracing."""
     if torch.compiler.is_compiling():
         return None
-    for repeat in REPEATED.get(function, ()):
-        o = repeat(*given)
-        if o is not None:
-            return o
-    return None
+    return repeated(function, *given)
 
 
 def repeating_in_core(
@@ -110,30 +102,24 @@ def repeating_in_core(
     view_of = _view_of()
     if not view_of or tensors[0].device.type != "cpu":
         return None
-    shapes: list[list[int | None]] = [[*x.shape] for x in tensors]
-    free: list[int | None] = [None] * len(layout)
-    strides: list[list[int | None]] = [[*tensors[0].stride()], free, free]
-    shapes[1][layout.index("s")] = shapes[2][layout.index("s")] = None
-    are_alike = guard(tensors, shapes, strides)
+    free: list[list[int | None]] = [[None] * x.dim() for x in tensors]
+    are_alike = guard(tensors, free, free)
     if are_alike is None:
         return None
-    from ..cpu.core.repeat import Condition, Way  # why here: see `prepare_backend`
+    from ..cpu.core.repeat import Condition, Way, keys_of  # why here: see `prepare_backend`
 
-    conditions = [Condition.now(observer) for observer in OBSERVERS]
-    conditions += [Condition.now(raw_variable, name) for name in VARIABLES]
-    conditions += [
-        Condition.now(CALLBACK.get),
+    held = [Condition.now(observer) for observer in OBSERVERS]
+    held += [
+        *conditions(),
         Condition.now(vars(torch.autograd.forward_ad).get, "_current_level"),
         Condition.now(torch.get_num_threads),
     ]
     if any(x.requires_grad for x in tensors):
-        conditions.append(Condition.now(torch.is_grad_enabled))
+        held.append(Condition.now(torch.is_grad_enabled))
+    q = tensors[0]
     way = Way(
-        view_of, layout, tensors[0].numel(),
-        # why align: without it, lengths have to be equal
-        any_keys=options.align is not None or not (options.causal or options.window),
-        from_end=options.align == "bottom_right",
-        type=torch.Tensor, options=given, are_alike=are_alike, conditions=tuple(conditions),
+        view_of, layout, tuple([tuple(x.shape) for x in tensors]), q.stride(), *keys_of(options),
+        type=torch.Tensor, dtype=q.dtype, options=given, are_alike=are_alike, conditions=tuple(held),
         allocate=_empty, result=result, elements_before=torch.Tensor.storage_offset,
     )  # fmt: skip
     return call.repeating("torch", way)

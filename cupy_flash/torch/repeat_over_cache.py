@@ -14,7 +14,8 @@ from ..call.cache.values import check_values
 from ..call.given import split_of_cache
 from ..call.offsets import with_own_tables
 from ..dispatch.memo import REPEATED, Prepared, prepared
-from .repeat import BOUNDS, CONSTANTS, Recent, is_watched, remember_recent
+from ..dispatch.repeat import BOUNDS, CONSTANTS, remember_recent
+from .repeat import Recent, is_watched
 
 __all__ = ["OverCache"]
 

@@ -77,9 +77,10 @@ def arrays(seed=0, dtype=np.float32):
 def repeating(*, core=None, **changes):
     """The builtin function of a call, some of its way changed."""
     qkv = arrays()
+    strides = tuple(x // 4 for x in qkv[0].strides)
     way = Way(
-        ctypes.cast(VIEW_OF, ctypes.c_void_p).value, "bhsd", qkv[0].size, False, False, np.ndarray, OPTIONS,
-        lambda *_: True, (), empty, SHAPE, lambda _: 0,
+        ctypes.cast(VIEW_OF, ctypes.c_void_p).value, "bhsd", (SHAPE,) * 3, strides, False, False,
+        np.ndarray, qkv[0].dtype, OPTIONS, lambda *_: True, (), empty, SHAPE, lambda _: 0,
     )  # fmt: skip
     call = prepared("forward", adopted(**dict(zip("qkv", qkv, strict=True))), Options(), False)
     if core is not None:
@@ -117,6 +118,12 @@ def moved(x, by):
     return room[start : start + x.size].reshape(x.shape)
 
 
+def aligned_like(x):
+    made = empty(*x.shape)
+    made[...] = x
+    return made
+
+
 def one(at, change):
     """The arrays and options with one of them changed."""
 
@@ -150,6 +157,9 @@ CALLS = {
     **{f"one row less of {name}": one(at, lambda x: x[:, :, 1:]) for at, name in enumerate("qkv")},
     **{f"twice the rows of {name}": one(at, lambda x: np.repeat(x, 2, 2)) for at, name in enumerate("qkv")},
     **{f"{name} between boundaries": one(at, lambda x: moved(x, 8)) for at, name in enumerate("qkv")},
+    **{f"another dtype of {name}": one(at, lambda x: x.view(np.int32)) for at, name in enumerate("qkv")},
+    **{f"other axes of {name}": one(at, lambda x: x.reshape(4, 2, 9, 8)) for at, name in enumerate("qkv")},
+    "other strides of q": one(0, lambda x: aligned_like(x.transpose(0, 1, 3, 2)).transpose(0, 1, 3, 2)),
     "no queries": one(0, lambda x: x[:, :, :0]),
     "no keys": lambda: [x[:, :, :0] if at in (1, 2) else x for at, x in enumerate([*arrays(), *OPTIONS])],
 }  # fmt: skip
@@ -196,12 +206,23 @@ def described(core=lambda core: core, **changes):
     return again, calls
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "hsd", "shd"])
+def strides_of(x):
+    return tuple(n // x.itemsize for n in x.strides)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "hsd", "shd", "sd"])
 @pytest.mark.parametrize("keys", [1, 8, 9, 10, 300])
-def test_any_number_of_keys_and_any_strides(layout, keys):
-    again, calls = described(layout=layout, any_keys=True)
-    shape = [{"b": 2, "h": 4, "s": keys, "d": 8}[axis] for axis in layout]
-    q, v = arrays()[0], empty(*shape)
+@pytest.mark.parametrize("view_of", [VIEW_OF, None])
+def test_any_number_of_keys_and_any_strides(layout, keys, view_of):
+    sizes = {"b": 2, "h": 4, "s": 9, "d": 8}
+    q, sizes["s"] = empty(*[sizes[axis] for axis in layout]), keys
+    shape = [sizes[axis] for axis in layout]
+    v = empty(*shape)
+    again, calls = described(
+        layout="bshd" if "sh" in layout else "bhsd", any_keys=True, shapes=(q.shape,) * 3,
+        strides=strides_of(q), view_of=view_of and ctypes.cast(view_of, ctypes.c_void_p).value,
+        elements_before=None, result=q.shape,
+    )  # fmt: skip
     k = empty(*[2 * n for n in shape])[tuple(map(slice, shape))]
     assert again(q, k, v, *OPTIONS) is not None
     call = calls[-1]
@@ -246,6 +267,23 @@ def test_another_rank_is_left_to_python():
     assert again(q, k[0], v, *OPTIONS) is None
     assert again(q, k, v[None], *OPTIONS) is None
     assert again(q, empty(2, 4, 9), empty(2, 4, 9), *OPTIONS) is None
+
+
+ODD = {
+    "half a stride": lambda x: np.lib.stride_tricks.as_strided(x, strides=(1152, 288, 32, 2)),
+    "five axes": lambda x: x[None],
+    "an array that says nothing": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("at", range(3))
+def test_numpy_arrays_that_cannot_be_described_are_left_to_python(name, at):
+    again, _ = described(view_of=None, elements_before=None)
+    given = arrays()
+    assert again(*given, *OPTIONS) is not None
+    given[at] = ODD[name](given[at])
+    assert again(*given, *OPTIONS) is None
 
 
 def test_arrays_without_strides_are_left_to_python(monkeypatch):

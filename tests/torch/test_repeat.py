@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, UnsupportedError, progress
 from cupy_flash.dispatch import memo
+from cupy_flash.dispatch import repeat as memory
 from cupy_flash.torch import functional, repeat, repeat_in_core
 
 # torch compiles with, and warns of, its own torch.jit.
@@ -478,7 +479,7 @@ def test_what_lay_off_a_boundary_says_nothing_of_what_does_not(whole):
 
 
 def test_the_last_calls_are_found_by_one_look_and_others_by_their_keys(whole, monkeypatch):
-    cases = [qkv(lengths=(n, 5)) for n in range(1, repeat._MOST_RECENT + 3)]
+    cases = [qkv(lengths=(n, 5)) for n in range(1, memory._MOST_RECENT + 3)]
     wanted = [cf.attention(*case) for case in cases]
     asked, key_of = [], repeat._key_of
     monkeypatch.setattr(repeat, "_key_of", lambda *given: (asked.append(given), key_of(*given))[1])
@@ -578,7 +579,7 @@ def test_it_forgets(whole):
 
 
 def test_it_remembers_so_many(monkeypatch):
-    monkeypatch.setattr(repeat, "_MOST_KNOWN", 2)
+    monkeypatch.setattr(memory, "_MOST_KNOWN", 2)
     for n in range(5):
         q, k, v = qkv(lengths=(n + 1, n + 1))
         for _ in range(2):

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...call.describe import MAX_SEQLEN
+from ...call.given import Options
 from ..threads import allowed, team
 from .family import LONG_FLOPS, SMALL_FLOPS, Core
 from .locate import Library, load
 from .params import CALL
 
-__all__ = ["PYTHON", "REPEAT", "Condition", "Way", "repeating"]
+__all__ = ["PYTHON", "REPEAT", "Condition", "Way", "keys_of", "repeating"]
 
 REPEAT = np.dtype(
-    [("view_of", "<u8"), ("entry", "<u8")]
-    + [(name, "<i8") for name in ("elements", "least_keys", "most_keys", "most_keys_alone")]
+    [("view_of", "<u8"), ("entry", "<u8"), ("shapes", "<i8", (3, 4)), ("strides", "<i8", 4)]
+    + [(name, "<i8") for name in ("least_keys", "most_keys", "most_keys_alone")]
     + [(name, "<i4") for name in ("batch", "head", "row", "column", "offset_per_key", "rank")]
     + [("call", CALL)],
     align=True,
@@ -33,6 +34,7 @@ REPEAT = np.dtype(
 PYTHON = {
     "retain": "Py_IncRef", "release": "Py_DecRef", "type_of": "PyObject_Type",
     "compare": "PyObject_RichCompareBool", "item": "PyTuple_GetItem", "length": "PyTuple_Size",
+    "attribute": "PyObject_GetAttrString", "pointer": "PyCapsule_GetPointer",
     "bytes": "PyBytes_AsString", "integer": "PyLong_AsLongLong", "call": "PyObject_CallObject",
     "call_with": "PyObject_CallFunctionObjArgs", "forget_error": "PyErr_Clear",
     "release_lock": "PyEval_SaveThread", "take_lock": "PyEval_RestoreThread",
@@ -55,25 +57,35 @@ class Condition(NamedTuple):
 class Way(NamedTuple):
     """How a call is compared with an earlier one, and its result allocated."""
 
-    view_of: int  # address of a function: DLPack's description of a tensor
-    layout: str  # axes of q, k and v: "bhsd", "bshd", or without b
-    elements: int  # of q
+    view_of: int | None  # address of a function: DLPack's description of a tensor; None for NumPy arrays
+    layout: str  # "bhsd" or "bshd", the axes of q, k and v; of fewer axes the last ones
+    shapes: tuple[tuple[int, ...], ...]  # of q, k and v
+    strides: tuple[int, ...]  # of q, in elements
     any_keys: bool  # whether calls with other numbers of keys are the same but for them
     from_end: bool  # whether the last query is at the last key, and not the first one where it was
     # Objects that it compares and calls, in this order:
     type: type  # of q, k and v
+    dtype: Any  # their attribute, the same object for arrays of that dtype
     options: tuple[Hashable, ...]
-    # Whether q, k and v are as they were, but for addresses, and of k and v strides and the number of keys.
-    are_alike: Callable[..., bool]
+    # Whether what their library adds to a shape and a dtype is as it was, such as a device; None if nothing.
+    are_alike: Callable[..., bool] | None
     conditions: tuple[Condition, ...]
     allocate: Callable[..., Any]  # o
     result: tuple[Any, ...]  # its arguments
-    elements_before: Callable[..., Any]  # the first one of a tensor, in its memory
+    # The first one of a tensor, in its memory; None where arrays always have theirs.
+    elements_before: Callable[..., Any] | None
 
     @property
     def objects(self) -> tuple[Any, ...]:
         """The objects."""
         return self[self._fields.index("type") :]
+
+
+def keys_of(options: Options) -> tuple[bool, bool]:
+    """`Way.any_keys` and `Way.from_end` of a call with these options."""
+    # why align: without it, lengths have to be equal
+    any_keys = options.align is not None or not (options.causal or options.window)
+    return any_keys, options.align == "bottom_right"
 
 
 # Makes a builtin function of a method, its first argument, and no module.
@@ -115,10 +127,16 @@ def repeating(core: Core, owner: str, way: Way) -> Callable[..., Any] | None:
         return None
     p, many = core.problem, allowed(owner)
     repeat = np.zeros((), REPEAT)
-    repeat["view_of"], repeat["entry"] = way.view_of, _address(core.entries[0])
+    own_view = load(core.library).cupy_flash_view_of_array
+    repeat["view_of"] = _address(own_view) if way.view_of is None else way.view_of
+    repeat["entry"] = _address(core.entries[0])
+    rank = len(way.strides)
+    axes = way.layout[-rank:] if rank > 2 else "sd"
     for name, axis in zip(("batch", "head", "row", "column"), "bhsd", strict=True):
-        repeat[name] = way.layout.find(axis)
-    repeat["rank"], repeat["elements"] = len(way.layout), way.elements
+        repeat[name] = axes.find(axis)
+    repeat["rank"], repeat["strides"][:rank] = rank, way.strides
+    repeat["shapes"][:, :rank] = way.shapes
+    repeat["shapes"][1:, axes.index("s")] = -1  # compared with `least_keys` and `most_keys`
     repeat["most_keys_alone"] = math.ceil(SMALL_FLOPS * p.seqlen_k / core.work) - 1
     long = min(int(LONG_FLOPS * p.seqlen_k / core.work), MAX_SEQLEN)
     repeat["least_keys"], repeat["most_keys"] = (1, long) if way.any_keys else (p.seqlen_k, p.seqlen_k)

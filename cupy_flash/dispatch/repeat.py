@@ -1,0 +1,100 @@
+"""Short calls on NumPy arrays that repeat an earlier one, compared and run by compiled code.
+
+Python takes most of the time of a short call: 20 us, where `kernels_cpu/repeat.cpp` takes 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..call.arrays import ArrayView, numpy_dtype
+from ..call.given import Options
+from ..call.progress import CALLBACK
+from .backends import VARIABLES, raw_variable
+from .memo import REPEATED, Prepared
+
+if TYPE_CHECKING:
+    from ..cpu.core.repeat import Condition
+
+__all__ = ["BOUNDS", "CONSTANTS", "conditions", "put", "remember", "remember_recent", "repeated"]
+
+# Types of options that are immutable and compare by value.
+CONSTANTS = frozenset((bool, int, float, str))
+BOUNDS = CONSTANTS | {type(None)}  # of a window; a tensor of one element can change
+_MOST_KNOWN = 1024
+_MOST_RECENT = 8  # under a key: with the same options, or of a function and repeated in the core
+
+
+def repeated(function: str, *given: Any) -> Any:
+    """The result of a call with these q, k, v and options that repeats an earlier one; else None.
+
+    function: the name under which `REPEATED` has its recent calls.
+    """
+    for repeat in REPEATED.get(function, ()):
+        o = repeat(*given)
+        if o is not None:
+            return o
+    return None
+
+
+def remember(
+    function: str, call: Prepared, raw: Mapping[str, ArrayView], options: Options, given: tuple[Hashable, ...]
+) -> None:
+    """Store a call on NumPy arrays for repetitions, if only addresses can differ and the core computes it.
+
+    given: the arguments of `repeated` after q, k and v; `options` is their meaning.
+    """
+    if not _are_constant(given) or not call.only_addresses_differ:
+        return
+    if any(type(x.owner) is not np.ndarray or x.pointer % 16 for x in raw.values()):
+        return
+    from ..cpu.core.repeat import Condition, Way, keys_of  # why here: see `prepare_backend`
+    from ..cpu.threads import limits
+
+    counts = limits()
+    if counts is None:
+        return
+    held = (*conditions(), *map(Condition.now, counts))
+    key = function, call, given, tuple(x.result for x in held)
+    again = REPEATED.get(key)
+    if again is None:
+        q, k, v = (raw[name] for name in "qkv")
+        (_, shape, dtype), *_ = call.results
+        way = Way(
+            None, options.layout, (q.shape, k.shape, v.shape), q.strides, *keys_of(options),
+            np.ndarray, q.owner.dtype, given, None, held, np.empty, (shape, numpy_dtype(dtype)), None,
+        )  # fmt: skip
+        again = call.repeating("numpy", way)
+        if again is None:
+            return
+        put(key, again)
+    remember_recent(function, again)
+
+
+def conditions() -> list[Condition]:
+    """That nobody watches the progress, and that the environment chooses the same driver and CPU path."""
+    from ..cpu.core.repeat import Condition
+
+    return [Condition.now(CALLBACK.get), *[Condition.now(raw_variable, name) for name in VARIABLES]]
+
+
+def remember_recent(key: Hashable, recent: Any) -> None:
+    """Put a call, if there is one, in front of the recent ones under a key, and drop the oldest of many."""
+    if recent is not None:
+        others = [x for x in REPEATED.get(key, ()) if x is not recent]
+        put(key, (recent, *others[: _MOST_RECENT - 1]))
+
+
+def put(key: Hashable, found: Any, memory: dict[Hashable, Any] = REPEATED) -> None:
+    """Store an entry; clear the cache first if it is full."""
+    if len(memory) >= _MOST_KNOWN:
+        memory.clear()
+    memory[key] = found
+
+
+def _are_constant(given: tuple[Any, ...]) -> bool:
+    """Whether these are values of options that cannot change, or their names."""
+    return all(type(x) in BOUNDS or (type(x) is tuple and BOUNDS.issuperset(map(type, x))) for x in given)
