@@ -96,6 +96,7 @@ class Backend(ABC):
 
     # Width of integers in score functions, if each call checks their arguments for overflow; else 0.
     integer_bits: ClassVar[int] = 0
+    is_core: ClassVar[bool] = False
     # Pairs (name in abi.cuh, name of the call's array) of the addresses that `run_at` needs; empty if the
     # backend reads the arrays themselves.
     addressed: tuple[tuple[str, str], ...] = ()
@@ -187,6 +188,7 @@ class CoreBackend(Backend):
     addressed: tuple[tuple[str, str], ...] = ()
 
     integer_bits = 32
+    is_core = True
 
     @property
     def kernels(self) -> tuple[str, ...]:

@@ -43,10 +43,15 @@ class Prepared:
     """All that options and the kinds of arrays decide about a call; only addresses are left to each call.
 
     It keeps no array alive, is immutable, and may be used in several threads. `problem` has no seed;
-    `results` are name, shape and dtype of each array that a call allocates.
+    `results` are name, shape and dtype of each array that a call allocates. `only_addresses_differ` is whether
+    such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs, and
+    `may_repeat_in_core` whether the CPU core computes them, too.
     """
 
-    __slots__ = ("_apart", "_backend", "_make", "_written", "problem", "results")
+    __slots__ = (
+        "_apart", "_backend", "_make", "_written", "may_repeat_in_core", "only_addresses_differ", "problem",
+        "results",
+    )  # fmt: skip
 
     def __init__(
         self, problem: Problem, views: Views, raw: Views, layout: str, driver: Driver | None
@@ -79,6 +84,11 @@ class Prepared:
         self._backend = prepare_backend(problem, {**views, **seen}, driver, table)
         self._written = (*([] if out is None else ["out"]), *written_caches(raw))
         self._apart = to_be_apart(raw, self._written)
+        p, addressed = problem, self._backend.addressed
+        looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._apart
+        plain = all(name == array and name in _PLAIN for name, array in addressed)
+        self.only_addresses_differ = bool(addressed) and plain and not looked_at
+        self.may_repeat_in_core = self._backend.is_core and self.only_addresses_differ
 
     def run(
         self,
@@ -126,14 +136,6 @@ class Prepared:
         if self._written and q.library == "torch":
             outputs.bump_versions(raw, self._written)
         return results
-
-    @property
-    def only_addresses_differ(self) -> bool:
-        """Whether such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs."""
-        p, addressed = self.problem, self._backend.addressed
-        looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._apart
-        plain = all(name == array and name in _PLAIN for name, array in addressed)
-        return bool(addressed) and plain and not looked_at
 
     def run_at(self, addresses: dict[str, int], keep: object, library: str) -> None:
         """Compute a call from addresses of inputs and outputs; see `only_addresses_differ`.

@@ -43,11 +43,11 @@ def repeated(function: str, *given: Any) -> Any:
 def remember(
     function: str, call: Prepared, raw: Mapping[str, ArrayView], options: Options, given: tuple[Hashable, ...]
 ) -> None:
-    """Store a call on NumPy arrays for repetitions, if only addresses can differ and the core computes it.
+    """Store a call that `may_repeat_in_core`, on NumPy arrays, for repetitions, if nothing else can change.
 
     given: the arguments of `repeated` after q, k and v; `options` is their meaning.
     """
-    if not _are_constant(given) or not call.only_addresses_differ:
+    if not _are_constant(given):
         return
     if any(type(x.owner) is not np.ndarray or x.pointer % 16 for x in raw.values()):
         return
@@ -75,7 +75,7 @@ def remember(
 
 
 def conditions() -> list[Condition]:
-    """That nobody watches the progress, and that the environment chooses the same driver and CPU path."""
+    """That there is no `progress`, and that the environment chooses the same driver and CPU path."""
     from ..cpu.core.repeat import Condition
 
     return [Condition.now(CALLBACK.get), *[Condition.now(raw_variable, name) for name in VARIABLES]]

@@ -74,7 +74,8 @@ VALUES = ones(2, 8, 1024, 128)  # memory of its own: keys that are values, too, 
 UNCHECKED = cupy_flash.Tuning(check=False)
 # Most function calls on a GPU, and on the CPU beside its arithmetic; what the fixture's GPU takes is counted.
 CALLS = {
-    "forward": ((47, 62), lambda: cupy_flash.attention(Q, Q, Q, causal=True)),
+    # On the CPU it is repeated in the core, for which a NumPy array looks on this GPU, too.
+    "forward": ((48, 4), lambda: cupy_flash.attention(Q, Q, Q, causal=True)),
     # With the two of the tensor map of a result at a new address, as in "packed".
     "forward with lse": ((52, 68), lambda: cupy_flash.attention(Q, Q, Q, causal=True, return_lse=True)),
     "backward": ((71, 90), lambda: cupy_flash.attention_backward(Q, Q, Q, Q, Q, LSE, causal=True)),
