@@ -43,8 +43,8 @@ class Prepared:
     """All that options and the kinds of arrays decide about a call; only addresses are left to each call.
 
     It keeps no array alive, is immutable, and may be used in several threads. `problem` has no seed;
-    `results` are name, shape and dtype of each array that a call allocates. `only_addresses_differ` is whether
-    such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs, and
+    `results` are name, shape and dtype of each array that a call allocates. `only_addresses_differ` is
+    whether such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs, and
     `may_repeat_in_core` whether the CPU core computes them, too.
     """
 
