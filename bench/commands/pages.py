@@ -245,10 +245,10 @@ PAGES = (
         text="Calls of `layers` stand between torch's linear layers, as in a model, and only attention is "
         "timed; all others follow calls of their own. On AMD EPYC OpenBLAS takes its kernels `Haswell` where "
         "AVX-512 runs at full rate (Zen 5), and `SkylakeX` where it runs at half rate. There torch's "
-        "products are nearer to the limit, and the ratios smaller. bfloat16 is multiplied by "
-        "[pairs](../cpu_core.md) on AMD and by floats on Intel. Threads of NumPy's OpenBLAS spin for 0.1 s "
-        "after a product and take a core from what follows; with `OPENBLAS_THREAD_TIMEOUT=8` set before "
-        "Python starts they sleep at once.",
+        "products are nearer to the limit, and the ratios smaller. bfloat16 is multiplied in "
+        "[pairs](../cpu_core.md) on AMD; on Intel by AMX, and as floats where a CPU has none. Threads of "
+        "NumPy's OpenBLAS spin for 0.1 s after a product and take a core from what follows; with "
+        "`OPENBLAS_THREAD_TIMEOUT=8` set before Python starts they sleep at once.",
     ),
     Page(
         "memory", "Memory", "The bytes at the peak of a call on a CPU, beside its inputs.",

@@ -181,16 +181,16 @@ def _compile(stem: str, command: Sequence[str], text: str, target: Path) -> None
     """Run g++, and move its output to the target atomically."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / "kernel.so"
-        command = [*command, "-o", str(output)]
         # why: a sanitizer preloaded into this process would slow the compiler down tenfold.
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, env=environment,
+            [*command, "-o", str(output)], input=text, capture_output=True, text=True, env=environment,
             # why: otherwise Python forks, which copies the page tables of a sanitizer's shadow memory.
             close_fds=False,
         )  # fmt: skip
         if done.returncode or not output.is_file():
-            again = f"{shlex.join(command)} <<'END'\n{text}END" if text else shlex.join(command)
+            again = shlex.join([*command, "-o", output.name])  # why the name: the folder is gone by then
+            again += f" <<'END'\n{text}END" if text else ""
             raise SimulatorUnavailable(
                 f"g++ failed on {stem}\n{done.stderr}\n{again}\n"
                 "Try: mend the line that it names, if it is yours; else set CXX to a g++ of 12 or newer, or "

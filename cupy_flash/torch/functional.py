@@ -85,8 +85,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
         call = scaled_queries(call)
     if isinstance(options.softcap, torch.Tensor) or isinstance(options.dropout, torch.Tensor):
         refuse_lost_gradients(softcap=options.softcap, dropout=options.dropout)
-    q, k, v = call.tensors[:3]
-    arrays = list(call.tensors[3:])
+    q, k, v, *arrays = call.tensors
     if q.dtype == torch.float8_e4m3fn:
         raise UnsupportedError(
             "float8_e4m3fn has no gradient, which this function records.",
@@ -102,8 +101,7 @@ def _attend_to_tensors(call: Call, return_lse: bool) -> Any:
     for at in _PARAMETERS:
         if call.tensors[at] is not None:
             arrays[at - 3] = widened(call.tensors[at], q)
-    # why not _replace, nor *arrays above: torch.compile of torch 2.6 reads neither
-    call = Call((*cast_by_context(q, k, v), *arrays), call.options, call.longest)
+    call = call._replace(tensors=(*cast_by_context(q, k, v), *arrays))
     plain = is_plain(*call.tensors) and not in_forward_mode(*call.tensors)
     if options.seed is None and options.dropout:
         seed = drawn_seed()

@@ -38,7 +38,7 @@ _NOTHING = (None,) * (len(TENSORS) - 3)
 class _PreparedCall:
     """A prepared forward pass, and its prepared backward passes by the kinds of their arrays."""
 
-    __slots__ = ("forward", "gradients", "in_core", "in_rows", "options", "recent", "recorded", "return_lse")
+    __slots__ = ("forward", "gradients", "in_core", "in_rows", "options", "recorded", "return_lse")
 
     def __init__(
         self, forward: _Pass, options: Options, recorded: bool, return_lse: bool, in_rows: bool
@@ -49,7 +49,6 @@ class _PreparedCall:
         self.return_lse = return_lse
         self.in_rows = in_rows
         self.gradients: dict[Hashable, _Pass] = {}
-        self.recent: Recent | None = None
         self.in_core: Any = None  # a builtin function that repeats it, see `repeat_in_core`
 
 
@@ -158,10 +157,10 @@ def repeated(
             remember_recent(function, one.known.in_core)
             return _run(one.known, q, k, v), None
     key = _key_of(given, q, k, v)
-    known: _PreparedCall | None = REPEATED.get(key)
+    known, recent = REPEATED.get(key, (None, None))
     if known is None:
         return None, key
-    remember_recent(given, known.recent)
+    remember_recent(given, recent)
     remember_recent(function, known.in_core)
     return _run(known, q, k, v), None
 
@@ -301,10 +300,10 @@ def remember(
     if passed is None:
         return
     known = _PreparedCall(passed, options, is_recorded, return_lse, in_rows)
-    put(key, known)
-    known.recent = Recent.of((q, k, v), known, is_recorded)
-    remember_recent(key[0], known.recent)
-    if known.recent is None or is_recorded or return_lse:
+    recent = Recent.of((q, k, v), known, is_recorded)
+    put(key, (known, recent))
+    remember_recent(key[0], recent)
+    if recent is None or is_recorded or return_lse:
         return
     (_, shape, strides, dtype), *_ = passed.results
     layout = options.layout

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -568,8 +569,26 @@ def test_a_blank_cxx_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_compiler_that_writes_no_library_is_shown(tmp_path: Path) -> None:
     silent = build.Compiler((sys.executable, "-c", ""), "c++ 1")
-    with pytest.raises(build.BuildFailed, match="does not compile"):
+    with pytest.raises(build.BuildFailed, match=r"does not compile(?s:.*) -o \w+\.so "):
         build.build(isa.host().platform, tmp_path, silent, isa.runnable()[:1])
+
+
+@pytest.mark.skipif(isa.host().platform not in build.ZIG_TARGETS, reason="zig has no target for this machine")
+@pytest.mark.parametrize("fails", ["-c", "-s"])
+def test_a_failed_command_can_be_run_again(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose results a failed linker reads; "-c" compiles an object file, and "-s" links."""
+    code = "import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w'); sys.exit(sys.argv[1] in sys.argv[2:])"
+    zig = build.Compiler((sys.executable, "-c", code, fails, "-x", "c++"), "zig 1", True)
+    with pytest.raises(build.BuildFailed, match="does not compile") as caught:
+        build.build(isa.host().platform, tmp_path / "out", zig, isa.runnable()[:1])
+    monkeypatch.chdir(tmp_path)
+    *commands, last = [shlex.split(line) for line in str(caught.value).splitlines()[1:-1]]
+    for command in commands:
+        subprocess.run(command, check=True)
+    assert subprocess.run(last).returncode == 1
+    assert {word for word in last if word.endswith(".o")} <= {file.name for file in tmp_path.iterdir()}
 
 
 @needs_compiler

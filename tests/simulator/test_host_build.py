@@ -106,9 +106,10 @@ def test_what_is_no_compiler_is_refused(name: str, another_compiler: pytest.Monk
 
 def test_what_gcc_refuses_is_shown_with_what_helps(another_compiler: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        host_build.SimulatorUnavailable, match=r"g\+\+ failed on wrong\n(?s:.*)-shared (?s:.*)\nTry: .*CXX"
+        host_build.SimulatorUnavailable,
+        match=r"g\+\+ failed on wrong\n(?s:.*)-shared .* -o kernel\.so <<'END'\nint wrong\nEND\nTry: .*CXX",
     ):
-        host_build.compile_library("wrong", ["-shared", "-x", "c++", "-"], [], text="int wrong")
+        host_build.compile_library("wrong", ["-shared", "-x", "c++", "-"], [], text="int wrong\n")
 
 
 def test_a_cache_that_cannot_be_written_is_named(another_compiler: pytest.MonkeyPatch) -> None:

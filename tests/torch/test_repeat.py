@@ -1,5 +1,6 @@
 """Repeated calls take a short way to the same bits; whatever else could differ goes the whole way."""
 
+import gc
 import itertools
 import threading
 
@@ -608,3 +609,15 @@ def test_threads_share_it():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_call_that_is_forgotten_needs_no_garbage_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        for options in ({}, {"return_lse": True}, {}):
+            cf.attention(*qkv(), **options)
+        memo.forget()
+        assert not any(type(x) is repeat._PreparedCall for x in gc.get_objects())
+    finally:
+        gc.enable()

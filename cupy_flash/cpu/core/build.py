@@ -208,11 +208,15 @@ def _compile(compiler: Compiler, isa: Isa, part: str, platform: str) -> bytes:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / f"{isa.name}.so"
         objects = _objects_of(compiler, isa, part, platform, output)
-        for command in [*objects, command_of(compiler, isa, part, platform, output)]:
+        commands = [*objects, command_of(compiler, isa, part, platform, output)]
+        for command in commands:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode or not Path(command[command.index("-o") + 1]).is_file():
+                shown = "\n".join(map(shlex.join, [command] if command in objects else commands))
+                # why replace: the folder is gone when the user repeats the command
+                shown = shown.replace(f"{scratch}{os.sep}", "")
                 raise BuildFailed(
-                    f"{isa.name} for {platform} does not compile:\n{shlex.join(command)}\n{done.stderr}"
+                    f"{isa.name} for {platform} does not compile:\n{shown}\n{done.stderr}"
                     "Try: its source in kernels_cpu, by the lines above, or another compiler"
                 )
             sys.stderr.write(done.stderr)
