@@ -111,28 +111,34 @@ def takes(
             hint = _suggestion(name, called, optional)
             return InvalidArgumentsError(f"{called}() has no option {name!r}.", hint=hint)
 
+        by_position = [p.name for p in first if p.kind is not p.KEYWORD_ONLY]
+        by_name = names[len(by_position) :]
+
+        def misplaced(x: Any) -> TypeError:
+            unlikely = {name for name, option in every.items() if option.array is not hasattr(x, "shape")}
+            likely = [f"{name}=..." for name in by_name if name not in unlikely] or by_name
+            return TypeError(
+                f"{called}() takes only {', '.join(by_position)} by position: options are keyword-only.\n"
+                f"Try: {', '.join(likely)}"
+            )
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
                     raise unknown(name)
-            return function(*args, **kwargs)
-
-        # why two wrappers: functions without `translate_error` skip the try block
-        @functools.wraps(function)
-        def translated(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name in kwargs:
-                if name not in known:
-                    raise unknown(name)
+            # why not count before the call: from Python 3.11 on a try block takes no time, and counting does
             try:
                 return function(*args, **kwargs)
+            except TypeError:
+                if by_name and len(args) > len(by_position):
+                    raise misplaced(args[len(by_position)]) from None
+                raise
             except (InvalidArgumentsError, UnsupportedError) as error:
-                assert translate_error is not None
-                translate_error(error, function, args, kwargs)
+                if translate_error is not None:
+                    translate_error(error, function, args, kwargs)
                 raise
 
-        if translate_error is not None:
-            return translated
         if every:
             kinds = types(options)
             added = [

@@ -492,8 +492,27 @@ def test_an_unknown_keyword_is_told_of_options_only() -> None:
 def test_missing_arguments_are_a_type_error() -> None:
     with pytest.raises(TypeError, match="missing"):
         cupy_flash.attention(ones(*Q), ones(*K))
-    with pytest.raises(TypeError, match="positional"):
-        cupy_flash.attention(ones(*Q), ones(*K), ones(*K), True)
+
+
+@pytest.mark.parametrize(
+    ("function", "count", "option", "headline", "likely", "unlikely"),
+    [
+        ("attention", 3, True, "takes only q, k, v by position", "causal", "mask"),
+        ("attention", 3, ones(6, 6), "takes only q, k, v by position", "mask", "causal"),
+        ("attention_backward", 6, True, "takes only do, q, k, v, o, lse by position", "causal", "mask"),
+        ("attention_with_kv_cache", 3, ones(2), "q, k_cache, v_cache by position", "cache_seqlens", "causal"),
+        ("merge", 4, "bshd", "takes only o_a, lse_a, o_b, lse_b by position", "layout", "causal"),
+    ],
+)
+def test_options_by_position_are_a_type_error(
+    function: str, count: int, option: Any, headline: str, likely: str, unlikely: str
+) -> None:
+    def by_position() -> None:
+        getattr(cupy_flash, function)(*[ones(*Q)] * count, option)
+
+    hint = refuses(TypeError, rf"{function}\(\) .*{headline}", by_position).splitlines()[-1]
+    assert f" {likely}=..." in hint
+    assert f" {unlikely}=..." not in hint
 
 
 # ---- devices and libraries
