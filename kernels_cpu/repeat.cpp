@@ -53,14 +53,14 @@ bool has_shape(const View& view, const int64_t* shape, int32_t rank) {
     return true;
 }
 
-// Describes k or v, which may have any number of rows and any strides.
-void describe(const Repeat& repeat, const View& view, Tensor& tensor) {
+// Describes a tensor with any strides; axes that it lacks, or that have one element, are broadcast.
+void describe(const View& view, const int32_t* axes, Tensor& tensor) {
     const auto stride = [&view](int32_t axis) {
         return axis < 0 || view.shape[axis] == 1 ? 0 : view.strides[axis];
     };
     tensor.data = view.data;
-    tensor.batch = stride(repeat.batch), tensor.head = stride(repeat.head);
-    tensor.row = stride(repeat.row), tensor.column = stride(repeat.column);
+    tensor.batch = stride(axes[0]), tensor.head = stride(axes[1]);
+    tensor.row = stride(axes[2]), tensor.column = stride(axes[3]);
 }
 
 // The params for these tensors; false if another call is needed.
@@ -73,12 +73,21 @@ bool describe(const Repeat& repeat, Object* const* tensors, Object* elements_bef
     }
     for (int32_t i = 0; i < repeat.rank; ++i)
         if (q.strides[i] != repeat.strides[i]) return false;
-    int64_t keys = k.shape[repeat.row];
-    if (v.shape[repeat.row] != keys || keys < repeat.least_keys || keys > repeat.most_keys) return false;
+    const int32_t along_keys = repeat.axes[2];
+    int64_t keys = k.shape[along_keys];
+    if (v.shape[along_keys] != keys || keys < repeat.least_keys || keys > repeat.most_keys) return false;
     call.q.data = q.data;
-    describe(repeat, k, call.k), describe(repeat, v, call.v);
+    describe(k, repeat.axes, call.k), describe(v, repeat.axes, call.v);
     call.offset += repeat.offset_per_key * (keys - call.seqlen_k);
     call.seqlen_k = keys;
+    if (repeat.added) {
+        const int32_t last = repeat.added_rank - 1, axes[] = {last - 3, last - 2, last - 1, last};
+        View view;
+        if (!has_memory(repeat, tensors[repeat.added], elements_before, view)) return false;
+        if (!has_shape(view, repeat.added_shape, repeat.added_rank)) return false;
+        if (repeat.added_shape[last] < 0 && view.shape[last] != keys) return false;
+        describe(view, axes, *reinterpret_cast<Tensor*>(reinterpret_cast<char*>(&call) + repeat.added_place));
+    }
     if (keys <= repeat.most_keys_alone) call.threads = 1, call.parallel = nullptr;
     return true;
 }
@@ -87,21 +96,25 @@ bool describe(const Repeat& repeat, Object* const* tensors, Object* elements_bef
 Object* repeated(Object* self, Object* const* given, intptr_t count) {
     const auto part = [self](intptr_t at) { return python.item(self, at); };
     Object *type = part(1), *dtype = part(2), *options = part(3), *are_alike = part(4), *conditions = part(5),
-           *allocate = part(6), *layout = part(7), *elements_before = part(8);
+           *allocate = part(6), *layout = part(7), *elements_before = part(8), *dtype_of_added = part(9);
     const Repeat& repeat = *reinterpret_cast<const Repeat*>(python.bytes(part(0)));
     Call call = repeat.call;
 
     if (count != 3 + python.length(options)) return nullptr;
     for (intptr_t i = 3; i < count; ++i)
-        if (!are_same(given[i], python.item(options, i - 3))) return nullptr;
+        if (i != repeat.added && !are_same(given[i], python.item(options, i - 3))) return nullptr;
     // why first: what else is handed over may fail to have memory, or have a lazy one.
-    for (int i = 0; i < 3; ++i) {
-        if (Owned(python.type_of(given[i])).object != type) return nullptr;
-        if (Owned(python.attribute(given[i], "dtype")).object != dtype) return nullptr;
-    }
+    const auto is_array = [&](intptr_t i, Object* of) {
+        return Owned(python.type_of(given[i])).object == type &&
+               Owned(python.attribute(given[i], "dtype")).object == of;
+    };
+    for (int i = 0; i < 3; ++i)
+        if (!is_array(i, dtype)) return nullptr;
+    if (repeat.added && !is_array(repeat.added, dtype_of_added)) return nullptr;
     if (!describe(repeat, given, elements_before, call)) return nullptr;
     if (are_alike != python.none) {
-        const Owned alike(python.call_with(are_alike, given[0], given[1], given[2], nullptr));
+        Object* added = repeat.added ? given[repeat.added] : nullptr;
+        const Owned alike(python.call_with(are_alike, given[0], given[1], given[2], added, nullptr));
         if (alike.object != python.yes) return nullptr;
     }
     for (intptr_t i = 0; i < python.length(conditions); ++i) {

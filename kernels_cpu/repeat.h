@@ -62,10 +62,13 @@ struct Repeat {
     int64_t shapes[3][kMostAxes];                      // of q, k and v; -1 for any number of keys
     int64_t strides[kMostAxes];                        // of q
     int64_t least_keys, most_keys, most_keys_alone;    // that may be repeated; that one thread computes
-    int32_t batch, head, row, column;                  // axes of k and v; below 0 for none
+    int64_t added_shape[kMostAxes];                    // of a mask or bias; -1 for the number of keys
+    int32_t axes[4];    // batch, head, row, column of k and v; below 0 for none
     int32_t offset_per_key;
-    int32_t rank;    // of q, k and v
-    Call call;       // without addresses
+    int32_t rank;                 // of q, k and v
+    int32_t added, added_rank;    // which argument is the mask or bias, 0 if none is; its rank
+    int64_t added_place;          // in the params
+    Call call;                    // without addresses
 };
 
 extern "C" {

@@ -45,7 +45,7 @@ class Prepared:
     It keeps no array alive, is immutable, and may be used in several threads. `problem` has no seed;
     `results` are name, shape and dtype of each array that a call allocates. `only_addresses_differ` is
     whether such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs, and
-    `may_repeat_in_core` whether the CPU core computes them, too.
+    `may_repeat_in_core` whether only in those of q, k, v, o, a mask and a bias, and the CPU core computes it.
     """
 
     __slots__ = (
@@ -86,9 +86,9 @@ class Prepared:
         self._apart = to_be_apart(raw, self._written)
         p, addressed = problem, self._backend.addressed
         looked_at = p.spans or p.blocks or p.function or p.of_float8 or p.packed or p.dropout or self._apart
-        plain = all(name == array and name in _PLAIN for name, array in addressed)
-        self.only_addresses_differ = bool(addressed) and plain and not looked_at
-        self.may_repeat_in_core = self._backend.is_core and self.only_addresses_differ
+        own = bool(addressed) and all(name == array for name, array in addressed) and not looked_at
+        self.only_addresses_differ = own and _PLAIN.issuperset(dict(addressed))
+        self.may_repeat_in_core = self._backend.is_core and own and _REPEATED.issuperset(dict(addressed))
 
     def run(
         self,
@@ -161,6 +161,7 @@ class Prepared:
 
 # The arrays of a call without optional arrays.
 _PLAIN = frozenset(("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"))
+_REPEATED = frozenset(("q", "k", "v", "o", "mask", "bias"))  # those of calls that the core repeats
 # Names of the arrays of views that are called differently: view -> array.
 _SOURCES = {
     "block_table": "cache_batch_idx", "v": "k",

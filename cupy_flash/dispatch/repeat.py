@@ -19,7 +19,9 @@ from .memo import REPEATED, Prepared
 if TYPE_CHECKING:
     from ..cpu.core.repeat import Condition
 
-__all__ = ["BOUNDS", "CONSTANTS", "conditions", "put", "remember", "remember_recent", "repeated"]
+__all__ = [
+    "BOUNDS", "CONSTANTS", "conditions", "constants_beside", "put", "remember", "remember_recent", "repeated",
+]  # fmt: skip
 
 # Types of options that are immutable and compare by value.
 CONSTANTS = frozenset((bool, int, float, str))
@@ -45,33 +47,47 @@ def remember(
 ) -> None:
     """Store a call that `may_repeat_in_core`, on NumPy arrays, for repetitions, if nothing else can change.
 
-    given: the arguments of `repeated` after q, k and v; `options` is their meaning.
+    given: the arguments of `repeated` after q, k and v, of which one may be a mask or bias; `options` are
+    their values.
     """
-    if not _are_constant(given):
+    more = [name for name in raw if name not in ("q", "k", "v")]
+    array = raw[more[0]].owner if more else None
+    constants = constants_beside(array, given)
+    if constants is None or len(more) > 1:
         return
     if any(type(x.owner) is not np.ndarray or x.pointer % 16 for x in raw.values()):
         return
-    from ..cpu.core.repeat import Condition, Way, keys_of  # why here: see `prepare_backend`
+    from ..cpu.core.repeat import Added, Condition, Way, keys_of  # why here: see `prepare_backend`
     from ..cpu.threads import limits
 
     counts = limits()
     if counts is None:
         return
     held = (*conditions(), *map(Condition.now, counts))
-    key = function, call, given, tuple(x.result for x in held)
+    key = function, call, constants, tuple(x.result for x in held)
     again = REPEATED.get(key)
     if again is None:
         q, k, v = (raw[name] for name in "qkv")
+        added = Added.of(more[0], array, given) if more else None
         (_, shape, dtype), *_ = call.results
         way = Way(
-            None, options.layout, (q.shape, k.shape, v.shape), q.strides, *keys_of(options),
-            np.ndarray, q.owner.dtype, given, None, held, np.empty, (shape, numpy_dtype(dtype)), None,
+            None, options.layout, (q.shape, k.shape, v.shape), q.strides, *keys_of(options), added,
+            np.ndarray, q.owner.dtype, constants, None, held, np.empty, (shape, numpy_dtype(dtype)), None,
         )  # fmt: skip
         again = call.repeating("numpy", way)
         if again is None:
             return
         put(key, again)
     remember_recent(function, again)
+
+
+def constants_beside(array: Any, given: tuple[Any, ...]) -> tuple[Hashable, ...] | None:
+    """The options, and their names, with None for this array; None if any other value can change."""
+    found = tuple([None if x is array else x for x in given])
+    for x in found:
+        if type(x) not in BOUNDS and not (type(x) is tuple and BOUNDS.issuperset(map(type, x))):
+            return None
+    return found
 
 
 def conditions() -> list[Condition]:
@@ -93,8 +109,3 @@ def put(key: Hashable, found: Any, memory: dict[Hashable, Any] = REPEATED) -> No
     if len(memory) >= _MOST_KNOWN:
         memory.clear()
     memory[key] = found
-
-
-def _are_constant(given: tuple[Any, ...]) -> bool:
-    """Whether these are values of options that cannot change, or their names."""
-    return all(type(x) in BOUNDS or (type(x) is tuple and BOUNDS.issuperset(map(type, x))) for x in given)

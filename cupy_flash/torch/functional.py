@@ -34,7 +34,7 @@ from .kv_cache import attention_with_kv_cache
 from .leading import are_in_rows, broadcast_batches, over_batches, swap_heads_and_rows
 from .nested import are_nested, are_ragged_rows, nested_like, packed
 from .ops import attend, in_forward_mode
-from .repeat import remember, repeated
+from .repeat import remember, remember_in_core, repeated
 from .repeat_in_core import repeated_in_core
 
 if TYPE_CHECKING:
@@ -197,7 +197,16 @@ def attention(
     results = _attend(call, return_lse)
     if key is not None:
         remember("attention", key, q, k, v, call.options, return_lse, given)
+    elif return_lse is False and not torch.compiler.is_compiling() and (name := _only_array(call)):
+        array = call.tensors[TENSORS.index(name)]
+        remember_in_core("attention", (q, k, v), name, array, call.options, given)
     return results
+
+
+def _only_array(call: Call) -> str:
+    """The name of the only array beside q, k and v, if it is a mask or bias; else an empty string."""
+    names = [name for name, x in zip(TENSORS, call.tensors, strict=True) if x is not None]
+    return names[3] if len(names) == 4 and names[3] in ("mask", "bias") else ""
 
 
 @overload
@@ -372,10 +381,13 @@ def _by_rules_of_torch(
     if align is not None:
         return over_batches(lambda q, k, v, _: attend(q, k, v, attn_mask), qkv, None, batch)
     o = over_batches(attend, qkv, attn_mask, batch)
-    if seen is not None and len(batch) < 2 and all(map(operator.is_, qkv, (query, key, value))):
-        options = Options(causal=is_causal, align=where, scale=scale, layout=layout)
-        of_call = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        remember("sdpa", seen, query, key, value, options, False, of_call, in_rows)
+    if len(batch) < 2 and all(map(operator.is_, qkv, (query, key, value))) and not dropout_p:
+        of_call = Options(causal=is_causal, align=where, scale=scale, layout=layout)
+        if seen is not None:
+            remember("sdpa", seen, query, key, value, of_call, False, options, in_rows)
+        elif attn_mask is not None and not torch.compiler.is_compiling():
+            name = "bias" if added else "mask"
+            remember_in_core("sdpa", (query, key, value), name, attn_mask, of_call, options, in_rows)
     return o
 
 

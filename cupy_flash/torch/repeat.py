@@ -19,13 +19,13 @@ from ..call.given import Options
 from ..call.progress import CALLBACK
 from ..dispatch.backends import chosen_by_environment, driver_of, environment
 from ..dispatch.memo import REPEATED, Prepared, prepared
-from ..dispatch.repeat import BOUNDS, CONSTANTS, put, remember_recent
+from ..dispatch.repeat import BOUNDS, CONSTANTS, constants_beside, put, remember_recent
 from .call import GRADIENTS, TENSORS, Call, deterministic
 from .eager import are_plain_memory, gradients, is_plain, is_transformed, recorded
 from .leading import swap_heads_and_rows
 from .repeat_in_core import guard, repeating_in_core
 
-__all__ = ["Recent", "is_watched", "remember", "repeated"]
+__all__ = ["Recent", "is_watched", "remember", "remember_in_core", "repeated"]
 
 _DEVICES = ("cpu", "cuda")
 _OPTIONS = frozenset(
@@ -305,14 +305,37 @@ def remember(
     remember_recent(key[0], recent)
     if recent is None or is_recorded or return_lse:
         return
-    (_, shape, strides, dtype), *_ = passed.results
-    layout = options.layout
-    if in_rows:
-        layout = "bhsd"
-        shape, strides = ((x[0], x[2], x[1], x[3]) for x in (shape, strides))
-    result = shape, strides, dtype
-    known.in_core = repeating_in_core((q, k, v), given, options, layout, passed.call, result)
+    known.in_core = repeating_in_core((q, k, v), given, options, passed.call, in_rows)
     remember_recent(function, known.in_core)
+
+
+def remember_in_core(
+    function: str,
+    qkv: tuple[Any, Any, Any],
+    name: str,
+    array: Any,
+    options: Options,
+    given: tuple[Any, ...],
+    in_rows: bool = False,
+) -> None:
+    """Store a full call with a mask or bias, of this name, for repetitions in the core; as `remember`."""
+    tensors = *qkv, array
+    if is_watched() or constants_beside(array, given) is None or torch.is_autocast_enabled("cpu"):
+        return
+    for x in tensors:
+        if type(x) is not torch.Tensor or x.is_nested or x.layout is not torch.strided:
+            return
+        if x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
+            return
+    if not (are_plain_memory(*tensors) and _are_aligned(tensors)):
+        return
+    with torch.no_grad():
+        raw = adopted(
+            **dict(zip("qkv", swap_heads_and_rows(*qkv) if in_rows else qkv, strict=True)), **{name: array}
+        )
+    call = prepared("forward", raw, options, False)
+    if call.may_repeat_in_core:
+        remember_recent(function, repeating_in_core(tensors, given, options, call, in_rows, name))
 
 
 def _prepare_pass(direction: str, raw: Any, options: Options, want_lse: bool) -> _Pass | None:

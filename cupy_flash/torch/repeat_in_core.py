@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..call.arrays import contiguous
 from ..call.given import Options
 from ..dispatch.memo import Prepared
-from ..dispatch.repeat import conditions, repeated
+from ..dispatch.repeat import conditions, constants_beside, repeated
 from .eager import OBSERVERS
 
 __all__ = ["guard", "repeated_in_core", "repeating_in_core"]
@@ -77,36 +78,38 @@ def repeated_in_core(function: str, *given: Any) -> Any:
 
 def repeating_in_core(
     tensors: tuple[Any, ...],
-    given: tuple[Hashable, ...],
+    given: tuple[Any, ...],
     options: Options,
-    layout: str,
     call: Prepared,
-    result: tuple[Any, ...],
+    in_rows: bool,
+    name: str = "",
 ) -> Callable[..., Any] | None:
     """A builtin function that repeats a call that autograd does not record; None unless the core computes it.
 
     Parameters
     ----------
     tensors : tuple of Tensor
-        q, k and v.
+        q, k and v, and the mask or bias if there is one.
     given : tuple
-        The arguments of `repeated_in_core` after them.
+        The arguments of `repeated_in_core` after q, k and v.
     options : Options
-        Their meaning.
-    layout : str
-        Axes of the tensors.
+        Their values.
     call : Prepared
-    result : tuple
-        Sizes, strides and dtype of o.
+    in_rows : bool
+        Whether `options` and `call` are for q, k, v and o transposed to rows before heads.
+    name : str
+        "mask" or "bias" if it is among the tensors.
     """
     view_of = _view_of()
-    if not view_of or tensors[0].device.type != "cpu":
+    array = tensors[3] if name else None
+    constants = constants_beside(array, given)
+    if not view_of or constants is None or tensors[0].device.type != "cpu":
         return None
     free: list[list[int | None]] = [[None] * x.dim() for x in tensors]
     are_alike = guard(tensors, free, free)
     if are_alike is None:
         return None
-    from ..cpu.core.repeat import Condition, Way, keys_of  # why here: see `prepare_backend`
+    from ..cpu.core.repeat import Added, Condition, Way, keys_of  # why here: see `prepare_backend`
 
     held = [Condition.now(observer) for observer in OBSERVERS]
     held += [
@@ -117,9 +120,15 @@ def repeating_in_core(
     if any(x.requires_grad for x in tensors):
         held.append(Condition.now(torch.is_grad_enabled))
     q = tensors[0]
+    (_, shape, dtype), *_ = call.results
+    strides = contiguous(shape)
+    if in_rows:
+        shape, strides = ((x[0], x[2], x[1], x[3]) for x in (shape, strides))
+    result = shape, strides, getattr(torch, dtype)
     way = Way(
-        view_of, layout, tuple([tuple(x.shape) for x in tensors]), q.stride(), *keys_of(options),
-        type=torch.Tensor, dtype=q.dtype, options=given, are_alike=are_alike, conditions=tuple(held),
+        view_of, "bhsd" if in_rows else options.layout, tuple([tuple(x.shape) for x in tensors[:3]]),
+        q.stride(), *keys_of(options), Added.of(name, array, given) if name else None,
+        type=torch.Tensor, dtype=q.dtype, options=constants, are_alike=are_alike, conditions=tuple(held),
         allocate=_empty, result=result, elements_before=torch.Tensor.storage_offset,
     )  # fmt: skip
     return call.repeating("torch", way)

@@ -79,7 +79,7 @@ def repeating(*, core=None, **changes):
     qkv = arrays()
     strides = tuple(x // 4 for x in qkv[0].strides)
     way = Way(
-        ctypes.cast(VIEW_OF, ctypes.c_void_p).value, "bhsd", (SHAPE,) * 3, strides, False, False,
+        ctypes.cast(VIEW_OF, ctypes.c_void_p).value, "bhsd", (SHAPE,) * 3, strides, False, False, None,
         np.ndarray, qkv[0].dtype, OPTIONS, lambda *_: True, (), empty, SHAPE, lambda _: 0,
     )  # fmt: skip
     call = prepared("forward", adopted(**dict(zip("qkv", qkv, strict=True))), Options(), False)

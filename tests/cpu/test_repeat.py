@@ -77,6 +77,111 @@ def test_options_are_a_part_of_the_call(options, by_python):
     assert len(by_python) == 2 + 4
 
 
+def added(name, *shape, seed=0, dtype=np.float32):
+    """A mask or a bias."""
+    x = np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+    return {name: x > -0.5 if name == "mask" else x}
+
+
+SHAPES_OF_MASKS = [(9,), (9, 9), (9, 1), (4, 1, 9), (2, 1, 9, 9), (1, 4, 9, 9), (2, 4, 9, 9), (2, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("shape", SHAPES_OF_MASKS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_with_a_mask_or_bias_it_is_repeated_in_the_core(name, shape, options, by_python):
+    attention(*qkv(), **added(name, *shape), **options)
+    for seed in range(1, 4):
+        by_python.clear()
+        given, one = qkv(seed=seed), added(name, *shape, seed=seed)
+        o = attention(*given, **one, **options)
+        assert not by_python
+        np.testing.assert_array_equal(o, whole(*given, **one, **options))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_masks_of_any_strides_are_repeated_in_the_core(name, by_python):
+    attention(*qkv(), **added(name, 2, 4, 9, 9))
+    by_python.clear()
+    whole_mask = added(name, 2, 8, 16, 32)[name]
+    for one in (
+        whole_mask[:, ::2, :9, :18:2], whole_mask[:, 3:7, 15:6:-1, :9],
+        np.broadcast_to(whole_mask[:1, :1, :9, :9], (2, 4, 9, 9)), np.copy(whole_mask[:, :4, :9, :9], "F"),
+    ):  # fmt: skip
+        if one.ctypes.data % 16:
+            continue
+        o = attention(*qkv(seed=1), **{name: one})
+        assert not by_python
+        np.testing.assert_array_equal(o, whole(*qkv(seed=1), **{name: one}))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_masks_of_keys_that_grow_are_repeated_in_the_core(name, rows, by_python):
+    q, *_ = qkv(rows=rows)
+    _, k, v = qkv(rows=300)
+    for shape in (300,), (rows, 300), (2, 1, 1, 300):
+        every = added(name, *shape)[name]
+        given = [(k[:, :, :n], v[:, :, :n]) for n in (5, 2, 6, 143, 144, 300)]
+        by_python.clear()
+        found = [attention(q, *kv, **{name: every[..., : kv[0].shape[2]]}) for kv in given]
+        assert len(by_python) == 1
+        for o, kv in zip(found, given, strict=True):
+            np.testing.assert_array_equal(o, whole(q, *kv, **{name: every[..., : kv[0].shape[2]]}))
+
+
+OTHER_MASKS = {
+    "none": lambda _: None,
+    "of other rows": lambda x: x[:, :, :8],
+    "of other keys": lambda x: x[..., :8],
+    "of no keys": lambda x: x[..., :0],
+    "of one key": lambda x: x[..., :1],
+    "of one row": lambda x: x[:, :, :1],
+    "of one head": lambda x: x[:, :1],
+    "of other heads": lambda x: x[:, :2],
+    "of other axes": lambda x: x[0],
+    "of more axes": lambda x: x[None],
+    "of no axes": lambda x: x[0, 0, 0, 0],
+    "of bits": lambda x: x.view(np.uint8),
+    "of floats": lambda x: x.astype(np.float32),
+    "of objects": lambda x: x.astype(object),
+    "between boundaries": lambda x: moved(x, 4),
+    "a subclass": lambda x: x.view(Subclass),
+    "masked": np.ma.masked_array,
+    "a list": lambda x: x.tolist(),
+    "a word": lambda _: "mask",
+    "a number": lambda _: 1,
+    "one of two": lambda x: (x, x),
+}
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("other", OTHER_MASKS)
+def test_other_masks_have_the_same_result_after_plain_ones(name, other):
+    one = added(name, 2, 4, 9, 9)
+    for _ in range(2):
+        attention(*qkv(), **one)
+    given = {name: OTHER_MASKS[other](one[name])}
+    results = []
+    for _ in range(2):
+        try:
+            results.append(attention(*qkv(), **given).tobytes())
+        except Exception as error:
+            results.append(f"{type(error)} {error}")
+        memo.forget()
+    after, alone = results
+    assert after == alone
+
+
+def test_a_mask_is_no_bias(by_python):
+    x = np.random.default_rng(0).standard_normal((9, 9)).astype(np.float32)
+    given = [{"bias": x}, {"mask": x > 0}, {}, {"mask": x > 1}]
+    for _ in range(3):
+        for options in given:
+            np.testing.assert_array_equal(attention(*qkv(), **options), whole(*qkv(), **options))
+    assert len(by_python) == 3 + 12
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True, "align": "bottom_right"}, {"causal": True, "align": 3}], ids=str
@@ -202,8 +307,9 @@ class Equal(float):
     "options",
     [
         {"scale": np.float32(0.5)}, {"scale": np.array(0.5)}, {"scale": np.ones(4, np.float32)},
-        {"window": [2, 2]}, {"scale": Equal(0.5)}, {"mask": np.ones((9, 9), bool)},
-        {"bias": np.zeros((9, 9), np.float32)},
+        {"window": [2, 2]}, {"scale": Equal(0.5)}, {"mask": [[True] * 9] * 9},
+        {"mask": np.ones((9, 9), bool), "bias": np.zeros((9, 9), np.float32)},
+        {"mask": (np.ones((9, 9), bool), np.ones(9, bool))},
         {"mask": cupy_flash.Spans(np.zeros((9, 1, 2), np.int32))}, {"sinks": np.zeros(4, np.float32)},
         {"alibi_slopes": np.ones(4, np.float32)}, {"dropout": 0.5, "seed": 1},
     ],

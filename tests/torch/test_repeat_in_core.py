@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'cupy-flash[torch]'")
 
+from torch.nn.attention.bias import causal_lower_right
+
 import cupy_flash.torch as cf
 from cupy_flash import InvalidArgumentsError, progress
 from cupy_flash.dispatch import memo
@@ -98,6 +100,145 @@ def test_a_cache_that_grows_is_repeated_in_the_core(options, dtype, by_python):
     for o, kv in zip(found, given, strict=True):
         memo.forget()
         assert torch.equal(o, cf.attention(q, *kv, **options))
+
+
+def added(name, *shape, seed=0, dtype=torch.float32):
+    """A mask or a bias."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x > -0.5 if name == "mask" else x.to(dtype)
+
+
+MASKS = [("mask", torch.float32), ("bias", torch.float32), ("bias", torch.bfloat16)]
+SHAPES_OF_MASKS = [(9,), (9, 9), (9, 1), (4, 1, 9), (2, 1, 9, 9), (1, 4, 9, 9), (2, 4, 9, 9), (2, 1, 1, 1)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES_OF_MASKS, ids=str)
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_torchs_function_with_a_mask_is_repeated_in_the_core(name, dtype, shape, in_rows, by_python):
+    kinds = {"dtype": torch.bfloat16 if name == "bias" else dtype, "in_rows": in_rows}
+    cf.scaled_dot_product_attention(*qkv(**kinds), added(name, *shape, dtype=dtype))
+    by_python.clear()
+    for seed in range(1, 3):
+        given, mask = qkv(seed=seed, **kinds), added(name, *shape, seed=seed, dtype=dtype)
+        o = cf.scaled_dot_product_attention(*given, attn_mask=mask)
+        assert not by_python
+        whole = functional._by_rules_of_torch(*given, mask, 0.0, False, None, False)
+        assert torch.equal(o, whole)
+        assert (o.stride(), o.dtype) == (whole.stride(), whole.dtype)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"layout": "bshd", "scale": 0.3}], ids=str)
+def test_attention_with_a_mask_is_repeated_in_the_core(name, options, by_python):
+    shape = (2, 9, 4, 8) if "layout" in options else (2, 4, 9, 8)
+    given = [x.reshape(shape) for x in qkv()]
+    rows = shape[1] if "layout" in options else 9
+    one, other = (added(name, 2, 1, rows, rows, seed=seed) for seed in range(2))
+    cf.attention(*given, **{name: one}, **options)
+    o = cf.attention(*given, **{name: other}, **options)
+    assert len(by_python) == 1
+    memo.forget()
+    assert torch.equal(o, cf.attention(*given, **{name: other}, **options))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_a_cache_that_grows_with_its_mask_is_repeated_in_the_core(name, by_python):
+    """As transformers calls it: a view of a larger mask, expanded over the heads."""
+    q, *_ = qkv(rows=1)
+    k, v = torch.randn(2, 2, 4, 300, 8).unbind()
+    every = added(name, 2, 1, 1, 300).expand(2, 4, 1, 300)
+    lengths = 5, 2, 6, 143, 144, 300
+    found = [cf.scaled_dot_product_attention(q, k[:, :, :n], v[:, :, :n], every[..., :n]) for n in lengths]
+    assert len(by_python) == 2, "of the first call: torch's function asks, and then calls attention"
+    for o, n in zip(found, lengths, strict=True):
+        memo.forget()
+        assert torch.equal(
+            o, cf.scaled_dot_product_attention(q, k[:, :, :n], v[:, :, :n], every[..., :n].clone())
+        )
+
+
+def freed_mask(x):
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+OTHER_MASKS = {
+    "none": lambda _: None,
+    "of other rows": lambda x: x[:, :, :8],
+    "of other keys": lambda x: x[..., :8],
+    "of one key": lambda x: x[..., :1],
+    "of other heads": lambda x: x[:, :2],
+    "of fewer axes": lambda x: x[0],
+    "of more axes": lambda x: x[None],
+    "of no axes": lambda x: x[0, 0, 0, 0],
+    "of integers": lambda x: x.to(torch.int32),
+    "of floats": lambda x: x.to(torch.float64),
+    "between boundaries": lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    "without memory": freed_mask,
+    "a parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "that requires grad": lambda x: x.clone().requires_grad_(),
+    "sparse": lambda x: x.to_sparse(),
+    "zero": lambda x: torch._efficientzerotensor(x.shape),
+    "negated": lambda x: torch.complex(x, -x).conj().imag,
+    "a NumPy array": lambda x: x.numpy(),
+    "a list": lambda x: x.tolist(),
+    "on meta": lambda x: x.to("meta"),
+    "of torch": lambda _: causal_lower_right(9, 9),
+}
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("other", OTHER_MASKS)
+@pytest.mark.parametrize("function", ["attention", "scaled_dot_product_attention"])
+def test_other_masks_go_the_whole_way(function, name, other):
+    def call(x):
+        if function == "attention":
+            return cf.attention(*qkv(), **{name: x})
+        return cf.scaled_dot_product_attention(*qkv(), x)
+
+    one = added(name, 2, 4, 9, 9)
+    for _ in range(2):
+        call(one)
+    try:
+        given = OTHER_MASKS[other](one)
+    except (RuntimeError, NotImplementedError):
+        pytest.skip("there is no such mask of this dtype")
+    results = []
+    for _ in range(2):
+        try:
+            o = call(given)
+            results.append(f"{o.requires_grad} {o.detach().tolist()}")
+        except Exception as error:
+            results.append(f"{type(error)} {error}")
+        memo.forget()
+    after, alone = results
+    assert after == alone
+
+
+def test_calls_with_a_bias_that_autograd_records_are_not(by_python):
+    bias = added("bias", 9, 9).requires_grad_()
+    for _ in range(2):
+        assert cf.attention(*qkv(), bias=bias).requires_grad
+    assert len(by_python) == 2
+    with torch.no_grad():
+        for _ in range(2):
+            assert not cf.attention(*qkv(), bias=bias).requires_grad
+    assert len(by_python) == 3
+    assert cf.attention(*qkv(), bias=bias).requires_grad
+
+
+@pytest.mark.parametrize("name", ["progress", "a mode", "forward mode", "autocast"])
+def test_who_watches_a_call_with_a_mask_sees_it(name, by_python):
+    mask = added("mask", 9, 9)
+    with surroundings()[name]():
+        cf.attention(*qkv(), mask=mask)
+    for _ in range(2):
+        cf.attention(*qkv(), mask=mask)
+    with surroundings()[name]():
+        cf.attention(*qkv(), mask=mask)
+    assert len(by_python) == 3
 
 
 def test_unequal_lengths_without_align_are_refused_after_equal_ones():

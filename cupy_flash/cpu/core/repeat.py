@@ -19,15 +19,16 @@ from ...call.given import Options
 from ..threads import allowed, team
 from .family import LONG_FLOPS, SMALL_FLOPS, Core
 from .locate import Library, load
-from .params import CALL
+from .params import CALL, offset
 
-__all__ = ["PYTHON", "REPEAT", "Condition", "Way", "keys_of", "repeating"]
+__all__ = ["PYTHON", "REPEAT", "Added", "Condition", "Way", "keys_of", "repeating"]
 
 REPEAT = np.dtype(
     [("view_of", "<u8"), ("entry", "<u8"), ("shapes", "<i8", (3, 4)), ("strides", "<i8", 4)]
     + [(name, "<i8") for name in ("least_keys", "most_keys", "most_keys_alone")]
-    + [(name, "<i4") for name in ("batch", "head", "row", "column", "offset_per_key", "rank")]
-    + [("call", CALL)],
+    + [("added_shape", "<i8", 4), ("axes", "<i4", 4)]
+    + [(name, "<i4") for name in ("offset_per_key", "rank", "added", "added_rank")]
+    + [("added_place", "<i8"), ("call", CALL)],
     align=True,
 )
 # Functions of Python's stable ABI, by the fields of the struct Python.
@@ -54,6 +55,21 @@ class Condition(NamedTuple):
         return cls(function, arguments, function(*arguments))
 
 
+class Added(NamedTuple):
+    """A mask or bias of a call."""
+
+    name: str
+    at: int  # its place among the options
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, name: str, array: Any, given: tuple[Any, ...]) -> Added:
+        """An array that is among the options of a call."""
+        at = next(i for i, x in enumerate(given) if x is array)
+        return cls(name, at, tuple(array.shape), array.dtype)
+
+
 class Way(NamedTuple):
     """How a call is compared with an earlier one, and its result allocated."""
 
@@ -63,6 +79,7 @@ class Way(NamedTuple):
     strides: tuple[int, ...]  # of q, in elements
     any_keys: bool  # whether calls with other numbers of keys are the same but for them
     from_end: bool  # whether the last query is at the last key, and not the first one where it was
+    added: Added | None
     # Objects that it compares and calls, in this order:
     type: type  # of q, k and v
     dtype: Any  # their attribute, the same object for arrays of that dtype
@@ -78,7 +95,7 @@ class Way(NamedTuple):
     @property
     def objects(self) -> tuple[Any, ...]:
         """The objects."""
-        return self[self._fields.index("type") :]
+        return (*self[self._fields.index("type") :], None if self.added is None else self.added.dtype)
 
 
 def keys_of(options: Options) -> tuple[bool, bool]:
@@ -111,7 +128,8 @@ def _method(library: Library) -> int:
 def repeating(core: Core, owner: str, way: Way) -> Callable[..., Any] | None:
     """A builtin function that repeats a call of the core; None if it cannot.
 
-    Its arguments are q, k, v and the options; its result is o, or None for any other call.
+    Its arguments are q, k, v and the options, among them a mask or bias; its result is o, or None for any
+    other call.
 
     Parameters
     ----------
@@ -121,6 +139,8 @@ def repeating(core: Core, owner: str, way: Way) -> Callable[..., Any] | None:
     way : Way
     """
     if len(core.entries) > 1 or core.function is not None or core.work > LONG_FLOPS:
+        return None
+    if way.added is not None and not 1 <= len(way.added.shape) <= 4:
         return None
     method = _method(core.library)
     if not method:
@@ -132,11 +152,16 @@ def repeating(core: Core, owner: str, way: Way) -> Callable[..., Any] | None:
     repeat["entry"] = _address(core.entries[0])
     rank = len(way.strides)
     axes = way.layout[-rank:] if rank > 2 else "sd"
-    for name, axis in zip(("batch", "head", "row", "column"), "bhsd", strict=True):
-        repeat[name] = axes.find(axis)
+    repeat["axes"] = [axes.find(axis) for axis in "bhsd"]
     repeat["rank"], repeat["strides"][:rank] = rank, way.strides
     repeat["shapes"][:, :rank] = way.shapes
     repeat["shapes"][1:, axes.index("s")] = -1  # compared with `least_keys` and `most_keys`
+    if way.added is not None:
+        shape = [*way.added.shape]
+        if way.any_keys and shape[-1] == p.seqlen_k > 1:
+            shape[-1] = -1
+        repeat["added"], repeat["added_rank"] = 3 + way.added.at, len(shape)
+        repeat["added_shape"][: len(shape)], repeat["added_place"] = shape, offset(way.added.name)
     repeat["most_keys_alone"] = math.ceil(SMALL_FLOPS * p.seqlen_k / core.work) - 1
     long = min(int(LONG_FLOPS * p.seqlen_k / core.work), MAX_SEQLEN)
     repeat["least_keys"], repeat["most_keys"] = (1, long) if way.any_keys else (p.seqlen_k, p.seqlen_k)
