@@ -7,11 +7,11 @@
 //   [D4]  O and LSE of a row from those of the chunks, from left to right
 //
 // For S lanes are keys: W rows of K at a time are transposed in registers. For O lanes are features, in the order of V in
-// memory. Where rows fill panels, forward.cpp computes instead, with lanes along queries. Where they do not, and no option is
-// per pair, forward.cpp calls this. Blocks, chunks and orders of sums are the same in both, and so are the bits.
+// memory. Where rows fill panels, forward.cpp computes instead, with lanes along queries. Where they do not, and only a mask or
+// a bias is per pair, forward.cpp calls this. Blocks, chunks and orders of sums are the same in both, and so are the bits.
 //
 // Jobs:    (sequence, key head, chunk of the keys).
-// Scratch: Q, O and a block of scores; a few keys and a block of values if they have to be copied. Values of 16 bits
+// Scratch: Q, O and a block of scores, of mask and of bias; a few keys and a block of values if they have to be copied. Values of 16 bits
 //          seldom have: they are converted as they are read.
 #include "append.h"
 #include "chunk.h"
@@ -163,12 +163,23 @@ struct KeyChunk {
     const bool k_copied = !k_in_place || d % (w * depth) || crosses;
     const bool halves = p.v.column == 1 && converts_values<Real>(p.v.type) && (pairs || dv % (4 * w) == 0);
     const bool v_copied = !(halves || (!pairs && values.as_they_are())) || dv % w || short_pages;
-    Real *q = nullptr, *scores = nullptr, *k_space = nullptr, *v_space = nullptr, *slopes = nullptr;
+    Real *q = nullptr, *scores = nullptr, *k_space = nullptr, *v_space = nullptr, *slopes = nullptr,
+         *seen = nullptr, *bias = nullptr;    // mask and bias of a row and a block
 
     void lay_out(pool::Scratch& x) {
         x.allocate(q, rows * wide), x.allocate(scores, rows * of_scores), x.allocate(slopes, rows);
         x.allocate(k_space, w * wide), x.allocate(v_space, v_copied ? kBlock * wide_v : pairs ? wide_v : 0);
+        x.allocate(seen, p.mask.data ? kBlock : 0), x.allocate(bias, p.bias.data ? kBlock : 0);
         x.allocate(keys.cos_row, p.rotary / 2), x.allocate(keys.sin_row, p.rotary / 2);
+    }
+
+    // What a mask or bias has for row r and the keys of a block from one to another.
+    void read_pairs(const Tensor& t, int64_t r, int64_t block, int64_t from, int64_t to, Real* x) const {
+        if (!t.data) return;
+        int64_t head = head_k * group + r % group, n = least(to, s.keys - block) - from;
+        widen(x + from, t.data,
+              s.batch * t.batch + head * t.head + r / group * t.row + (block + from) * t.column, n, t.column,
+              t.type);
     }
 
     // Q times its factor, as entries.
@@ -222,6 +233,7 @@ struct KeyChunk {
     __attribute__((always_inline)) Real finish_scores(int64_t r, int64_t block, int64_t from, int64_t to) {
         Real* x = scores + r * of_scores;
         score.scale(x + from, to - from, kRounds<Entry>);
+        read_pairs(p.bias, r, block, from, to, bias), read_pairs(score.mask, r, block, from, to, seen);
         I<Real> numbers;
         UNROLL for (int l = 0; l < w; ++l) numbers[l] = l;
         const Real softcap = Real(p.softcap);
@@ -233,11 +245,17 @@ struct KeyChunk {
             int64_t j = block + y;
             V<Real> z = load(x + y);
             if (capped) z = tanh_<Real>(z) * splat(softcap);
+            if (p.bias.data) {
+                V<Real> added = load(bias + y);
+                z = added == splat(-kInfinity<Real>) ? added
+                                                     : z + added;    // whatever the score, see score.h
+            }
             if (has_alibi) {
                 I<Real> distance = Int<Real>(position - j) - numbers;
                 distance = distance < 0 ? -distance : distance;
                 z -= slopes[r] * __builtin_convertvector(distance, V<Real>);
             }
+            if (p.mask.data) z = load(seen + y) == zero<Real>() ? splat(-kInfinity<Real>) : z;
             if (j < low || j + w > high || each || (paged && keys.hidden(j)))
                 for (int l = 0; l < w; ++l)
                     if (j + l < low || j + l >= high || hidden(j, l)) z[l] = -kInfinity<Real>;

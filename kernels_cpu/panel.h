@@ -15,10 +15,11 @@ inline bool of_pairs(const Call& p) {
     return p.mask.data || p.bias.data || p.spans.data || p.blocks.table || p.function;
 }
 
-// Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. What belongs
-// to pairs, it does not know.
+// Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. Of what belongs
+// to pairs, it only knows masks and biases.
 inline bool few_rows(const Call& p) {
-    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !of_pairs(p) && !p.dropout_threshold;
+    bool others = p.spans.data || p.blocks.table || p.function || p.dropout_threshold;
+    return p.seqlen_q * (p.heads_q / p.heads_k) < 12 && !others;
 }
 
 // Keys that a sequence brings to its cache.
