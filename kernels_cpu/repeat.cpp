@@ -152,8 +152,8 @@ int32_t cupy_flash_view_of_array(Object* array, View* view) {
     const Owned capsule(python.attribute(array, "__array_struct__"));
     if (!capsule.object) return -1;
     const auto* seen = static_cast<const ArrayInterface*>(python.pointer(capsule.object, nullptr));
-    if (!seen || seen->axes > kMostAxes) return -1;
-    int64_t *shape = view->own, *strides = view->own + kMostAxes;
+    if (!seen || seen->axes > kViewAxes) return -1;
+    int64_t *shape = view->own, *strides = view->own + kViewAxes;
     for (int i = 0; i < seen->axes; ++i) {
         shape[i] = seen->shape[i], strides[i] = seen->byte_strides[i] / seen->item_bytes;
         if (seen->byte_strides[i] % seen->item_bytes) return -1;

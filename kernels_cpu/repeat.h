@@ -33,7 +33,7 @@ struct Method {
     const char* text;
 };
 
-constexpr int kMostAxes = 4;
+constexpr int kViewAxes = 4;
 
 // A tensor in memory, as DLPack describes one.
 struct View {
@@ -44,7 +44,7 @@ struct View {
     uint16_t lanes;
     const int64_t *shape, *strides;
     uint64_t offset;               // in bytes
-    int64_t own[2 * kMostAxes];    // not of DLPack: shape and strides where a library lends none
+    int64_t own[2 * kViewAxes];    // not of DLPack: shape and strides where a library lends none
 };
 
 // NumPy's description of an array, in its attribute __array_struct__.
@@ -59,10 +59,10 @@ struct ArrayInterface {
 struct Repeat {
     int32_t (*view_of)(Object* tensor, View*);    // of the tensors' library; 0 if it succeeds
     int32_t (*entry)(Call*);
-    int64_t shapes[3][kMostAxes];                      // of q, k and v; -1 for any number of keys
-    int64_t strides[kMostAxes];                        // of q
+    int64_t shapes[3][kViewAxes];                      // of q, k and v; -1 for any number of keys
+    int64_t strides[kViewAxes];                        // of q
     int64_t least_keys, most_keys, most_keys_alone;    // that may be repeated; that one thread computes
-    int64_t added_shape[kMostAxes];                    // of a mask or bias; -1 for the number of keys
+    int64_t added_shape[kViewAxes];                    // of a mask or bias; -1 for the number of keys
     int32_t axes[4];    // batch, head, row, column of k and v; below 0 for none
     int32_t offset_per_key;
     int32_t rank;                 // of q, k and v

@@ -45,7 +45,7 @@ class Prepared:
     It keeps no array alive, is immutable, and may be used in several threads. `problem` has no seed;
     `results` are name, shape and dtype of each array that a call allocates. `only_addresses_differ` is
     whether such calls differ only in addresses of q, k, v, o, lse and gradients, as `run_at` needs, and
-    `may_repeat_in_core` whether only in those of q, k, v, o, a mask and a bias, and the CPU core computes it.
+    `may_repeat_in_core` whether only in the addresses of q, k, v, o, mask and bias, and the core computes it.
     """
 
     __slots__ = (
@@ -161,7 +161,7 @@ class Prepared:
 
 # The arrays of a call without optional arrays.
 _PLAIN = frozenset(("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv"))
-_REPEATED = frozenset(("q", "k", "v", "o", "mask", "bias"))  # those of calls that the core repeats
+_REPEATED = frozenset(("q", "k", "v", "o", "mask", "bias"))  # arrays of calls that the core repeats
 # Names of the arrays of views that are called differently: view -> array.
 _SOURCES = {
     "block_table": "cache_batch_idx", "v": "k",

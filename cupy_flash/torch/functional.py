@@ -204,7 +204,7 @@ def attention(
 
 
 def _only_array(call: Call) -> str:
-    """The name of the only array beside q, k and v, if it is a mask or bias; else an empty string."""
+    """The name of the only array in addition to q, k and v, if it is a mask or bias; else an empty string."""
     names = [name for name, x in zip(TENSORS, call.tensors, strict=True) if x is not None]
     return names[3] if len(names) == 4 and names[3] in ("mask", "bias") else ""
 

@@ -213,3 +213,47 @@ def test_the_specification_says_so(way: str) -> None:
     if way != "score function":
         made = everything({**x, "k": dirty}, second=False, **options)
         testing.assert_within_budget(made, q, dirty, v, do=do, **options)
+
+
+FEW = {
+    "both": {},
+    "softcap": {"softcap": 5.0},
+    "window": {"window": (60, 9), "align": 190},
+    "causal": {"causal": True, "align": "bottom_right"},
+    "ALiBi": {"alibi_slopes": np.linspace(0.1, 0.4, 4)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", FEW)
+@pytest.mark.usefixtures("core")
+def test_few_rows_with_a_mask_and_a_bias_have_the_bits_of_many(way: str, dtype: Any) -> None:
+    """Few are computed as in decode, with lanes along keys, many with lanes along queries."""
+    rng = np.random.default_rng(0)
+    q = normal(2, 4, QUERIES, 24).astype(dtype)
+    k, v = (normal(2, 2, KEYS, width).astype(dtype) for width in (24, 41))
+    k[:, :, HIDDEN] = np.resize(ANYTHING, (len(HIDDEN), 1)).astype(dtype)
+    mask = (rng.random((2, 1, QUERIES, KEYS)) < 0.7) & SEEN
+    mask[:, :, 3] = False  # a row that sees nothing
+    bias = np.asfortranarray(rng.standard_normal((4, QUERIES, KEYS)), np.float32)
+    bias[:, :, 60:70] = -np.inf
+    wide = np.float64 if dtype == np.float64 else np.float32
+    options = {name: x.astype(wide) if name == "alibi_slopes" else x for name, x in FEW[way].items()}
+    align = options.pop("align", 0)
+    start = KEYS - QUERIES if align == "bottom_right" else align
+
+    def rows(first: int, count: int, **added: Any) -> Any:
+        part = {name: x[..., first : first + count, :] for name, x in added.items()}
+        return cupy_flash.attention(
+            q[:, :, first : first + count], k, v, align=start + first, reproducible="batch", **part, **options
+        )
+
+    of_all = np.broadcast_to(mask[0, 0, 0], (QUERIES, KEYS))
+    for added in ({"mask": mask}, {"mask": mask, "bias": bias}, {"mask": of_all, "bias": bias}):
+        whole = rows(0, QUERIES, **added)
+        assert np.isfinite(whole.astype(np.float64)).all()
+        for first, count in ((0, 1), (3, 1), (2, 5), (29, 5)):
+            np.testing.assert_array_equal(
+                rows(first, count, **added).view(np.uint8),
+                whole[:, :, first : first + count].copy().view(np.uint8),
+            )

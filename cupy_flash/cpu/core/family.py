@@ -84,10 +84,9 @@ def needs_float32(problem: Problem) -> bool:
 
 
 def decodes(problem: Problem) -> bool:
-    """Whether a problem is decode (few rows over a cache) without the promise of a prompt's bits."""
+    """Whether a problem is decode (few rows, over a cache or not) without the promise of a prompt's bits."""
     p = problem
-    few = p.seqlen_q * (p.heads_q // p.heads_k) < FEW_ROWS
-    return few and p.cache is not None and p.reproducible is None
+    return p.seqlen_q * (p.heads_q // p.heads_k) < FEW_ROWS and p.reproducible is None
 
 
 def fills_tiles(problem: Problem) -> bool:
