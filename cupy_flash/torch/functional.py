@@ -197,14 +197,16 @@ def attention(
     results = _attend(call, return_lse)
     if key is not None:
         remember("attention", key, q, k, v, call.options, return_lse, given)
-    elif return_lse is False and not torch.compiler.is_compiling() and (name := _only_array(call)):
+    elif return_lse is False and (name := _only_array(call)):
         array = call.tensors[TENSORS.index(name)]
         remember_in_core("attention", (q, k, v), name, array, call.options, given)
     return results
 
 
 def _only_array(call: Call) -> str:
-    """The name of the only array in addition to q, k and v, if it is a mask or bias; else an empty string."""
+    """The name of the only array in addition to q, k and v, if it is a mask or bias on a CPU; else empty."""
+    if torch.compiler.is_compiling() or not call.tensors[0].is_cpu:
+        return ""
     names = [name for name, x in zip(TENSORS, call.tensors, strict=True) if x is not None]
     return names[3] if len(names) == 4 and names[3] in ("mask", "bias") else ""
 
@@ -385,7 +387,7 @@ def _by_rules_of_torch(
         of_call = Options(causal=is_causal, align=where, scale=scale, layout=layout)
         if seen is not None:
             remember("sdpa", seen, query, key, value, of_call, False, options, in_rows)
-        elif attn_mask is not None and not torch.compiler.is_compiling():
+        elif attn_mask is not None and not torch.compiler.is_compiling() and query.is_cpu:
             name = "bias" if added else "mask"
             remember_in_core("sdpa", (query, key, value), name, attn_mask, of_call, options, in_rows)
     return o

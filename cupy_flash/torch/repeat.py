@@ -325,7 +325,7 @@ def remember_in_core(
     for x in tensors:
         if type(x) is not torch.Tensor or x.is_nested or x.layout is not torch.strided:
             return
-        if x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
+        if not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
             return
     if not (are_plain_memory(*tensors) and _are_aligned(tensors)):
         return
