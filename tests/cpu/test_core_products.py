@@ -194,7 +194,8 @@ def test_pairs_are_multiplied_where_they_are_fast_or_asked_for(
     decode = PAIRED._replace(seqlen_q=1, cache=Cache("bfloat16"))
     assert choose.choose(decode).library.part == ("" if wanted == isa.FLOATS else sources.BFLOAT16)
     assert choose.choose(decode._replace(reproducible="batch")).library.part == part
-    x = np.ones((1, 2, 5, 8), ml_dtypes.bfloat16)
+    assert choose.choose(decode._replace(cache=None)) == choose.choose(decode)
+    x = np.ones((1, 2, 12, 8), ml_dtypes.bfloat16)  # fewer rows are decode
     assert ("pairs of bfloat16" in cupy_flash.explain(x, x, x)) == bool(part)
     said = info_text()
     assert ("bfloat16 multiplied in pairs" if part else "bfloat16 multiplied as floats (") in said
