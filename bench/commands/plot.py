@@ -63,6 +63,16 @@ def of_one_gpu(rows: Rows) -> Rows:
     return [row for row in rows if row["gpu"] == most[0][0]] if most else []
 
 
+def of_one_cpu(rows: Rows) -> Rows:
+    """Rows of the CPU on which the most implementations ran, since bars of different CPUs cannot be compared."""
+    ran: dict[str, set[str]] = {}
+    for row in rows:
+        if row["what"] == "cpu":
+            ran.setdefault(row["cpu"], set()).add(row["implementation"])
+    most = max(ran, key=lambda cpu: len(ran[cpu]), default="")
+    return [row for row in rows if row["cpu"] == most]
+
+
 def of_first_dtype(rows: Rows) -> Rows:
     return [row for row in rows if row["dtype"] == rows[0]["dtype"]]
 
@@ -310,7 +320,7 @@ def front(rows: Rows, plt: Any) -> Any:
     if rows and rows[0]["gpu"]:
         return _front_on_gpu(rows, plt)
     peaks = [r for r in newest(rows) if (r["what"], r["passes"]) == ("memory", "forward+backward")]
-    ratios = beside_torch([row for row in rows if row["dtype"] == _FRONT])
+    ratios = beside_torch(of_one_cpu([row for row in rows if row["dtype"] == _FRONT]))
     if not peaks or OURS.name not in ratios:
         return None
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.7), width_ratios=(1.15, 1))

@@ -148,6 +148,15 @@ def test_beside_torch_takes_ratios_of_one_run(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_first_picture_is_of_one_cpu() -> None:
+    every = [row(10, what="cpu", cpu="A", implementation=name) for name in ("cupy_flash", "torch", "jax xla")]
+    fewer = [
+        row(10, what="cpu", cpu="B", when="2027", implementation=name) for name in ("cupy_flash", "torch")
+    ]
+    assert plot.of_one_cpu([*every, *fewer]) == plot.of_one_cpu([*fewer, *every]) == every
+    assert plot.of_one_cpu([]) == []
+
+
 def test_the_first_picture_needs_memory_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="figures are drawn by matplotlib, which is not installed")
     folder = tmp_path / "results"
