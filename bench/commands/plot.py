@@ -64,7 +64,7 @@ def of_one_gpu(rows: Rows) -> Rows:
 
 
 def of_one_cpu(rows: Rows) -> Rows:
-    """Rows of the CPU on which the most implementations ran, since bars of different CPUs cannot be compared."""
+    """Rows of the CPU that ran the most implementations, since bars of different CPUs cannot be compared."""
     ran: dict[str, set[str]] = {}
     for row in rows:
         if row["what"] == "cpu":
