@@ -1,6 +1,6 @@
 """Short calls on NumPy arrays that repeat an earlier one, compared and run by compiled code.
 
-Python takes most of the time of a short call: 20 us, where `kernels_cpu/repeat.cpp` takes 2.
+Python takes most of the time of a short call: 20 us, of which `kernels_cpu/repeat.cpp` saves 18.
 """
 
 from __future__ import annotations
