@@ -322,6 +322,8 @@ def remember_in_core(
     tensors = *qkv, array
     if is_watched() or constants_beside(array, given) is None or torch.is_autocast_enabled("cpu"):
         return
+    if options.dropout:  # with a seed of each call
+        return
     for x in tensors:
         if type(x) is not torch.Tensor or x.is_nested or x.layout is not torch.strided:
             return

@@ -229,6 +229,19 @@ def test_calls_with_a_bias_that_autograd_records_are_not(by_python):
     assert cf.attention(*qkv(), bias=bias).requires_grad
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_calls_with_a_mask_and_dropout_are_not(name, by_python):
+    one = {name: added(name, 9, 9)}
+    for options in {"dropout": 0.5}, {"dropout": 0.5, "seed": 3}:
+        torch.manual_seed(0)
+        first, second = (cf.attention(*qkv(), **one, **options) for _ in range(2))
+        assert torch.equal(first, second) is ("seed" in options)
+    cf.scaled_dot_product_attention(*qkv(), one[name], dropout_p=0.5)
+    by_python.clear()
+    cf.scaled_dot_product_attention(*qkv(), one[name], dropout_p=0.5)
+    assert by_python
+
+
 @pytest.mark.parametrize("name", ["progress", "a mode", "forward mode", "autocast"])
 def test_who_watches_a_call_with_a_mask_sees_it(name, by_python):
     mask = added("mask", 9, 9)
