@@ -11,8 +11,8 @@
 // a bias is per pair, forward.cpp calls this. Blocks, chunks and orders of sums are the same in both, and so are the bits.
 //
 // Jobs:    (sequence, key head, chunk of the keys).
-// Scratch: Q, O and a block of scores, of mask and of bias; a few keys and a block of values if they have to be copied. Values of 16 bits
-//          seldom have: they are converted as they are read.
+// Scratch: Q, O and a block of scores, of mask and of bias; a few keys and a block of values if they have to be copied.
+//          Values of 16 bits seldom have: they are converted as they are read.
 #include "append.h"
 #include "chunk.h"
 #include "score.h"
@@ -246,9 +246,9 @@ struct KeyChunk {
             V<Real> z = load(x + y);
             if (capped) z = tanh_<Real>(z) * splat(softcap);
             if (p.bias.data) {
+                // why not the sum of both: see score.h.
                 V<Real> added = load(bias + y);
-                z = added == splat(-kInfinity<Real>) ? added
-                                                     : z + added;    // whatever the score, see score.h
+                z = added == splat(-kInfinity<Real>) ? added : z + added;
             }
             if (has_alibi) {
                 I<Real> distance = Int<Real>(position - j) - numbers;

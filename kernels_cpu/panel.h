@@ -10,11 +10,6 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 constexpr int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
 constexpr int64_t up(int64_t n, int64_t block) { return blocks_of(n, block) * block; }
 
-// Whether what belongs to pairs may hide one; and whether anything may.
-inline bool of_pairs(const Call& p) {
-    return p.mask.data || p.bias.data || p.spans.data || p.blocks.table || p.function;
-}
-
 // Whether a key head has so few rows, below three quarters of a panel of AVX2, that decode.cpp is faster. Of what belongs
 // to pairs, it only knows masks and biases.
 inline bool few_rows(const Call& p) {
